@@ -1,0 +1,87 @@
+"""Splits: policies that cut a batch into micro-batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from anybatch.batches.counting import num_rows, split_rows
+from anybatch.batches.nesting import Batch
+from anybatch.errors import BatchError, SplitError
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """A batch already cut: micro-batches in the order they run.
+
+    `Accumulator` and `Update` take one as they take a batch.
+    """
+
+    micro_batches: tuple[Batch, ...]
+
+    def __init__(self, micro_batches: "tuple[Batch, ...] | list[Batch]") -> None:
+        object.__setattr__(self, "micro_batches", tuple(micro_batches))
+        if not self.micro_batches:
+            raise BatchError("MicroBatches() holds 0 micro-batches; give at least 1.")
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.micro_batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.micro_batches[index]
+
+
+@runtime_checkable
+class Split(Protocol):
+    """A policy that cuts a batch; every row lands in exactly one micro-batch."""
+
+    def cut(self, batch: Batch) -> MicroBatches:
+        """The micro-batches of `batch`, in the order they run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """At most `size` rows per micro-batch: ceil(rows / size) of them, near-equal, longer ones first.
+
+    Tensors are cut into views: nothing is copied.
+
+    >>> import torch
+    >>> [len(part) for part in Rows(16).cut(torch.zeros(40, 2))]
+    [14, 13, 13]
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise SplitError(
+                f"Rows({self.size!r}): the micro-batch size must be a whole number of rows, 1 or more. Use Rows(1) for "
+                "the least memory."
+            )
+
+    def cut(self, batch: Batch) -> MicroBatches:
+        """The micro-batches of `batch`; 40 rows by 16 are 14, 13, 13."""
+        count = num_rows(batch)
+        if count <= self.size:
+            return MicroBatches((batch,))
+        return MicroBatches(split_rows(batch, near_equal(count, self.size)))
+
+
+def near_equal(count: int, size: int) -> list[int]:
+    """The sizes of ceil(count / size) parts that differ by at most 1, longer ones first."""
+    num_parts = -(-count // size)
+    shortest, num_longer = divmod(count, num_parts)
+    return [shortest + 1] * num_longer + [shortest] * (num_parts - num_longer)
+
+
+def as_split(micro_batch: "int | Split") -> Split:
+    """An int stands for `Rows(int)`; a split stands for itself."""
+    if isinstance(micro_batch, int):
+        return Rows(micro_batch)
+    if isinstance(micro_batch, Split) and not isinstance(micro_batch, type):
+        return micro_batch
+    raise SplitError(
+        f"micro_batch={micro_batch!r} is not a split: give a number of rows, such as 16, or a split, such as Rows(16)."
+    )

@@ -1,0 +1,45 @@
+"""Every error that anybatch raises on purpose.
+
+AnybatchError
+├── BatchError       a batch whose rows cannot be counted or taken
+├── SplitError       a micro-batch size or split that cannot cut the batch
+├── UnitsError       what a mean loss divides by is not known, or makes no sense
+├── LossError        an objective returned something that is not one differentiable number
+├── WindowError      a window used out of order, or torn by a backward pass that died
+├── UpdateError      an `Update` that was put together from parts that do not fit
+└── NonFiniteError   a gradient or a loss is inf or nan
+
+Each message names the value, what was expected, and the fix.
+"""
+
+
+class AnybatchError(Exception):
+    """Base of all errors raised by anybatch."""
+
+
+class BatchError(AnybatchError, ValueError):
+    """A batch whose rows cannot be counted or taken."""
+
+
+class SplitError(AnybatchError, ValueError):
+    """A micro-batch size or split that cannot cut the batch."""
+
+
+class UnitsError(AnybatchError, ValueError):
+    """What a mean loss divides by is not known, or makes no sense."""
+
+
+class LossError(AnybatchError, ValueError):
+    """An objective returned something that is not one differentiable number."""
+
+
+class WindowError(AnybatchError, RuntimeError):
+    """A window used out of order, or torn by a backward pass that died."""
+
+
+class UpdateError(AnybatchError, ValueError):
+    """An `Update` that was put together from parts that do not fit."""
+
+
+class NonFiniteError(AnybatchError, ArithmeticError):
+    """A gradient or a loss is inf or nan; nothing was stepped."""

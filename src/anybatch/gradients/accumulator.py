@@ -1,0 +1,233 @@
+"""The accumulator: a batch in, its exact gradient in `.grad`."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from anybatch.batches import Batch, MicroBatches, Split, as_split, move, tensors
+from anybatch.errors import LossError
+from anybatch.gradients.metrics import Metrics, combine
+from anybatch.gradients.objective import Objective, count_units, evaluate
+from anybatch.gradients.shares import Shares, shares_of, weighted_sum
+from anybatch.gradients.summing import GradientSum
+from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss, Observer, Tracker, tracker_for
+
+Autocast = torch.dtype | torch.autocast | None
+"""A dtype to autocast to on the model's device, or an autocast context of the user's own; None for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulated:
+    """What one batch left behind, beside its gradient. Reading a tensor waits for the device; nothing else does."""
+
+    loss: Tensor
+    """The loss of the whole batch, detached."""
+    units: float
+    """What the mean loss divided by: rows, target tokens, summed class weights."""
+    micro_batches: int
+    """How many micro-batches the batch was cut into."""
+    metrics: Mapping[str, Tensor]
+    """The objective's metrics, for the whole batch."""
+    dropped: tuple[int, ...] = ()
+    """Numbers of the micro-batches that were not finite and left out."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """False only where every micro-batch was dropped."""
+        return len(self.dropped) < self.micro_batches
+
+
+class Accumulator:
+    """Gradients of whole batches from micro-batches that fit.
+
+    `parameters()` gives those whose gradients are kept apart, summed in fp32 and put back after an error: the model's by
+    default. With `drop_nonfinite`, a micro-batch whose loss or gradient is inf or nan is left out and the rest
+    renormalised; this needs a second set of gradients and waits for the device after each micro-batch. With `keep_fp32`,
+    gradients of bf16 and fp16 parameters stay fp32 after the sum, for optimizers that take them so.
+
+    >>> model = nn.Linear(3, 1)
+    >>> accumulator = Accumulator(model, Objective(lambda model, x: model(x).square().mean()), micro_batch=4)
+    >>> accumulator.backward(torch.randn(10, 3)).micro_batches
+    3
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        *,
+        micro_batch: int | Split,
+        autocast: Autocast = None,
+        parameters: Callable[[], Iterable[nn.Parameter]] | None = None,
+        drop_nonfinite: bool = False,
+        keep_fp32: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        if not isinstance(objective, Objective):
+            raise LossError(
+                f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
+                "supervised(criterion), huggingface(), or Objective(loss, units)."
+            )
+        self.model = model
+        self.objective = objective
+        self.split = as_split(micro_batch)
+        self.autocast = autocast
+        self.drop_nonfinite = drop_nonfinite
+        self.keep_fp32 = keep_fp32
+        self.observer = observer
+        self.parameters = model.parameters if parameters is None else parameters
+
+    def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
+        """Add to `.grad` what one backward pass over the whole batch would add.
+
+            grad += sum_k (units_k / units) * d loss(micro_batch_k)
+
+        Exact up to summation order when rows do not look at each other. Gradients are neither zeroed, clipped nor
+        stepped here. Micro-batches are moved to the model's device one at a time. With a `scaler`, gradients come out
+        scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` as it
+        was before the call.
+        """
+        tracker = tracker_for(self.observer)
+        work = self.prepare(batch, scaler, tracker)
+        isolate = self.drop_nonfinite and scaler is None
+        done = _Done()
+        try:
+            with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
+                starts: tuple[Tensor, ...] = ()
+                for index in work.shares.running:
+                    loss, metrics = work.forward(index)
+                    starts = starts or work.shares.tensors(loss, scaler)
+                    is_kept = not self.drop_nonfinite or bool(loss.isfinite())
+                    if is_kept:
+                        is_kept = _backward(gradient_sum, loss, starts[index], index, tracker)
+                    done.add(index, loss.detach(), metrics, is_kept=is_kept)
+                    del loss, metrics  # the next forward must not find this graph alive
+                gradient_sum.scale = work.shares.left_over(done.kept)
+                if work.shares.is_empty:
+                    gradient_sum.zero()
+        finally:
+            if tracker is not None:
+                tracker.close()
+        return done.result(work.shares)
+
+    def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> "Work":
+        """Cut the batch and count its units: all that comes before the first forward."""
+        micro_batches = (batch if isinstance(batch, MicroBatches) else self.split.cut(batch)).micro_batches
+        units = count_units(self.objective, self.model, micro_batches)
+        parameters = list(self.parameters())
+        device = common_device(parameters)
+        is_there = device is None or all(tensor.device == device for tensor in tensors(batch))
+        autocast = _autocast_context(self.autocast, device)
+        underflows = scaler is None and _is_fp16(parameters, autocast)
+        shares = shares_of(units, self.objective.reduction, underflows=underflows)
+        return Work(
+            self.model,
+            self.objective,
+            micro_batches,
+            shares,
+            parameters,
+            None if is_there else device,
+            autocast,
+            tracker,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch that is cut and counted, ready to run."""
+
+    model: nn.Module
+    objective: Objective
+    micro_batches: tuple[Batch, ...]
+    shares: Shares
+    parameters: list[nn.Parameter]
+    device: torch.device | None
+    """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
+    autocast: AbstractContextManager[object] | None
+    tracker: Tracker | None
+
+    def forward(self, index: int) -> tuple[Tensor, Metrics]:
+        """Bring one micro-batch to the device and evaluate the objective on it."""
+        if self.tracker is None:
+            return self._evaluate(self._load(index))
+        self.tracker.begin(Load)
+        micro_batch = self._load(index)
+        self.tracker.end(Load, micro_batch=index, batch=micro_batch)
+        with ForwardBoundary(self.tracker, self.model, index):
+            loss, metrics = self._evaluate(micro_batch)
+        facts = {"units": self.shares.units[index], "share": self.shares.each[index]}
+        self.tracker.end(Loss, micro_batch=index, loss=loss.detach(), **facts)
+        return loss, metrics
+
+    def _load(self, index: int) -> Batch:
+        micro_batch = self.micro_batches[index]
+        return micro_batch if self.device is None else move(micro_batch, self.device)
+
+    def _evaluate(self, micro_batch: Batch) -> tuple[Tensor, Metrics]:
+        if self.autocast is None:
+            return evaluate(self.objective, self.model, micro_batch)
+        with self.autocast:
+            return evaluate(self.objective, self.model, micro_batch)
+
+
+def common_device(parameters: Iterable[nn.Parameter]) -> torch.device | None:
+    """The device that all parameters share, if they do."""
+    devices = {parameter.device for parameter in parameters}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _backward(gradient_sum: GradientSum, loss: Tensor, start: Tensor, index: int, tracker: Tracker | None) -> bool:
+    if tracker is None:
+        return gradient_sum.backward(loss, start)
+    tracker.begin(Backward)
+    is_finite = gradient_sum.backward(loss, start)
+    tracker.end(Backward, micro_batch=index)
+    tracker.begin(Accumulate)
+    tracker.end(Accumulate, micro_batch=index, parameters=tuple(gradient_sum.parameters))
+    return is_finite
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What the micro-batches so far have left."""
+
+    kept: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: list[Metrics] = field(default_factory=list)
+
+    def add(self, index: int, loss: Tensor, metrics: Metrics, *, is_kept: bool) -> None:
+        if not is_kept:
+            self.dropped.append(index)
+            return
+        self.kept.append(index)
+        self.losses.append(loss)
+        self.metrics.append(metrics)
+
+    def result(self, shares: Shares) -> Accumulated:
+        units = [shares.units[index] for index in self.kept]
+        weights = shares_of(units, shares.reduction).each
+        return Accumulated(
+            loss=torch.zeros(()) if shares.is_empty else weighted_sum(self.losses, weights),
+            units=sum(units),
+            micro_batches=len(shares.units),
+            metrics=combine(self.metrics, units),
+            dropped=tuple(self.dropped),
+        )
+
+
+def _autocast_context(autocast: Autocast, device: torch.device | None) -> AbstractContextManager[object] | None:
+    if isinstance(autocast, torch.dtype):
+        return torch.autocast(device.type if device is not None else "cpu", dtype=autocast)
+    return autocast
+
+
+def _is_fp16(parameters: Iterable[nn.Parameter], autocast: AbstractContextManager[object] | None) -> bool:
+    """True where gradients pass through fp16, whose smallest number is 6e-8."""
+    if isinstance(autocast, torch.autocast) and autocast.fast_dtype is torch.float16:
+        return True
+    return any(parameter.dtype is torch.float16 for parameter in parameters)

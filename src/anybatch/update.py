@@ -1,0 +1,258 @@
+"""The update in its one right order: zero, micro-batches, unscale, clip, step, scaler, scheduler."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from anybatch.batches import Batch, Split
+from anybatch.errors import NonFiniteError, UpdateError
+from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast
+from anybatch.gradients.nonfinite import find_culprit
+from anybatch.gradients.norms import clip_to_norm, clip_to_value, gradient_norm
+from anybatch.gradients.objective import Objective
+from anybatch.gradients.precision import cast_gradients, takes_fp32_gradients
+from anybatch.gradients.statistics import copy_statistics, tracking_layers
+from anybatch.stages import Clip, Observer, Step, Tracker, Zero, tracker_for
+
+OnNonFinite = Literal["raise", "skip", "drop", "ignore"]
+SMALLEST_SCALE = 2.0**-24
+"""A loss scale below this has been halved some 36 times in a row: no overflow, but an inf or nan in the model itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What one update did. Tensors are detached; reading one waits for the device, nothing else does."""
+
+    loss: Tensor
+    """The loss of the whole batch."""
+    grad_norm: Tensor
+    """The norm of the whole batch's gradient, unscaled, before clipping."""
+    units: float
+    """What the mean loss divided by: rows, target tokens, summed class weights."""
+    micro_batches: int
+    """How many micro-batches the batch was cut into."""
+    applied: bool
+    """False where the step was skipped: weights, optimizer and scheduler are as before, and the batch can be given again."""
+    lr: float | Tensor
+    """The learning rate of this update, of the first parameter group."""
+    metrics: Mapping[str, Tensor]
+    """The objective's metrics, for the whole batch."""
+    dropped: tuple[int, ...] = ()
+    """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
+
+
+class Update:
+    """One batch, one update.
+
+    `on_nonfinite` says what an inf or nan in the gradient does: `"raise"` names the parameter and the micro-batch, `"skip"`
+    leaves the update out, `"drop"` leaves the bad micro-batch out and renormalises the rest, `"ignore"` does not look (and so
+    never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`.
+
+    >>> import torch
+    >>> from anybatch import supervised
+    >>> model = nn.Linear(4, 2)
+    >>> update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), supervised(nn.CrossEntropyLoss()), micro_batch=16)
+    >>> result = update((torch.randn(40, 4), torch.randint(0, 2, (40,))))
+    >>> result.micro_batches, result.units, result.applied
+    (3, 40, True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        objective: Objective,
+        *,
+        micro_batch: int | Split,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        scaler: GradScaler | None = None,
+        scheduler: LRScheduler | None = None,
+        autocast: Autocast = None,
+        on_nonfinite: OnNonFinite = "raise",
+        observer: Observer | None = None,
+    ) -> None:
+        _check(model, optimizer, clip_norm, clip_value, scheduler, on_nonfinite)
+        self.model = model
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.clip_value = clip_value
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scheduler = scheduler
+        self.on_nonfinite = on_nonfinite
+        self.observer = observer
+        self.accumulator = Accumulator(
+            model,
+            objective,
+            micro_batch=micro_batch,
+            autocast=autocast,
+            drop_nonfinite=on_nonfinite == "drop",
+            parameters=self.parameters,
+            keep_fp32=True,
+            observer=observer,
+        )
+        self._tracking_layers = tracking_layers(model)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients this update clears and fills: the model's and the optimizer's."""
+        return list(dict.fromkeys([*self.model.parameters(), *self._stepped()]))
+
+    def __call__(self, batch: Batch) -> UpdateResult:
+        """Learn from one batch: zero, accumulate, unscale, clip, step, schedule, each once.
+
+        An exception leaves weights, optimizer, scheduler and running statistics as they were.
+        """
+        tracker = tracker_for(self.observer)
+        statistics = copy_statistics(self._tracking_layers)
+        lr = _value(self.optimizer.param_groups[0]["lr"])
+        is_applied = False
+        try:
+            self._zero(tracker)
+            accumulated = self.accumulator.backward(batch, scaler=self.scaler)
+            stepped = self._stepped()
+            if self.scaler is not None and accumulated.has_gradient:
+                self.scaler.unscale_(self.optimizer)
+            grad_norm = gradient_norm(stepped)
+            is_applied = accumulated.has_gradient and self._is_finite(grad_norm)
+            if not is_applied and accumulated.has_gradient and self.scaler is None and self.on_nonfinite == "raise":
+                raise NonFiniteError(self._explain(batch, grad_norm))
+            self._clip(stepped, grad_norm, tracker)
+            self._step(stepped, accumulated, is_applied, tracker)
+        finally:
+            if tracker is not None:
+                tracker.close()
+            if not is_applied:
+                statistics.restore()
+        return UpdateResult(
+            loss=accumulated.loss,
+            grad_norm=grad_norm,
+            units=accumulated.units,
+            micro_batches=accumulated.micro_batches,
+            applied=is_applied,
+            lr=lr,
+            metrics=accumulated.metrics,
+            dropped=accumulated.dropped,
+        )
+
+    def _stepped(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _zero(self, tracker: Tracker | None) -> None:
+        if tracker is not None:
+            tracker.begin(Zero)
+        parameters = self.parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        if tracker is not None:
+            tracker.end(Zero, parameters=tuple(parameters))
+
+    def _is_finite(self, grad_norm: Tensor) -> bool:
+        if self.on_nonfinite == "ignore" and self.scaler is None:
+            return True
+        return math.isfinite(grad_norm.item())
+
+    def _clip(self, stepped: list[nn.Parameter], grad_norm: Tensor, tracker: Tracker | None) -> None:
+        if self.clip_norm is None and self.clip_value is None:
+            return
+        if tracker is not None:
+            tracker.begin(Clip)
+        if self.clip_norm is not None:
+            clip_to_norm(stepped, self.clip_norm, grad_norm)
+        if self.clip_value is not None:
+            clip_to_value(stepped, self.clip_value)
+        if tracker is not None:
+            tracker.end(Clip, grad_norm=grad_norm)
+
+    def _step(
+        self, stepped: list[nn.Parameter], accumulated: Accumulated, is_applied: bool, tracker: Tracker | None
+    ) -> None:
+        if tracker is not None:
+            tracker.begin(Step)
+        if is_applied:
+            if not takes_fp32_gradients(self.optimizer):
+                cast_gradients(stepped)
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+            else:
+                self.optimizer.step()
+        if self.scaler is not None and accumulated.has_gradient:
+            self._update_scale(self.scaler, is_applied)
+        if is_applied and self.scheduler is not None:
+            self.scheduler.step()
+        if tracker is not None:
+            tracker.end(Step, applied=is_applied)
+
+    def _update_scale(self, scaler: GradScaler, is_applied: bool) -> None:
+        scaler.update()
+        if not is_applied and scaler.get_scale() < SMALLEST_SCALE:
+            raise NonFiniteError(
+                f"the loss scale has fallen to {scaler.get_scale():.3g} and the gradient is still not finite: this is no "
+                "overflow, but an inf or nan in the data or the model. Run the batch without a scaler to see which "
+                "parameter and micro-batch it comes from."
+            )
+
+    def _explain(self, batch: Batch, grad_norm: Tensor) -> str:
+        names = {f"optimizer parameter {index}": parameter for index, parameter in enumerate(self._stepped())}
+        known = dict(self.model.named_parameters())
+        named = known | {name: parameter for name, parameter in names.items() if parameter not in set(known.values())}
+        culprit = find_culprit(self.accumulator, batch, named)
+        if culprit is None:
+            where = (
+                f"the norm of the gradient is {grad_norm.item()}, but no micro-batch shows it when run again alone: a "
+                "random draw, such as dropout, or a sum that overflowed"
+            )
+        else:
+            what = "the loss" if culprit.parameter is None else f"the gradient of {culprit.parameter!r}"
+            where = (
+                f"{what} is not finite, first in micro-batch {culprit.micro_batch} of {culprit.num_micro_batches} "
+                f"(counted from 0), whose loss is {culprit.loss:.6g}"
+            )
+        return (
+            f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
+            "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
+        )
+
+
+def _value(lr: float | Tensor) -> float | Tensor:
+    return lr.detach().clone() if isinstance(lr, Tensor) else lr
+
+
+def _check(
+    model: nn.Module,
+    optimizer: Any,
+    clip_norm: float | None,
+    clip_value: float | None,
+    scheduler: object,
+    on_nonfinite: str,
+) -> None:
+    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+        raise UpdateError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+    if isinstance(optimizer, LBFGS):
+        raise UpdateError(
+            "LBFGS evaluates the batch several times per step, through a closure. Use Accumulator: "
+            "optimizer.step(closure), where closure() zeroes the gradients and returns accumulator.backward(batch).loss."
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UpdateError(
+            "ReduceLROnPlateau steps on a validation loss, not once per update. Leave scheduler=None and call "
+            "scheduler.step(validation_loss) yourself."
+        )
+    if clip_norm is not None and clip_value is not None:
+        raise UpdateError(f"clip_norm={clip_norm} and clip_value={clip_value} are both given; choose one.")
+    for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if value is not None and not value > 0:
+            raise UpdateError(f"{name}={value!r}: expected a number above 0, or None for no clipping.")
+    if on_nonfinite not in get_args(OnNonFinite):
+        raise UpdateError(f"on_nonfinite={on_nonfinite!r}: expected one of {', '.join(get_args(OnNonFinite))}.")
+    own = set(model.parameters())
+    if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UpdateError(
+            f"the optimizer holds none of the parameters of this {type(model).__name__}, so no update could change it. Make "
+            "the optimizer from model.parameters(), after the model got its final parameters."
+        )
