@@ -81,7 +81,13 @@ def evaluate(objective: Objective, model: nn.Module, batch: Batch) -> tuple[Tens
 
 
 def _numbers(values: list[Number]) -> list[float]:
+    for value in values:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise UnitsError(
+                f"units(micro_batch) returned a tensor of shape {tuple(value.shape)}; expected one number, what the mean loss "
+                "divides by. Sum it, for example (labels != -100).sum()."
+            )
     if values and all(isinstance(value, Tensor) and not value.is_cpu for value in values):
         # one wait for the device instead of one per micro-batch
-        return torch.stack([torch.as_tensor(value) for value in values]).tolist()
+        return torch.stack([torch.as_tensor(value).reshape(()) for value in values]).tolist()
     return [value.item() if isinstance(value, Tensor) else value for value in values]

@@ -1,0 +1,164 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from anybatch import LossError, UnitsError, Window, WindowError
+from tests.reference import gradient, relative_error, whole_batch_gradient
+
+
+def regression(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+@given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=8), seed=st.integers(0, 1000))
+def test_the_mean_over_any_number_of_passes_is_that_of_one_pass(sizes, seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 1).double()
+    x, y = torch.randn(sum(sizes), 3).double(), torch.randn(sum(sizes), 1).double()
+    reference = whole_batch_gradient(model, regression, (x, y))
+    with Window(model.parameters()) as window:
+        for part in zip(x.split(sizes), y.split(sizes), strict=True):
+            window.backward(regression(model, part), units=len(part[0]))
+    assert relative_error(model, reference) < 1e-12
+    assert (window.units, window.micro_batches) == (sum(sizes), len(sizes))
+    assert float(window.loss) == pytest.approx(float(regression(model, (x, y)).detach()), rel=1e-12)
+
+
+def test_equal_weights_for_unequal_passes_do_not():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 1).double(), torch.randn(9, 3).double(), torch.randn(9, 1).double()
+    reference = whole_batch_gradient(model, regression, (x, y))
+    with Window(model.parameters()) as window:
+        for part in zip(x.split([8, 1]), y.split([8, 1]), strict=True):
+            window.backward(regression(model, part))
+    assert relative_error(model, reference) > 0.1
+
+
+def test_what_grad_held_before_is_added_to_and_not_rescaled():
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = held = torch.tensor([10.0, 20.0])
+    with Window([weight]) as window:
+        window.backward((weight * 1.0).sum(), units=1)
+        window.backward((weight * 4.0).sum(), units=3)
+    assert weight.grad is held
+    assert held.tolist() == [13.25, 23.25]
+
+
+def test_an_exception_leaves_the_gradients_as_they_were():
+    weight, fresh = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    weight.grad = held = torch.tensor([10.0, 20.0])
+    with pytest.raises(RuntimeError, match="the data ran out"), Window([weight, fresh]) as window:
+        window.backward((weight * fresh + weight).sum(), units=5)
+        raise RuntimeError("the data ran out")
+    assert weight.grad is held
+    assert held.tolist() == [10.0, 20.0]
+    assert fresh.grad is None
+
+
+class DiesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("no memory left")
+
+
+def half_made_loss(first: nn.Parameter, second: nn.Parameter) -> torch.Tensor:
+    """The gradient of `second` arrives before the pass dies on its way to `first`."""
+    return (DiesInBackward.apply(first) * 2 + second).sum()
+
+
+def test_a_torn_pass_that_was_caught_inside_is_not_passed_over_in_silence():
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    with pytest.raises(WindowError, match="died half-way"), Window([first, second]) as window:
+        window.backward((first + second).sum())
+        with pytest.raises(MemoryError):
+            window.backward(half_made_loss(first, second))
+    assert first.grad is None
+    assert second.grad is None
+
+
+def test_a_dropped_pass_that_dies_half_way_adds_nothing():
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    with Window([first, second], drop_nonfinite=True) as window:
+        window.backward((first + 3 * second).sum(), units=2)
+        with pytest.raises(MemoryError):
+            window.backward(half_made_loss(first, second), units=2)
+    assert first.grad.tolist() == [1.0, 1.0]
+    assert second.grad.tolist() == [3.0, 3.0]
+
+
+def test_passes_that_are_not_finite_are_dropped_and_the_rest_renormalised():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 1).double(), torch.randn(12, 3).double(), torch.randn(12, 1).double()
+    good = [(x[:5], y[:5]), (x[9:], y[9:])]
+    reference = whole_batch_gradient(model, regression, (torch.cat([x[:5], x[9:]]), torch.cat([y[:5], y[9:]])))
+    bad = (x[5:9] * torch.inf, y[5:9])
+    with Window(model.parameters(), drop_nonfinite=True) as window:
+        kept = [window.backward(regression(model, part), len(part[0])) for part in (good[0], bad, good[1])]
+    assert kept == [True, False, True]
+    assert window.dropped == 1
+    assert relative_error(model, reference) < 1e-12
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_is_dropped_too():
+    weight = nn.Parameter(torch.zeros(1))
+    with Window([weight], drop_nonfinite=True) as window:
+        window.backward((weight * 2).sum())
+        window.backward(weight.sqrt().sum())
+    assert weight.grad.tolist() == [2.0]
+    assert window.dropped == 1
+
+
+def test_a_pass_of_no_units_is_left_out_even_if_its_loss_is_nan():
+    weight = nn.Parameter(torch.ones(1))
+    with Window([weight]) as window:
+        assert not window.backward((weight * 0).sum() / 0.0, units=0)
+        assert window.backward((weight * 3).sum(), units=torch.tensor(2))
+    assert weight.grad.tolist() == [3.0]
+    assert window.loss == 3.0
+
+
+def test_frozen_and_repeated_parameters_are_no_trouble():
+    shared, frozen = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1), requires_grad=False)
+    with Window([shared, shared, frozen]) as window:
+        window.backward((shared * frozen).sum(), units=4)
+        window.backward((shared * 3).sum(), units=4)
+    assert shared.grad.tolist() == [2.0]
+    assert frozen.grad is None
+
+
+def test_a_window_of_no_passes_changes_nothing():
+    weight = nn.Parameter(torch.ones(1))
+    with Window([weight]) as window:
+        pass
+    assert weight.grad is None
+    assert (window.units, float(window.loss)) == (0, 0.0)
+
+
+def test_misuse_is_named():
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(WindowError, match="not open"):
+        Window([weight]).backward(weight.sum())
+    with pytest.raises(UnitsError, match=r"units=-1"), Window([weight]) as window:
+        window.backward(weight.sum(), units=-1)
+    with pytest.raises(LossError, match=r"shape \(2,\); expected one number"), Window([weight]) as window:
+        window.backward(weight * 2)
+
+
+def test_gradients_are_summed_in_fp32_for_bf16_parameters():
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    with Window([weight]) as window:
+        for index in range(512):
+            window.backward((weight * (1.0 if index else 256.0)).sum().float())
+    assert weight.grad.dtype == torch.bfloat16
+    assert gradient([weight]).item() == pytest.approx((256 + 511) / 512, rel=2**-8)
+    weight.grad = None
+    for index in range(512):
+        (weight * (1.0 if index else 256.0) / 512).sum().float().backward()
+    assert gradient([weight]).item() < 1.2, "the plain sum in bf16 stops growing"
