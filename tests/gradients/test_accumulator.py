@@ -97,7 +97,10 @@ def test_any_cut_and_any_weights_give_the_whole_batchs_gradient(cut, seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     count = sum(sizes)
-    batch = {"x": torch.randn(count, 3).double(), "nested": (torch.randn(count, 1).double(), torch.tensor(weights).double())}
+    batch = {
+        "x": torch.randn(count, 3).double(),
+        "nested": (torch.randn(count, 1).double(), torch.tensor(weights).double()),
+    }
 
     def weighted_mean(model: nn.Module, part: Any) -> Tensor:
         target, weight = part["nested"]
@@ -214,13 +217,17 @@ def test_metrics_come_out_right_for_the_whole_batch():
     assert float(metrics["accuracy"]) == pytest.approx(float(correct.float().mean()))
     assert float(metrics["correct"]) == int(correct.sum())
     assert float(metrics["largest per row"]) == pytest.approx(float(model(x).detach().amax(1).mean()), rel=1e-6)
-    means = [float((model(part).argmax(1) == target).float().mean()) for part, target in [(x[3:4], y[3:4]), (x[4:], y[4:])]]
+    means = [
+        float((model(part).argmax(1) == target).float().mean()) for part, target in [(x[3:4], y[3:4]), (x[4:], y[4:])]
+    ]
     assert sum(means) / 2 != pytest.approx(float(correct.float().mean())), "the mean of means is another number"
 
 
 def test_supervised_reports_metrics_of_outputs_and_targets():
     model, criterion, batch, _ = tail_case()
-    objective = supervised(criterion, metrics=lambda output, target: {"accuracy": (output.argmax(1) == target).float().mean()})
+    objective = supervised(
+        criterion, metrics=lambda output, target: {"accuracy": (output.argmax(1) == target).float().mean()}
+    )
     metrics = Accumulator(model, objective, micro_batch=16).backward(batch).metrics
     expected = (model(batch[0]).argmax(1) == batch[1]).float().mean()
     assert float(metrics["accuracy"]) == pytest.approx(float(expected))
@@ -267,7 +274,10 @@ def test_a_lbfgs_step_through_closures_is_that_of_the_whole_batch():
     twin.load_state_dict(model.state_dict())
     batch = (torch.randn(30, 5).double(), torch.randn(30, 1).double())
     settings = {"lr": 0.5, "max_iter": 10, "line_search_fn": "strong_wolfe"}
-    optimizer, reference = torch.optim.LBFGS(model.parameters(), **settings), torch.optim.LBFGS(twin.parameters(), **settings)
+    optimizer, reference = (
+        torch.optim.LBFGS(model.parameters(), **settings),
+        torch.optim.LBFGS(twin.parameters(), **settings),
+    )
     accumulator = Accumulator(model, supervised(nn.MSELoss()), micro_batch=7)
 
     def closure() -> Tensor:

@@ -15,6 +15,7 @@ from anybatch.batches import Batch
 from anybatch.errors import BatchError, UnitsError
 from anybatch.gradients.metrics import Metrics, Number
 from anybatch.gradients.objective import Objective, Units
+from anybatch.gradients.summing import LOW_PRECISION
 
 Rule = Callable[[Tensor, Any], Number]
 """(target, options) -> units; options carry `weight`, `ignore_index` as the criterion or the functional call does."""
@@ -114,7 +115,8 @@ def supervised(
     The units of torch's own criteria are known; give `units(batch)` for any other. `reduction="sum"` accumulates as a
     sum. A tuple, or list of tensors, of inputs or outputs is unpacked, so `(inputs, targets, input_lengths,
     target_lengths)` serves CTC and a model that returns (anchor, positive, negative) serves `((a, p, n),)`; a mapping of
-    inputs is passed by keyword. `metrics(outputs, *targets)` returns numbers to report beside the loss.
+    inputs is passed by keyword. `metrics(outputs, *targets)` returns numbers to report beside the loss. The criterion sees
+    bf16 and fp16 outputs in fp32.
 
     >>> objective = supervised(nn.CrossEntropyLoss(ignore_index=0))
     >>> int(objective.units((torch.zeros(4, 5), torch.tensor([0, 3, 1, 0]))))
@@ -130,7 +132,7 @@ def supervised(
     def loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Metrics]:
         inputs, targets = _inputs_and_targets(batch)
         outputs = model(inputs) if isinstance(inputs, Tensor) else _call(model, inputs)
-        value = criterion(*_arguments(criterion, outputs, targets))
+        value = criterion(*_in_fp32(criterion, _arguments(criterion, outputs, targets)))
         return value if metrics is None else (value, metrics(outputs, *targets))
 
     return Objective(loss, units, reduction)
@@ -189,6 +191,26 @@ def _arguments(criterion: Callable[..., Tensor], outputs: Any, targets: tuple[An
         mean, variance = several
         return mean, *given, variance
     return several + given
+
+
+def _in_fp32(criterion: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a criterion gets, bf16 and fp16 raised to fp32, as autocast has it: a bf16 loss has two digits.
+
+    Left alone for a criterion that holds low-precision tensors itself.
+    """
+    first = arguments[0]
+    if not isinstance(first, Tensor) or first.dtype not in LOW_PRECISION:
+        return arguments
+    if isinstance(criterion, nn.Module):
+        own = (*criterion.parameters(), *criterion.buffers())
+        if any(tensor.dtype in LOW_PRECISION for tensor in own):
+            return arguments
+    raised = (argument.float() if _is_low(argument) else argument for argument in arguments)
+    return tuple(raised)
+
+
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOW_PRECISION
 
 
 def _is_several(value: Any) -> bool:

@@ -35,7 +35,10 @@ def find_culprit(accumulator: Accumulator, batch: Batch, parameters: Mapping[str
             bad = next((name for name, parameter in parameters.items() if not all_finite([parameter.grad])), None)
             if bad is not None or not bool(loss.isfinite()):
                 return Culprit(
-                    micro_batch=index, num_micro_batches=len(work.micro_batches), loss=loss.detach().item(), parameter=bad
+                    micro_batch=index,
+                    num_micro_batches=len(work.micro_batches),
+                    loss=loss.detach().item(),
+                    parameter=bad,
                 )
             gradient_sum.zero()
     return None

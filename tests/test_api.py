@@ -1,0 +1,64 @@
+"""The public face: complete, sorted, cheap to import; and the rooms know only those below them."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import anybatch
+from anybatch import api
+
+SOURCE = Path(anybatch.__file__).parent
+ROOMS = ["errors", "stages", "batches", "gradients", "update", "api"]
+"""Each may import those before it."""
+
+
+def test_every_public_name_is_imported_and_listed_in_order():
+    imported = [name for name in vars(api) if not name.startswith("_") and name != "anybatch"]
+    assert sorted(imported) == sorted(api.__all__)
+    assert sorted(api.__all__, key=lambda name: name) == api.__all__
+    assert dir(anybatch) == sorted([*api.__all__, "__version__"])
+
+
+def test_the_names_of_the_design_are_there():
+    designed = "Update Accumulator Window Objective supervised huggingface rows Rows windows MicroBatches"
+    assert set(designed.split()) <= set(api.__all__)
+
+
+def test_import_star_gives_the_public_names():
+    namespace: dict[str, object] = {}
+    exec("from anybatch import *", namespace)
+    assert set(api.__all__) <= set(namespace)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    try:
+        anybatch.Updater
+    except AttributeError as error:
+        assert "anybatch has no 'Updater'" in str(error)
+        assert "Update," in str(error)
+    else:
+        raise AssertionError("an unknown name was found")
+
+
+def test_importing_anybatch_loads_no_torch_and_its_names_load_nothing_beyond_torch():
+    code = (
+        "import sys, anybatch; assert 'torch' not in sys.modules; import torch; before = set(sys.modules);"
+        "from anybatch import *; print(*sorted(name.split('.')[0] for name in set(sys.modules) - before))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert set(loaded) <= {"anybatch", "torch", "__future__", "inspect"}
+
+
+def test_arrows_point_down():
+    for path in SOURCE.rglob("*.py"):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        allowed = set(ROOMS[: ROOMS.index(room) + 1]) - ({room} if path.parent == SOURCE else set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                if module.startswith("anybatch."):
+                    assert module.split(".")[1] in allowed, f"{path.name} imports {module}"
