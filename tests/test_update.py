@@ -457,7 +457,7 @@ def test_what_does_not_fit_together_is_refused_with_the_fix():
         Update(model, optimizer, objective, micro_batch=1, on_nonfinite="explode")
     with pytest.raises(UpdateError, match="holds none of the parameters of this Linear"):
         Update(other, optimizer, objective, micro_batch=1)
-    with pytest.raises(UpdateError, match="is a Linear; expected a torch.optim.Optimizer"):
+    with pytest.raises(UpdateError, match=r"is a Linear; expected a torch\.optim\.Optimizer"):
         Update(model, model, objective, micro_batch=1)
 
 

@@ -179,7 +179,7 @@ def test_the_accumulated_gradient_is_the_whole_batchs(name, micro_batch):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if "ignore" in name or "weights" in name and "prob" not in name]
+    "name", [name for name in CASES if "ignore" in name or ("weights" in name and "prob" not in name)]
 )
 def test_the_mean_of_means_is_not(name):
     model, criterion, batch = double_case(CASES[name])

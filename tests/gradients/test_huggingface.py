@@ -254,7 +254,7 @@ def test_a_batch_without_labels_is_refused_with_its_keys():
 
 
 def test_a_batch_that_is_no_mapping_is_refused():
-    with pytest.raises(BatchError, match="takes batches that are mappings.*got tuple"):
+    with pytest.raises(BatchError, match=r"takes batches that are mappings.*got tuple"):
         huggingface().units((torch.zeros(2), torch.zeros(2)))
 
 

@@ -1,0 +1,16 @@
+"""Run every benchmark, one after the other; `--quick` for fewer rounds."""
+
+import subprocess
+import sys
+
+BENCHMARKS = ["exactness", "overhead"]
+
+
+def main() -> None:
+    for number, name in enumerate(BENCHMARKS, start=1):
+        print(f"[{number}/{len(BENCHMARKS)}] benchmarks.{name}", flush=True)
+        subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *sys.argv[1:]], check=True)
+
+
+if __name__ == "__main__":
+    main()

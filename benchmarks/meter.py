@@ -1,0 +1,66 @@
+"""Meters: times of several contenders interleaved in one run, and the peak of live tensor memory."""
+
+import gc
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+Contender = Callable[[], float | None]
+"""Does the work once; returns the seconds it measured itself, or None to be timed from outside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One contender's time per batch, and its ratio to the first contender round by round."""
+
+    seconds: float
+    ratio: float
+    spread: tuple[float, float]
+    """The quartiles of the ratio: how noisy the machine was."""
+
+
+def interleave(contenders: Mapping[str, Contender], *, rounds: int, repeats: int) -> dict[str, Timing]:
+    """Run all contenders in turn, `rounds` times, `repeats` batches each; ratios are taken within a round, then the median."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for contender in contenders.values():
+        contender()
+    for _ in range(rounds):
+        gc.collect()
+        for name, contender in contenders.items():
+            seconds[name].append(_per_batch(contender, repeats))
+    base = next(iter(seconds.values()))
+    return {name: _timing(measured, base) for name, measured in seconds.items()}
+
+
+def peak_bytes(work: Callable[[], object], held: Iterable[Tensor]) -> int:
+    """The most tensor memory alive at any moment of `work`, counting the tensors `held` before it.
+
+    Read off the profiler's allocation events: byte-true on the CPU, where resident memory is not.
+    """
+    held_bytes = sum(tensor.untyped_storage().nbytes() for tensor in held)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = held_bytes
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def _per_batch(contender: Contender, repeats: int) -> float:
+    start = perf_counter()
+    own = [contender() for _ in range(repeats)]
+    outside = (perf_counter() - start) / repeats
+    return outside if own[0] is None else statistics.mean(seconds for seconds in own if seconds is not None)
+
+
+def _timing(measured: list[float], base: list[float]) -> Timing:
+    ratios = [mine / theirs for mine, theirs in zip(measured, base, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return Timing(seconds=statistics.median(measured), ratio=statistics.median(ratios), spread=(low, high))

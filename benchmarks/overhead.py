@@ -1,0 +1,311 @@
+"""What anybatch costs on top of a hand-written accumulation loop, beside Accelerate and Lightning on the same work.
+
+    python -m benchmarks.overhead [--quick]
+
+Time per batch as a ratio to the hand-written loop, all contenders interleaved in one process, one thread. The hand loop is
+the careful one: it weights micro-batches by their rows, so that it is exact for these losses. Peak memory from 1 to 64
+micro-batches of one size.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import logging
+import platform
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from time import perf_counter
+
+import accelerate
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from anybatch import Accumulator, Update, supervised
+from benchmarks.meter import Contender, Timing, interleave, peak_bytes
+
+RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "overhead.json"
+
+
+class SmallTransformer(nn.Module):
+    """Four layers of width 128 over 64 positions: about 1 M parameters."""
+
+    def __init__(self, vocabulary: int = 256, width: int = 128) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(tokens))).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A model, a batch and its micro-batch."""
+
+    name: str
+    model: nn.Module
+    batch: tuple[Tensor, Tensor]
+    micro_batch: int
+    rounds: int
+    repeats: int
+
+    @property
+    def micro_batches(self) -> list[tuple[Tensor, Tensor]]:
+        inputs, targets = (column.split(self.micro_batch) for column in self.batch)
+        return list(zip(inputs, targets, strict=True))
+
+
+def works(*, is_quick: bool) -> list[Work]:
+    torch.manual_seed(0)
+    some = 0.2 if is_quick else 1
+    tokens = torch.randint(0, 256, (32, 64))
+    mlp = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    return [
+        Work(
+            name="nn.Linear(10, 2), 4 x 16 rows",
+            model=nn.Linear(10, 2),
+            batch=(torch.randn(64, 10), torch.randint(0, 2, (64,))),
+            micro_batch=16,
+            rounds=int(200 * some),
+            repeats=10,
+        ),
+        Work(
+            name="MLP 1.6 M, 4 x 64 rows",
+            model=mlp,
+            batch=(torch.randn(256, 512), torch.randint(0, 10, (256,))),
+            micro_batch=64,
+            rounds=int(60 * some),
+            repeats=2,
+        ),
+        Work(
+            name="transformer 4 x 128, 4 x 8 x 64 tokens",
+            model=SmallTransformer(),
+            batch=(tokens, tokens.roll(-1, 1)),
+            micro_batch=8,
+            rounds=int(30 * some),
+            repeats=1,
+        ),
+    ]
+
+
+def hand_loop(work: Work, *, clip_norm: float | None = None) -> Contender:
+    model, criterion, size = copy.deepcopy(work.model), nn.CrossEntropyLoss(), work.micro_batch
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs, targets = work.batch
+
+    def run() -> None:
+        optimizer.zero_grad()
+        total = 0.0
+        for start in range(0, len(inputs), size):
+            x, y = inputs[start : start + size], targets[start : start + size]
+            loss = criterion(model(x), y) * (len(x) / len(inputs))
+            loss.backward()
+            total += loss.detach()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+
+    return run
+
+
+def with_accumulator(work: Work) -> Contender:
+    model = copy.deepcopy(work.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    accumulator = Accumulator(model, supervised(nn.CrossEntropyLoss()), micro_batch=work.micro_batch)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        accumulator.backward(work.batch)
+        optimizer.step()
+
+    return run
+
+
+def with_update(work: Work, *, clip_norm: float | None = None) -> Contender:
+    model = copy.deepcopy(work.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    update = Update(
+        model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=work.micro_batch, clip_norm=clip_norm
+    )
+
+    def run() -> None:
+        update(work.batch)
+
+    return run
+
+
+def with_accelerate(work: Work) -> Contender:
+    parts, criterion = work.micro_batches, nn.CrossEntropyLoss()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=len(parts))
+    model = copy.deepcopy(work.model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+
+    def run() -> None:
+        total = 0.0
+        for inputs, targets in parts:
+            with accelerator.accumulate(model):
+                loss = criterion(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                total += loss.detach()
+
+    return run
+
+
+class LightningWork(lightning.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.criterion = model, nn.CrossEntropyLoss()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return self.criterion(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=1e-3)
+
+
+class Clock(lightning.Callback):
+    """Seconds from the end of a warm-up batch to the end of the last: without the trainer's own setting up."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.warm_up, self.start, self.end, self.seen = warm_up, 0.0, 0.0, 0
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.seen += 1
+        self.end = perf_counter()
+        if self.seen == self.warm_up:
+            self.start = self.end
+
+
+def with_lightning(work: Work) -> Contender:
+    parts, batches = work.micro_batches, 6 * work.repeats
+    module = LightningWork(copy.deepcopy(work.model))
+
+    def run() -> float:
+        clock = Clock(len(parts))
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            accumulate_grad_batches=len(parts),
+            callbacks=[clock],
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(parts * batches, batch_size=None))
+        return (clock.end - clock.start) / (batches - 1)
+
+    return run
+
+
+def compare(work: Work) -> dict[str, Timing]:
+    """All contenders on one work; Lightning runs fewer rounds, each a fit of several batches."""
+    contenders = {
+        "hand-written loop": hand_loop(work),
+        "anybatch Accumulator": with_accumulator(work),
+        "anybatch Update": with_update(work),
+        "Accelerate": with_accelerate(work),
+    }
+    timings = interleave(contenders, rounds=work.rounds, repeats=work.repeats)
+    clipped = {"loop + clip": hand_loop(work, clip_norm=1.0), "anybatch Update, clip": with_update(work, clip_norm=1.0)}
+    with_clip = interleave(clipped, rounds=work.rounds, repeats=work.repeats)
+    timings["anybatch Update, both clipping"] = with_clip["anybatch Update, clip"]
+    hand = hand_loop(work)
+    fits = {"loop": lambda: _mean_time(hand, 6 * work.repeats), "Lightning": with_lightning(work)}
+    timings["Lightning"] = interleave(fits, rounds=max(5, work.rounds // 10), repeats=1)["Lightning"]
+    return timings
+
+
+def _mean_time(contender: Contender, repeats: int) -> float:
+    start = perf_counter()
+    for _ in range(repeats):
+        contender()
+    return (perf_counter() - start) / repeats
+
+
+def memory_growth(
+    model: nn.Module, make_batch: Callable[[int], tuple[Tensor, Tensor]], micro_batch: int
+) -> dict[int, int]:
+    """Peak live bytes of one update by its number of micro-batches; the batch itself is not counted."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    update = Update(model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=micro_batch)
+    peaks = {}
+    for count in (1, 2, 4, 16, 64):
+        batch = make_batch(count * micro_batch)
+        update(batch)
+        held = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
+        peaks[count] = peak_bytes(lambda batch=batch: update(batch), held)
+    return peaks
+
+
+def memory_works() -> dict[str, dict[int, int]]:
+    torch.manual_seed(0)
+    channels = [3, 16, 16, 16]
+    layers = [
+        nn.Sequential(nn.Conv2d(into, out, 3, padding=1), nn.ReLU()) for into, out in itertools.pairwise(channels)
+    ]
+    convolutional = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10))
+
+    def tokens(rows: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(0, 256, (rows, 64))
+        return drawn, drawn.roll(-1, 1)
+
+    return {
+        "convolutional net, 32 rows of 3x32x32": memory_growth(
+            convolutional, lambda rows: (torch.randn(rows, 3, 32, 32), torch.randint(0, 10, (rows,))), 32
+        ),
+        "transformer 4 x 128, 8 rows of 64 tokens": memory_growth(SmallTransformer(), tokens, 8),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds: a minute, and noisier")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    results: dict[str, object] = {
+        "date": date.today().isoformat(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "accelerate": accelerate.__version__,
+            "lightning": lightning.__version__,
+        },
+    }
+    timings: dict[str, object] = {}
+    for work in works(is_quick=options.quick):
+        print(f"\n{work.name}: time per batch, as a ratio to the hand-written loop", flush=True)
+        measured = compare(work)
+        for name, timing in measured.items():
+            low, high = timing.spread
+            print(
+                f"  {name:32} {timing.ratio:6.3f}   quartiles {low:.3f} to {high:.3f}   {timing.seconds * 1e3:9.3f} ms",
+                flush=True,
+            )
+        timings[work.name] = {name: asdict(timing) for name, timing in measured.items()}
+    memory: dict[str, object] = {}
+    for name, peaks in memory_works().items():
+        print(f"\n{name}: peak live bytes by number of micro-batches", flush=True)
+        for count, peak in peaks.items():
+            of_one, of_two = peak / peaks[1], peak / peaks[2]
+            print(f"  {count:3} micro-batches  {peak / 2**20:8.2f} MiB   {of_one:.4f} of one   {of_two:.4f} of two")
+        memory[name] = peaks
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps({**results, "timings": timings, "memory": memory}, indent=1) + "\n")
+    print(f"\nwritten to docs/benchmarks/{RESULTS.name}")
+
+
+if __name__ == "__main__":
+    main()
