@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ["exactness", "overhead"]
+BENCHMARKS = ["exactness", "peak", "overhead"]
 
 
 def main() -> None:

@@ -19,22 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Update, supervised
+from benchmarks.models import TokenModel
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "exactness.json"
 Pair = tuple[Tensor, Tensor]
-
-
-class TokenModel(nn.Module):
-    """An embedding, a GRU and a head: enough of a language model."""
-
-    def __init__(self, vocabulary: int = 50, width: int = 24) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.mix = nn.GRU(width, width, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.mix(self.embed(tokens))[0]).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

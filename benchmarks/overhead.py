@@ -3,18 +3,15 @@
     python -m benchmarks.overhead [--quick]
 
 Time per batch as a ratio to the hand-written loop, all contenders interleaved in one process, one thread. The hand loop is
-the careful one: it weights micro-batches by their rows, so that it is exact for these losses. Peak memory from 1 to 64
-micro-batches of one size.
+the careful one: it weights micro-batches by their rows, so that it is exact for these losses.
 """
 
 import argparse
 import copy
-import itertools
 import json
 import logging
 import platform
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -27,23 +24,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from anybatch import Accumulator, Update, supervised
-from benchmarks.meter import Contender, Timing, interleave, peak_bytes
+from benchmarks.meter import Contender, Timing, interleave
+from benchmarks.models import SmallTransformer
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "overhead.json"
-
-
-class SmallTransformer(nn.Module):
-    """Four layers of width 128 over 64 positions: about 1 M parameters."""
-
-    def __init__(self, vocabulary: int = 256, width: int = 128) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(tokens))).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,41 +217,6 @@ def _mean_time(contender: Contender, repeats: int) -> float:
     return (perf_counter() - start) / repeats
 
 
-def memory_growth(
-    model: nn.Module, make_batch: Callable[[int], tuple[Tensor, Tensor]], micro_batch: int
-) -> dict[int, int]:
-    """Peak live bytes of one update by its number of micro-batches; the batch itself is not counted."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    update = Update(model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=micro_batch)
-    peaks = {}
-    for count in (1, 2, 4, 16, 64):
-        batch = make_batch(count * micro_batch)
-        update(batch)
-        held = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
-        peaks[count] = peak_bytes(lambda batch=batch: update(batch), held)
-    return peaks
-
-
-def memory_works() -> dict[str, dict[int, int]]:
-    torch.manual_seed(0)
-    channels = [3, 16, 16, 16]
-    layers = [
-        nn.Sequential(nn.Conv2d(into, out, 3, padding=1), nn.ReLU()) for into, out in itertools.pairwise(channels)
-    ]
-    convolutional = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10))
-
-    def tokens(rows: int) -> tuple[Tensor, Tensor]:
-        drawn = torch.randint(0, 256, (rows, 64))
-        return drawn, drawn.roll(-1, 1)
-
-    return {
-        "convolutional net, 32 rows of 3x32x32": memory_growth(
-            convolutional, lambda rows: (torch.randn(rows, 3, 32, 32), torch.randint(0, 10, (rows,))), 32
-        ),
-        "transformer 4 x 128, 8 rows of 64 tokens": memory_growth(SmallTransformer(), tokens, 8),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a fifth of the rounds: a minute, and noisier")
@@ -295,15 +244,8 @@ def main() -> None:
                 flush=True,
             )
         timings[work.name] = {name: asdict(timing) for name, timing in measured.items()}
-    memory: dict[str, object] = {}
-    for name, peaks in memory_works().items():
-        print(f"\n{name}: peak live bytes by number of micro-batches", flush=True)
-        for count, peak in peaks.items():
-            of_one, of_two = peak / peaks[1], peak / peaks[2]
-            print(f"  {count:3} micro-batches  {peak / 2**20:8.2f} MiB   {of_one:.4f} of one   {of_two:.4f} of two")
-        memory[name] = peaks
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({**results, "timings": timings, "memory": memory}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({**results, "timings": timings}, indent=1) + "\n")
     print(f"\nwritten to docs/benchmarks/{RESULTS.name}")
 
 
