@@ -457,6 +457,10 @@ def test_what_does_not_fit_together_is_refused_with_the_fix():
         Update(model, optimizer, objective, micro_batch=1, on_nonfinite="explode")
     with pytest.raises(UpdateError, match="holds none of the parameters of this Linear"):
         Update(other, optimizer, objective, micro_batch=1)
+    with pytest.raises(UpdateError, match=r"is a function; expected a torch\.nn\.Module"):
+        Update(lambda x: x, optimizer, objective, micro_batch=1)
+    with pytest.raises(UpdateError, match=r"autocast='bf16': expected a dtype, such as torch\.bfloat16"):
+        Update(model, optimizer, objective, micro_batch=1, autocast="bf16")
     with pytest.raises(UpdateError, match=r"is a Linear; expected a torch\.optim\.Optimizer"):
         Update(model, model, objective, micro_batch=1)
 
@@ -467,3 +471,16 @@ def test_the_accumulator_inside_can_be_used_by_itself():
     update = make(model)
     assert isinstance(update.accumulator, Accumulator)
     assert update.accumulator.backward((x[:40], y[:40])).units == 40
+
+
+def test_dropping_all_that_counts_beside_a_micro_batch_of_no_units_applies_nothing():
+    model = nn.Linear(3, 2)
+    x, y = torch.full((4, 3), torch.nan), torch.tensor([-100, -100, 0, 1])
+    result = make(model, micro_batch=2, on_nonfinite="drop")((x, y))
+    assert (result.applied, result.dropped, result.units) == (False, (1,), 0)
+
+
+def test_a_batch_of_no_units_is_a_zero_step_under_drop_too():
+    model = nn.Linear(3, 2)
+    result = make(model, micro_batch=2, on_nonfinite="drop")((torch.randn(4, 3), torch.full((4,), -100)))
+    assert (result.applied, result.dropped, float(result.grad_norm)) == (True, (), 0.0)

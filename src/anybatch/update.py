@@ -122,7 +122,8 @@ class Update:
             is_applied = accumulated.has_gradient and self._is_finite(grad_norm)
             if not is_applied and accumulated.has_gradient and self.scaler is None and self.on_nonfinite == "raise":
                 raise NonFiniteError(self._explain(batch, grad_norm))
-            self._clip(stepped, grad_norm, tracker)
+            if is_applied:
+                self._clip(stepped, grad_norm, tracker)
             self._step(stepped, accumulated, is_applied, tracker)
         finally:
             if tracker is not None:
@@ -198,10 +199,9 @@ class Update:
             )
 
     def _explain(self, batch: Batch, grad_norm: Tensor) -> str:
-        names = {f"optimizer parameter {index}": parameter for index, parameter in enumerate(self._stepped())}
-        known = dict(self.model.named_parameters())
-        named = known | {name: parameter for name, parameter in names.items() if parameter not in set(known.values())}
-        culprit = find_culprit(self.accumulator, batch, named)
+        names = {parameter: f"optimizer parameter {index}" for index, parameter in enumerate(self._stepped())}
+        names |= {parameter: name for name, parameter in self.model.named_parameters()}
+        culprit = find_culprit(self.accumulator, batch, names)
         if culprit is None:
             where = (
                 f"the norm of the gradient is {grad_norm.item()}, but no micro-batch shows it when run again alone: a "
@@ -231,6 +231,8 @@ def _check(
     scheduler: object,
     on_nonfinite: str,
 ) -> None:
+    if not isinstance(model, nn.Module):
+        raise UpdateError(f"model={model!r} is a {type(model).__name__}; expected a torch.nn.Module.")
     if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
         raise UpdateError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
     if isinstance(optimizer, LBFGS):

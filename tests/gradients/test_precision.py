@@ -139,6 +139,15 @@ def test_bf16_gradients_that_were_there_before_are_added_to():
     assert torch.allclose(gradient(model.parameters()), 2 * once, rtol=2**-6, atol=1e-4)
 
 
+def test_bf16_gradients_that_were_there_before_join_a_sum_that_stays_fp32():
+    model, batch = half_case(torch.bfloat16, micro_batches=4)
+    Accumulator(model, Objective(cross_entropy), micro_batch=2).backward(batch)
+    once = gradient(model.parameters())
+    Accumulator(model, Objective(cross_entropy), micro_batch=2, keep_fp32=True).backward(batch)
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.allclose(gradient(model.parameters()), 2 * once, rtol=2**-6, atol=1e-4)
+
+
 def test_fp16_without_a_scaler_does_not_underflow_in_the_shares():
     torch.manual_seed(0)
     model = nn.Linear(16, 4, bias=False).half()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from anybatch.batches import Batch, MicroBatches, Split, as_split, move, tensors
-from anybatch.errors import LossError
+from anybatch.errors import LossError, UpdateError
 from anybatch.gradients.metrics import Metrics, combine
 from anybatch.gradients.objective import Objective, count_units, evaluate
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
@@ -37,8 +37,8 @@ class Accumulated:
 
     @property
     def has_gradient(self) -> bool:
-        """False only where every micro-batch was dropped."""
-        return len(self.dropped) < self.micro_batches
+        """False only where every micro-batch that counts was dropped."""
+        return not self.dropped or self.units > 0
 
 
 class Accumulator:
@@ -67,11 +67,7 @@ class Accumulator:
         keep_fp32: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        if not isinstance(objective, Objective):
-            raise LossError(
-                f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
-                "supervised(criterion), huggingface(), or Objective(loss, units)."
-            )
+        _check(model, objective, autocast)
         self.model = model
         self.objective = objective
         self.split = as_split(micro_batch)
@@ -93,7 +89,8 @@ class Accumulator:
         """
         tracker = tracker_for(self.observer)
         work = self.prepare(batch, scaler, tracker)
-        isolate = self.drop_nonfinite and scaler is None
+        drops = self.drop_nonfinite and not work.shares.is_empty
+        isolate = drops and scaler is None  # an overflow of the scaled gradient is the scaler's to see
         done = _Done()
         try:
             with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
@@ -101,7 +98,7 @@ class Accumulator:
                 for index in work.shares.running:
                     loss, metrics = work.forward(index)
                     starts = starts or work.shares.tensors(loss, scaler)
-                    is_kept = not self.drop_nonfinite or bool(loss.isfinite())
+                    is_kept = not drops or bool(loss.isfinite())
                     if is_kept:
                         is_kept = _backward(gradient_sum, loss, starts[index], index, tracker)
                     done.add(index, loss.detach(), metrics, is_kept=is_kept)
@@ -217,6 +214,18 @@ class _Done:
             micro_batches=len(shares.units),
             metrics=combine(self.metrics, units),
             dropped=tuple(self.dropped),
+        )
+
+
+def _check(model: nn.Module, objective: Objective, autocast: Autocast) -> None:
+    if not isinstance(objective, Objective):
+        raise LossError(
+            f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
+            "supervised(criterion), huggingface(), or Objective(loss, units)."
+        )
+    if autocast is not None and not isinstance(autocast, torch.dtype | AbstractContextManager):
+        raise UpdateError(
+            f"autocast={autocast!r}: expected a dtype, such as torch.bfloat16, a torch.autocast(...) of your own, or None."
         )
 
 

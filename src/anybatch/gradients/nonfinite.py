@@ -21,18 +21,18 @@ class Culprit:
     """The first parameter with a gradient that is not finite; None where the gradients are finite and the loss is not."""
 
 
-def find_culprit(accumulator: Accumulator, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> Culprit | None:
+def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Parameter, str]) -> Culprit | None:
     """Run each micro-batch again, alone, until one is not finite; None if all are (a random draw, a sum that overflowed).
 
     `.grad` is left alone.
     """
     work = accumulator.prepare(batch)
-    gradient_sum = GradientSum(parameters.values())
+    gradient_sum = GradientSum(names)
     with gradient_sum.undone():
         for index in work.shares.running:
             loss, _ = work.forward(index)
             loss.backward()
-            bad = next((name for name, parameter in parameters.items() if not all_finite([parameter.grad])), None)
+            bad = next((name for parameter, name in names.items() if not all_finite([parameter.grad])), None)
             if bad is not None or not bool(loss.isfinite()):
                 return Culprit(
                     micro_batch=index,

@@ -29,14 +29,14 @@ class GradientSum:
         self.keep_fp32 = keep_fp32
         self.isolate = isolate
         self._before: list[Tensor | None] = []
-        self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
+        self._grad_dtypes: dict[nn.Parameter, torch.dtype | None] = {}
         self._is_torn = False
 
     def __enter__(self) -> "GradientSum":
         self._before = _set_aside(self.parameters)
         for parameter in self.parameters:
             if parameter.dtype in LOW_PRECISION:
-                self._grad_dtypes.append((parameter, parameter.grad_dtype))
+                self._grad_dtypes[parameter] = parameter.grad_dtype
                 parameter.grad_dtype = torch.float32
         return self
 
@@ -85,22 +85,21 @@ class GradientSum:
     def _close(self) -> None:
         if self.scale == 1.0 and not self._grad_dtypes and all(before is None for before in self._before):
             return
-        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if self.scale != 1.0:
-            scale_each(grads, self.scale)
-        kept = {parameter for parameter, _ in self._grad_dtypes} if self.keep_fp32 else set()
         sums = [parameter.grad for parameter in self.parameters]
-        if self._grad_dtypes:
-            self._reset_grad_dtypes(kept)
+        if self.scale != 1.0:
+            _scale_each([total for total in sums if total is not None], self.scale)
         for parameter, before, total in zip(self.parameters, self._before, sums, strict=True):
-            if total is not None and total.is_sparse:
-                total = total.coalesce()
-            if total is not None and before is not None:
-                parameter.grad = before.add_(total)
-            elif total is None:
-                parameter.grad = before
-            elif total is not parameter.grad:
-                parameter.grad = total if parameter in kept else total.to(parameter.dtype)
+            self._hand_over(parameter, before, total)
+
+    def _hand_over(self, parameter: nn.Parameter, before: Tensor | None, total: Tensor | None) -> None:
+        if total is None:
+            self._give_back(parameter, before)
+        elif parameter in self._grad_dtypes and not self.keep_fp32:
+            self._give_back(parameter, total.to(parameter.dtype) if before is None else before.add_(total))
+        elif before is None or before.dtype != total.dtype:
+            parameter.grad = total if before is None else total.add_(before)
+        else:
+            parameter.grad = before.add_(total)
 
     @contextmanager
     def undone(self) -> Iterator["GradientSum"]:
@@ -112,20 +111,18 @@ class GradientSum:
             self._restore()
 
     def _restore(self) -> None:
-        self._reset_grad_dtypes(set())
         for parameter, before in zip(self.parameters, self._before, strict=True):
-            parameter.grad = before
+            self._give_back(parameter, before)
 
-    def _reset_grad_dtypes(self, kept: set[nn.Parameter]) -> None:
-        """Give low-precision parameters their own gradient dtype back, but for those that keep fp32 ones."""
-        for parameter, grad_dtype in self._grad_dtypes:
+    def _give_back(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        """Set `.grad`, under the gradient dtype that the parameter had before."""
+        if parameter in self._grad_dtypes:
             parameter.grad = None
-            if parameter not in kept:
-                parameter.grad_dtype = grad_dtype
+            parameter.grad_dtype = self._grad_dtypes[parameter]
+        parameter.grad = grad
 
 
-def scale_each(grads: Sequence[Tensor], factor: float) -> None:
-    """Multiply every gradient in place, sparse ones too."""
+def _scale_each(grads: Sequence[Tensor], factor: float) -> None:
     dense = [grad for grad in grads if not grad.is_sparse]
     if dense:
         torch._foreach_mul_(dense, factor)
@@ -136,13 +133,8 @@ def scale_each(grads: Sequence[Tensor], factor: float) -> None:
 
 def all_finite(grads: Iterable[Tensor | None]) -> bool:
     """True if no gradient holds inf or nan. Waits for the device."""
-    values = [dense_values(grad) for grad in grads if grad is not None]
+    values = (grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None)
     return all(bool(value.isfinite().all()) for value in values)
-
-
-def dense_values(grad: Tensor) -> Tensor:
-    """The numbers of a gradient: itself, or the values of a coalesced sparse one, sharing its memory."""
-    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
