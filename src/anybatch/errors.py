@@ -7,6 +7,7 @@ AnybatchError
 ├── LossError        an objective returned something that is not one differentiable number
 ├── WindowError      a window used out of order, or torn by a backward pass that died
 ├── UpdateError      an `Update` that was put together from parts that do not fit
+├── ReportError      a folder that holds no results to make a page of
 └── NonFiniteError   a gradient or a loss is inf or nan
 
 Each message names the value, what was expected, and the fix.
@@ -39,6 +40,10 @@ class WindowError(AnybatchError, RuntimeError):
 
 class UpdateError(AnybatchError, ValueError):
     """An `Update` that was put together from parts that do not fit."""
+
+
+class ReportError(AnybatchError, ValueError):
+    """A folder that holds no results to make a page of."""
 
 
 class NonFiniteError(AnybatchError, ArithmeticError):
