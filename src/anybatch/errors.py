@@ -48,3 +48,19 @@ class ReportError(AnybatchError, ValueError):
 
 class NonFiniteError(AnybatchError, ArithmeticError):
     """A gradient or a loss is inf or nan; nothing was stepped."""
+
+
+class TaskError(AnybatchError, ValueError):
+    """A task that is not there, or is not one."""
+
+
+class SettingsError(AnybatchError, ValueError):
+    """A setting of a training run that makes no sense."""
+
+
+class CheckpointError(AnybatchError, ValueError):
+    """A checkpoint that cannot be read, or is of something else."""
+
+
+class RunError(AnybatchError, ValueError):
+    """A folder that is no run, or is one of another kind."""
