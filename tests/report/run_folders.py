@@ -21,7 +21,14 @@ def run_fields(**changed: Any) -> dict[str, Any]:
         "seed": 7,
         "versions": {"python": "3.11.9", "torch": "2.13.0"},
         "git": "0123abc",
-        "settings": {"batch_size": 64, "micro_batch": 16, "lr": 0.1, "clip_norm": 1.0, "precision": "fp32", "quiet": False},
+        "settings": {
+            "batch_size": 64,
+            "micro_batch": 16,
+            "lr": 0.1,
+            "clip_norm": 1.0,
+            "precision": "fp32",
+            "quiet": False,
+        },
         "plan": {
             "parameters": 12810,
             "rows": 1437,

@@ -5,7 +5,7 @@ Colours are the names of CSS custom properties (`--series-1`): the page's script
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from anybatch.report.thinning import thin
@@ -47,7 +47,8 @@ class Chart:
     caption: str
     """One or two sentences that say what is to be seen: the caption, and the text alternative."""
     figure: Mapping[str, Any]
-    """What Plotly draws: `data`, `layout`; and `stops`, what the arrow keys walk along: "x" or "bars"."""
+    """What Plotly draws: `data` and `layout`; `stops`, what the arrow keys walk along, "x" or "bars"; and `where`, the words
+    before and after a place on the x axis."""
     keys: tuple[Key, ...]
     table: Table
     height: int = 300
@@ -69,7 +70,7 @@ class Series:
     kind: Kind = "line"
     deviation: Sequence[float | None] = ()
     """Half the height of the band at each point; none where it is None."""
-    labels: Sequence[str] = field(default=())
+    labels: Sequence[str] = ()
     """What to say at each point besides its value."""
 
 
@@ -81,13 +82,16 @@ def line_chart(
     caption: str,
     table: Table,
     x_title: str,
+    x_unit: str = "",
     is_percent: bool = False,
     unit: str = "",
     from_zero: bool = False,
     height: int = 300,
     is_wide: bool = False,
 ) -> Chart:
-    """Lines over a common axis; each is thinned on its own."""
+    """Lines over a common axis; each is thinned on its own. With `is_percent` the values are shares of one."""
+    if is_percent:
+        series, unit = [_in_percent(line) for line in series], " %"
     values = [value for line in series for value in line.y if value is not None]
     is_positive = bool(values) and min(values) > 0
     data: list[dict[str, Any]] = []
@@ -96,8 +100,6 @@ def line_chart(
             data.append(_band(line, group))
         data.append(_trace(line, group, is_percent=is_percent, unit=unit))
     y_axis: dict[str, Any] = axis(ticksuffix=unit)
-    if is_percent:
-        y_axis |= {"tickformat": ".1~%"}
     if from_zero:
         y_axis |= {"rangemode": "tozero"}
     x_axis = axis(title=x_title, showgrid=False, **_whole_ticks(series))
@@ -105,7 +107,12 @@ def line_chart(
         name=name,
         title=title,
         caption=caption,
-        figure={"data": data, "layout": layout(height, xaxis=x_axis, yaxis=y_axis), "stops": "x"},
+        figure={
+            "data": data,
+            "layout": layout(height, xaxis=x_axis, yaxis=y_axis),
+            "stops": "x",
+            "where": ["", f" {x_unit}"] if x_unit else [f"{x_title} ", ""],
+        },
         keys=tuple(
             Key(name=line.name, colour=colour(line), dash="dots" if line.kind == "points" else DASHES[line.dash % 6])
             for line in series
@@ -182,10 +189,15 @@ def sentence(parts: Sequence[str]) -> str:
     return joined[:1].upper() + joined[1:] + "." if joined else ""
 
 
+def _in_percent(line: Series) -> Series:
+    y, deviation = ([None if part is None else 100 * part for part in parts] for parts in (line.y, line.deviation))
+    return replace(line, y=y, deviation=deviation)
+
+
 def _trace(line: Series, group: int, *, is_percent: bool, unit: str) -> dict[str, Any]:
     kept = thin(line.y)
     shade = colour(line)
-    value = "%{y:.1%}" if is_percent else "%{y:.4~g}" + unit
+    value = f"%{{y:{'.1f' if is_percent else '.4~g'}}}{unit}"
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "markers" if line.kind == "points" else "lines+markers" if len(kept) <= 40 else "lines",

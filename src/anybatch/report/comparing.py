@@ -1,5 +1,6 @@
 """The arms of a comparison together: means and deviations over seeds, as charts and as one table."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -17,14 +18,13 @@ class Spread:
     deviation: float | None
 
     def written(self, write: Callable[[float | None], str]) -> str:
-        """Mean ± deviation; the deviation in as many digits as the mean's unit gives it."""
-        if self.deviation is None:
+        """Mean ± deviation, both to the second significant digit of the deviation; shares of one to a tenth of a percent."""
+        if self.mean is None or not self.deviation:
             return write(self.mean)
-        if write is percent and self.mean is not None:
+        if write is percent:
             return f"{100 * self.mean:.1f} ± {100 * self.deviation:.1f} %"
-        if write is number:
-            return f"{write(self.mean)} ± {number(float(f'{self.deviation:.2g}'))}"
-        return f"{write(self.mean)} ± {write(self.deviation)}"
+        digits = min(12, max(0, 1 - math.floor(math.log10(self.deviation))))
+        return f"{self.mean:,.{digits}f} ± {self.deviation:,.{digits}f}"
 
 
 def spread_of(values: Sequence[float | None]) -> Spread:
@@ -62,15 +62,19 @@ def final_table(comparison: Comparison) -> Table:
         ("samples seen", [_mean(arm, lambda run: run.samples_seen, number) for arm in comparison.arms]),
         ("time", [_mean(arm, lambda run: run.seconds, duration) for arm in comparison.arms]),
         ("peak memory", [_mean(arm, lambda run: run.peak_bytes, size) for arm in comparison.arms]),
-        ("seeds", [str(len(arm.runs)) for arm in comparison.arms]),
     ]
     nothing = number(None)
     kept = [column for column in columns if any(cell != nothing for cell in column[1])]
     return Table(
         columns=tuple(title for title, _ in kept),
         rows=tuple(zip(*(cells for _, cells in kept), strict=True)),
-        note="Mean ± sample deviation over seeds, after the last epoch.",
+        note=f"After the last epoch: mean ± sample deviation over {plural(num_seeds(comparison), 'seed')}.",
     )
+
+
+def num_seeds(comparison: Comparison) -> int:
+    """How many seeds the arms ran over; the most, where a comparison was cut short."""
+    return max((len(arm.runs) for arm in comparison.arms), default=0)
 
 
 def final(arm: Arm, take: Callable[[ArmEpoch], float | None]) -> Spread:
@@ -97,14 +101,14 @@ def _arms_chart(name: str, what: str, arms: Sequence[Arm], take: Callable[[ArmEp
         )
         for index, arm in drawn
     ]
-    ends = "; ".join(f"{arm.name} {final(arm, take).written(write)}" for _, arm in drawn)
-    num_seeds = max(len(arm.runs) for _, arm in drawn)
-    band = f"Lines are means of {plural(num_seeds, 'seed')}, bands one deviation. " if num_seeds > 1 else ""
+    ends = "; ".join(f"{arm.name}: {final(arm, take).written(write)}" for _, arm in drawn)
+    seeds = max(len(arm.runs) for _, arm in drawn)
+    band = f"Lines are means of {plural(seeds, 'seed')}, bands one deviation. " if seeds > 1 else ""
     return line_chart(
         name,
         series,
         title=f"{what[:1].upper()}{what[1:]} per epoch",
-        caption=f"{band}After the last epoch: {ends}.",
+        caption=f"{band}After the last epoch, {ends}.",
         table=Table(
             columns=("epoch", *(arm.name for _, arm in drawn)),
             rows=tuple(

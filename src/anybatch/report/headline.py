@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from anybatch.report.comparing import Spread, final
+from anybatch.report.comparing import Spread, final, num_seeds
 from anybatch.report.results import Comparison, Results, Scalar
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words
 
@@ -91,8 +91,8 @@ def _walked(results: Results) -> str:
 
 
 def _compared(task: str, comparison: Comparison) -> str:
-    num_seeds = max(len(arm.runs) for arm in comparison.arms)
-    sentence = f"{task}, trained in {plural(len(comparison.arms), 'way')}, {plural(num_seeds, 'seed')} each"
+    seeds = plural(num_seeds(comparison), "seed")
+    sentence = f"{task}, trained in {plural(len(comparison.arms), 'way')}, {seeds} each"
     best = _best(comparison)
     if best is None:
         return f"{sentence}."

@@ -18,7 +18,7 @@ from anybatch.report.results import Layer, Results, Scalar, Step
 from anybatch.report.training import course_charts, epoch_charts, update_charts
 from anybatch.report.walk import walk_charts
 from anybatch.report.window import memory_charts, stage_colour, timeline_chart
-from anybatch.report.writing import entry, plural, sample, sentence_case, words
+from anybatch.report.writing import entry, moment, plural, sample, sentence_case, words
 
 PAGE = "report.html"
 
@@ -34,6 +34,10 @@ class Section:
     """Tables that are read as they stand, each with a title."""
     notes: tuple[str, ...] = ()
     """Sentences that come first."""
+    terms: tuple[tuple[str, str], ...] = ()
+    """Names and what they mean."""
+    code: str = ""
+    """A command, to be copied."""
     steps: tuple[tuple[str, tuple[Step, ...]], ...] = ()
     """The stages of a trace, gathered by micro-batch."""
     layers: tuple[Layer, ...] = ()
@@ -70,6 +74,7 @@ def render(results: Results) -> str:
     environment.globals["entry"] = entry
     return environment.get_template("page.html").render(
         run=results.run,
+        created=moment(results.run.created),
         summary=summary(results),
         headline=headline(results),
         sections=sections(results),
@@ -86,18 +91,13 @@ def sections(results: Results) -> tuple[Section, ...]:
     if results.comparison is not None:
         comparison = results.comparison
         parts.append(Section(name="findings", title="What was found", notes=comparison.findings))
-        arms = tuple((arm.name, (arm.description,)) for arm in comparison.arms if arm.description)
         parts.append(
             Section(
                 name="arms",
                 title="The ways to train",
+                terms=tuple((arm.name, arm.description) for arm in comparison.arms if arm.description),
                 charts=tuple(comparison_charts(comparison)),
-                tables=(
-                    (("What each ended with", final_table(comparison)),)
-                    + ((("What each is", _named("arm", ("description",), arms)),) if arms else ())
-                    if comparison.arms
-                    else ()
-                ),
+                tables=(("What each ended with", final_table(comparison)),) if comparison.arms else (),
             )
         )
     if results.walk is not None:
@@ -117,7 +117,9 @@ def sections(results: Results) -> tuple[Section, ...]:
     parts.append(
         Section(name="inside", title="Inside an update", charts=windows + tuple(memory_charts(results.memory)))
     )
-    parts.append(Section(name="settings", title="Settings", tables=tuple(_settings(results))))
+    parts.append(
+        Section(name="settings", title="How it was run", code=results.run.command, tables=tuple(_settings(results)))
+    )
     return tuple(part for part in parts if part.charts or part.tables or part.notes or part.steps or part.layers)
 
 
@@ -128,8 +130,7 @@ def _update_charts(results: Results) -> tuple[Chart, ...]:
 def _settings(results: Results) -> Iterable[tuple[str, Table]]:
     run = results.run
     about: dict[str, Scalar] = {
-        "command": run.command,
-        "started": run.created,
+        "started": moment(run.created),
         "status": run.status,
         "seed": run.seed,
         "git revision": run.git,
@@ -144,12 +145,8 @@ def _settings(results: Results) -> Iterable[tuple[str, Table]]:
     )
     for title, column, values in tables:
         if values:
-            rows = tuple((words(name), (entry(name, value),)) for name, value in values.items())
-            yield title, _named(column, ("value",), rows)
-
-
-def _named(column: str, more: tuple[str, ...], rows: tuple[tuple[str, tuple[str, ...]], ...]) -> Table:
-    return Table(columns=(column, *more), rows=tuple((name, *cells) for name, cells in rows))
+            rows = tuple((words(name), entry(name, value)) for name, value in values.items())
+            yield title, Table(columns=(column, "value"), rows=rows)
 
 
 def _unreadable(count: int) -> str:

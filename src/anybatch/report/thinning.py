@@ -5,7 +5,7 @@ from itertools import accumulate
 
 MOST_POINTS = 5000
 """A line of more points than this is thinned: no screen has so many columns, and the page stays small."""
-MOST_ROWS = 200
+MOST_ROWS = 500
 """A table of more rows than this is thinned."""
 
 

@@ -55,6 +55,7 @@ def timeline_chart(timeline: Timeline) -> Chart:
                 ),
             ),
             "stops": "bars",
+            "where": ["", ""],
         },
         keys=tuple(Key(name=stage, colour=stage_colour(stage), note=share(totals[stage] / busy)) for stage in totals),
         table=Table(
@@ -121,6 +122,7 @@ def _memory_curve(curve: MemoryCurve) -> Chart:
             ),
         ),
         x_title=f"time in {time_unit}",
+        x_unit=time_unit,
         unit=f" {unit}",
         from_zero=True,
     )

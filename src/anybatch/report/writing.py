@@ -2,6 +2,7 @@
 
 import math
 import re
+from datetime import datetime
 
 from anybatch.report.results import Scalar, Values
 
@@ -88,10 +89,17 @@ def is_share(name: str, values: list[float | None]) -> bool:
 def words(name: str) -> str:
     """A key as words.
 
-    >>> words("micro_batches_per_update")
-    'micro-batches per update'
+    >>> words("micro_batches_per_update"), words("valid_loss"), words("lr_peak")
+    ('micro-batches per update', 'validation loss', 'learning rate, peak')
     """
-    return re.sub(r"\bmicro batch", "micro-batch", name.replace("_", " "))
+    spaced = re.sub(r"\bmicro batch", "micro-batch", name.replace("_", " "))
+    return re.sub(
+        r"^lr (?=first|peak|last)", "learning rate, ", re.sub(r"\b(lr|train|valid)$|\b(train|valid)\b", _spell, spaced)
+    )
+
+
+def _spell(match: re.Match[str]) -> str:
+    return {"lr": "learning rate", "train": "training", "valid": "validation"}[match[0]]
 
 
 def sentence_case(name: str) -> str:
@@ -129,16 +137,33 @@ def entry(key: str, value: Scalar) -> str:
 def sample(values: Values) -> str:
     """Sample values of a tensor, one row a line, long rows cut.
 
-    >>> sample((0.123456, -2.0)), sample(((1, 2), (3, 4)))
-    ('0.1235  -2', '1  2\\n3  4')
+    >>> sample((0.123456, -2.0)), sample(((1, 20), (-3, 4)))
+    ('0.1235  -2', ' 1  20\\n-3   4')
     """
-    if not values:
-        return ""
     if not any(isinstance(value, tuple) for value in values):
-        shown = [_value(value) for value in values[:LONGEST]]
-        return "  ".join([*shown, "…"] if len(values) > LONGEST else shown)
-    lines = [sample(value) if isinstance(value, tuple) else _value(value) for value in values[:LONGEST]]
+        return "  ".join(_cells(values))
+    rows = [_cells(value) if isinstance(value, tuple) else [_value(value)] for value in values[:LONGEST]]
+    widths = [max(len(row[place]) for row in rows if place < len(row)) for place in range(max(map(len, rows)))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
     return "\n".join([*lines, "…"] if len(values) > LONGEST else lines)
+
+
+def moment(iso: str) -> str:
+    """A time stamp as people write it; what is none is left as it is.
+
+    >>> moment("2026-03-01T12:05:09+00:00"), moment("yesterday")
+    ('1 March 2026, 12:05 UTC', 'yesterday')
+    """
+    try:
+        time = datetime.fromisoformat(iso)
+    except ValueError:
+        return iso
+    return f"{time.day} {time:%B %Y, %H:%M} {time.tzname() or ''}".strip()
+
+
+def _cells(values: Values) -> list[str]:
+    shown = [sample(value) if isinstance(value, tuple) else _value(value) for value in values[:LONGEST]]
+    return [*shown, "…"] if len(values) > LONGEST else shown
 
 
 def _value(value: object) -> str:

@@ -12,14 +12,18 @@
     return Object.fromEntries(Object.entries(value).map(([key, one]) => [key, paint(one, style)]));
   };
 
+  const decades = (data) => {
+    const values = data.flatMap((trace) => trace.y).filter((value) => value > 0);
+    return Math.log10(values.reduce((one, other) => Math.max(one, other)) / values.reduce((one, other) => Math.min(one, other)));
+  };
+
   const draw = (chart) => {
     const style = getComputedStyle(document.documentElement);
     const { data, layout } = paint(chart.figure, style);
     data.forEach((trace) => { trace.visible = !chart.hidden.has(trace.meta.group); });
     layout.dragmode = isTouch ? false : "zoom";
-    layout.yaxis.type = chart.isLog ? "log" : layout.yaxis.type || "linear";
+    if (chart.isLog) Object.assign(layout.yaxis, { type: "log", dtick: decades(data) > 2 ? 1 : "D2", minorloglabels: "complete" });
     layout.yaxis.uirevision = chart.isLog;
-    if (chart.isLog) layout.yaxis.dtick = undefined;
     return Plotly.react(chart.drawing, data, layout, { displayModeBar: false, responsive: true, showTips: false });
   };
 
@@ -41,15 +45,18 @@
 
   const plainText = (html) => new DOMParser().parseFromString(html, "text/html").documentElement.textContent;
 
+  const brief = (number) => (Number.isInteger(number) ? number : Number(number.toPrecision(4)));
+
   const say = (chart, stop) => {
     const parts = stop.points.map(({ curveNumber, pointNumber }) => {
       const trace = chart.figure.data[curveNumber];
       if (chart.figure.stops === "bars") return `${trace.y[pointNumber]}: ${trace.name} ${trace.customdata[pointNumber]}`;
       const value = trace.y[pointNumber];
       const label = trace.customdata ? trace.customdata[pointNumber] : trace.name;
-      return `${label} ${trace.meta.percent ? `${(100 * value).toFixed(1)} %` : `${Number(value.toPrecision(4))}${trace.meta.unit}`}`;
+      return `${label} ${trace.meta.percent ? value.toFixed(1) : brief(value)}${trace.meta.unit}`;
     });
-    const where = chart.figure.stops === "bars" ? "" : `${chart.figure.layout.xaxis.title.text} ${stop.at}: `;
+    const [before, after] = chart.figure.where;
+    const where = chart.figure.stops === "bars" ? "" : `${before}${brief(stop.at)}${after}: `;
     chart.readout.textContent = plainText(where + parts.join(", "));
   };
 
@@ -64,7 +71,7 @@
 
   const zoom = (chart, factor) => {
     if (factor === null) return Plotly.relayout(chart.drawing, { "xaxis.autorange": true, "yaxis.autorange": true });
-    const [low, high] = chart.drawing._fullLayout.xaxis.range;
+    const [low, high] = chart.drawing.layout.xaxis.range;
     const all = stops(chart);
     const middle = chart.stop == null || !all[chart.stop] ? (low + high) / 2 : all[chart.stop].at;
     return Plotly.relayout(chart.drawing, { "xaxis.range": [middle - (middle - low) * factor, middle + (high - middle) * factor] });
