@@ -9,13 +9,13 @@ BENCH_READY := $(VENV)/.ready-bench
 .PHONY: help demo test check bench clean
 
 help:
-	@echo "make demo    train the textbook task with batches of 64 in micro-batches of 16"
+	@echo "make demo    train on handwritten digits for about a minute, and say where the page is"
 	@echo "make test    run every test"
 	@echo "make check   format, lint, types, tests"
 	@echo "make bench   measure speed and memory against a hand-written loop and the peers"
 
 demo: $(READY)
-	$(BIN)/python examples/textbook.py
+	$(BIN)/anybatch train digits
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -43,7 +43,7 @@ def train(
     lr: opt.LR = None,
     lr_rule: opt.Rule = None,
     base_batch: opt.BaseBatch = None,
-    keep_half_life: opt.HalfLife = True,
+    fixed_beta2: opt.FixedBeta2 = False,
     warmup: opt.Warmup = None,
     decay: opt.DecayOption = None,
     clip_norm: opt.ClipNorm = None,
@@ -67,11 +67,13 @@ def train(
         typer.Option(
             "--save-every",
             metavar="UPDATES",
-            help="Checkpoint so often. [default: each epoch, and each minute of a longer one]",
+            help="Checkpoint so often; if not given, each epoch and each minute of a longer one.",
             rich_help_panel=opt.WHERE,
         ),
     ] = None,
-    keep: Annotated[int, typer.Option("--keep", help="Checkpoints that stay.", rich_help_panel=opt.WHERE)] = 3,
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", help="Checkpoints that stay.", rich_help_panel=opt.WHERE)
+    ] = 3,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard files too.", rich_help_panel=opt.WHERE)
     ] = False,
@@ -93,7 +95,7 @@ def train(
         lr=lr,
         lr_rule=lr_rule,
         base_batch=base_batch,
-        keep_half_life=keep_half_life,
+        keep_half_life=not fixed_beta2,
         warmup=warmup,
         decay=decay,
         clip_norm=clip_norm,
@@ -103,7 +105,7 @@ def train(
         save_every=save_every,
         keep=keep,
     )
-    given = frozenset(opt.given_options(context))
+    given = frozenset("keep_half_life" if name == "fixed_beta2" else name for name in opt.given_options(context))
     return train_command(
         Request(
             task=task, settings=settings, given=given, out=out, resume=resume, tensorboard=tensorboard, is_quiet=quiet
@@ -114,7 +116,7 @@ def train(
 @app.command()
 def compare(
     task: opt.TaskName,
-    seeds: Annotated[int, typer.Option("--seeds", help="Runs of each arm, with seeds 0, 1, 2, ...")] = 3,
+    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Runs of each arm, with seeds 0, 1, 2, ...")] = 3,
     batch_size: opt.BatchSize = None,
     micro_batch: opt.MicroBatch = None,
     lr: opt.LR = None,

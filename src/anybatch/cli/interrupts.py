@@ -1,6 +1,7 @@
 """Ctrl-C as a wish to stop after the update that runs, not in the middle of it."""
 
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -13,8 +14,9 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._take_note)
+        if threading.current_thread() is threading.main_thread():  # Python hands signals to no other
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._take_note)
         return self
 
     def __exit__(self, *_: object) -> None:

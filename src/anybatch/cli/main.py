@@ -5,11 +5,10 @@ import sys
 import traceback
 from typing import NoReturn
 
-from anybatch.errors import AnybatchError, CheckpointError, NonFiniteError, RunError, SettingsError, TaskError
+from anybatch.errors import AnybatchError, NonFiniteError
 
 MOST_FRAMES = 4
 """How much of a task's own traceback is shown."""
-USAGE_ERRORS = (TaskError, SettingsError, RunError, CheckpointError)
 
 
 def main() -> NoReturn:
@@ -60,8 +59,7 @@ def _fail_of(error: AnybatchError) -> int:
 
     if isinstance(error, TaskRaisedError) and error.__cause__ is not None:
         print(short_traceback(error.__cause__), file=sys.stderr)
-    code = 2 if isinstance(error, USAGE_ERRORS) or not isinstance(error, NonFiniteError) else 1
-    return _fail(str(error), code)
+    return _fail(str(error), 1 if isinstance(error, NonFiniteError) else 2)
 
 
 def _fail(message: str, code: int) -> int:

@@ -14,69 +14,98 @@ WHERE = "Where and how long"
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK_HELP, show_default=False)]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", "-b", help="Rows that one update learns from.", rich_help_panel=HOW)
+    int | None,
+    typer.Option("--batch-size", "-b", metavar="ROWS", help="Rows that one update learns from.", rich_help_panel=HOW),
 ]
 MicroBatch = Annotated[
     str | None,
     typer.Option(
         "--micro-batch",
         "-m",
-        metavar="N|auto|2GiB",
-        help="Rows that are held in memory at once. auto and memory sizes are for a later version.",
+        metavar="ROWS",
+        help="Rows that are held in memory at once, such as 16; auto and memory sizes need a later version.",
         rich_help_panel=HOW,
     ),
 ]
-Epochs = Annotated[int | None, typer.Option("--epochs", "-e", help="Passes over the data.", rich_help_panel=WHERE)]
+Epochs = Annotated[
+    int | None, typer.Option("--epochs", "-e", metavar="N", help="Passes over the data.", rich_help_panel=WHERE)
+]
 Updates = Annotated[
-    int | None, typer.Option("--updates", help="Stop after so many updates instead.", rich_help_panel=WHERE)
+    int | None,
+    typer.Option("--updates", metavar="N", help="Stop after so many updates instead.", rich_help_panel=WHERE),
 ]
 LR = Annotated[
-    float | None, typer.Option("--lr", help="Learning rate, before the rule is applied.", rich_help_panel=HOW)
+    float | None,
+    typer.Option("--lr", metavar="RATE", help="Learning rate, before the rule is applied.", rich_help_panel=HOW),
 ]
 Rule = Annotated[
     LRRule | None,
     typer.Option(
         "--lr-rule",
-        help="Scale the learning rate with batch / base batch: linear (SGD) or by its square root (Adam).",
+        metavar="RULE",
+        help="none, linear (for SGD) or sqrt (for Adam): scale the learning rate with batch / base batch.",
         rich_help_panel=HOW,
     ),
 ]
 BaseBatch = Annotated[
     int | None,
     typer.Option(
-        "--base-batch", help="The batch that the learning rate was chosen for; the task knows.", rich_help_panel=HOW
+        "--base-batch",
+        metavar="ROWS",
+        help="The batch that the learning rate was chosen for; the task knows.",
+        rich_help_panel=HOW,
     ),
 ]
-HalfLife = Annotated[
+FixedBeta2 = Annotated[
     bool,
     typer.Option(
-        "--half-life/--no-half-life",
-        help="With a rule, keep the half-life of Adam's second moment in samples: beta2 ** (batch / base batch).",
+        "--fixed-beta2",
+        help="With a rule, leave Adam's beta2 alone; else its half-life in samples is kept: beta2 ** (batch / base batch).",
         rich_help_panel=HOW,
     ),
 ]
 Warmup = Annotated[
     int | None,
-    typer.Option("--warmup", help="Updates over which the learning rate rises.", rich_help_panel=HOW),
+    typer.Option(
+        "--warmup", metavar="UPDATES", help="Updates over which the learning rate rises.", rich_help_panel=HOW
+    ),
 ]
 DecayOption = Annotated[
     Decay | None,
-    typer.Option("--decay", help="How the learning rate falls after the warm-up.", rich_help_panel=HOW),
+    typer.Option(
+        "--decay",
+        metavar="SHAPE",
+        help="none, linear or cosine: how the learning rate falls after the warm-up.",
+        rich_help_panel=HOW,
+    ),
 ]
 ClipNorm = Annotated[
     float | None,
-    typer.Option("--clip-norm", help="Clip the batch's gradient to this norm.", rich_help_panel=HOW),
+    typer.Option("--clip-norm", metavar="NORM", help="Clip the batch's gradient to this norm.", rich_help_panel=HOW),
 ]
 PrecisionOption = Annotated[
-    Precision, typer.Option("--precision", help="Of the forward pass; fp16 scales the loss.", rich_help_panel=HOW)
+    Precision,
+    typer.Option(
+        "--precision",
+        metavar="TYPE",
+        help="fp32, bf16 or fp16: of the forward pass; fp16 scales the loss.",
+        rich_help_panel=HOW,
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Decides the weights and the order.", rich_help_panel=WHERE)]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="N", help="Decides the weights and the order.", rich_help_panel=WHERE)
+]
 Device = Annotated[
-    str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto takes a GPU if any.", rich_help_panel=WHERE)
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; auto takes a GPU if any.", rich_help_panel=WHERE
+    ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="The run folder. [default: runs/TASK-TIME]", rich_help_panel=WHERE),
+    typer.Option(
+        "--out", "-o", metavar="FOLDER", help="The run folder; runs/TASK-TIME if none is given.", rich_help_panel=WHERE
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=WHERE)]
 

@@ -12,7 +12,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from anybatch.batches import Batch, num_rows
-from anybatch.errors import BatchError, TaskError
+from anybatch.errors import TaskError
 from anybatch.training.checkpoints import Positioned, save
 from anybatch.training.data import training_loader, validation_loader
 from anybatch.training.experiment import Experiment
@@ -141,11 +141,6 @@ class Loop:
                 self._save(loader)
                 if self._should_stop():
                     return
-        if left > 0 and not self.is_finished:
-            raise BatchError(
-                f"epoch {epoch} ended {left} updates early: the training data gave fewer rows than their length, "
-                f"{len(experiment.task.training)}. Make len() and [row] of the dataset agree."
-            )
         self._close_epoch()
 
     def _learn(self, batch: Batch) -> None:

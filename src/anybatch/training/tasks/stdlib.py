@@ -13,7 +13,7 @@ from anybatch.gradients import Mean, supervised
 from anybatch.training.task import Task
 from anybatch.training.tasks.sources import functions, is_held_out
 
-LONGEST = 384
+LONGEST = 256
 """Bytes of a row; longer functions are cut there."""
 END = 256
 IGNORED = -100
@@ -21,8 +21,8 @@ WIDTH = 96
 
 
 def task() -> Task:
-    """Three causal layers of width 96; AdamW with warm-up and a cosine decay, one pass over some 2,000 functions."""
-    rows = [_encode(function.source) for function in functions()[::2]]
+    """Three causal layers of width 96; AdamW with warm-up and a cosine decay, two passes over some 2,000 functions."""
+    rows = [_encode(function.source) for function in functions()[::3]]
     model = ByteModel()
     return Task(
         model=model,
@@ -34,7 +34,7 @@ def task() -> Task:
         collate=pad,
         batch_size=32,
         micro_batch=8,
-        epochs=1,
+        epochs=2,
         warmup=10,
         decay="cosine",
         clip_norm=1.0,
