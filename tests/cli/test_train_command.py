@@ -91,20 +91,20 @@ def interrupt_after(folder, updates, number):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_says_how_to_go_on_and_that_works(tmp_path, capsys, number):
     before = signal.getsignal(number)
-    interrupt_after(tmp_path / "out", 40, number)
-    assert run(["train", "textbook", "--epochs", "60", "--out", "out"]) == 1
+    interrupt_after(tmp_path / "out", 10, number)
+    assert run(["train", "textbook", "--epochs", "25", "--out", "out"]) == 1
     assert signal.getsignal(number) is before
     text = capsys.readouterr().out
     assert "go on with: anybatch train --resume out" in text
     stopped = RunFolder(tmp_path / "out").read_run()
     assert stopped.status == "stopped"
     done = stopped.summary["updates"]
-    assert 40 <= done < 960
+    assert 10 <= done < 400
     assert run(["train", "--resume", "out"]) == 0
     assert f"going on after update {done}" in capsys.readouterr().out
     updates = lines_of(tmp_path / "out", "update")
-    assert [line["update"] for line in updates] == list(range(1, 961))
-    assert run(["train", "textbook", "--epochs", "60", "--out", "straight", "-q"]) == 0
+    assert [line["update"] for line in updates] == list(range(1, 401))
+    assert run(["train", "textbook", "--epochs", "25", "--out", "straight", "-q"]) == 0
     assert [line["loss"] for line in updates] == [line["loss"] for line in lines_of(tmp_path / "straight", "update")]
 
 
