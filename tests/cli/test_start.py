@@ -54,3 +54,15 @@ def test_python_m_anybatch_is_the_command():
     for command in ("train", "compare", "trace", "report"):
         assert command in done.stdout
     assert "Usage: anybatch" in done.stdout
+
+
+@pytest.mark.parametrize(("module", "extra"), [("sklearn", "train"), ("torchdata", "train"), ("jinja2", "report")])
+def test_a_package_that_is_not_installed_is_named_with_the_extra_that_brings_it(tmp_path, module, extra):
+    without = (
+        f"import sys; sys.modules[{module!r}] = None; from anybatch.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    )
+    done = python("-c", without, "train", "digits", "--updates", "1", "--out", str(tmp_path / "out"), "-q")
+    assert done.returncode == 2
+    assert f"pip install 'anybatch[{extra}]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -139,3 +139,8 @@ def test_one_seed_says_so_and_shows_no_deviation():
     said = found(([0.96], [0.98]), ([0.84], [0.9]), ([0.84], [0.9]), ([0.96], [0.98]))
     assert "One seed" in said[0]
     assert "±" not in said[0]
+
+
+def test_batch_norm_is_owned_up_to(comparison):
+    assert "not quite exact here: BatchNorm (1 layer)" in comparison.findings[-1]
+    assert not any("BatchNorm" in sentence for sentence in found(FAST, FAST, FAST, FAST))

@@ -7,6 +7,7 @@ from small_tasks import small_task
 from anybatch import SettingsError, TaskError, resume, supervised
 from anybatch.training.data import training_loader
 from anybatch.training.experiment import assemble, find_device
+from anybatch.training.find_task import find_task
 from anybatch.training.loop import Loop, Progress
 from anybatch.training.records import EpochDone, MemorySeen, UpdateDone, WindowSeen
 from anybatch.training.settings import Settings
@@ -193,3 +194,19 @@ def test_a_task_that_brings_its_own_scheduler_is_told_where_it_belongs():
 
     with pytest.raises(TaskError, match="already has a scheduler"):
         assemble(build, Settings())
+
+
+def test_a_loss_that_is_a_sum_is_given_per_unit_in_training_and_validation():
+    def build():
+        return small_task(objective=supervised(torch.nn.CrossEntropyLoss(reduction="sum")), metric=None)
+
+    _, told = run(Settings(updates=5, lr=1e-9), build=build)
+    epoch = next(record for record in told if isinstance(record, EpochDone))
+    updates = [record for record in told if isinstance(record, UpdateDone)]
+    assert epoch.train_loss == pytest.approx(sum(record.loss for record in updates) / 75)
+    assert 0.3 < epoch.valid_loss < 1.5
+
+
+def test_the_plan_knows_of_layers_that_keep_the_gradient_from_being_exact():
+    assert run(Settings(updates=1))[0].experiment.plan.batch_norms == 1
+    assert assemble(find_task("textbook"), Settings()).plan.batch_norms == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anybatch import __version__
-from anybatch.cli.folders import first_record, new_folder, short_name, write_page
+from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
 from anybatch.cli.screen import say
 from anybatch.cli.tables import table
 from anybatch.errors import SettingsError
@@ -24,6 +24,7 @@ def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path 
     if num_seeds < 1:
         raise SettingsError(f"--seeds {num_seeds}: expected 1 or more.")
     folder = new_folder(task, out)
+    check_installed("torchdata")
     say(f"anybatch {__version__}  comparing four ways to train {short_name(task)}", is_quiet=is_quiet)
     build = find_task(task)  # torch is loaded from here on
     from anybatch.training.compare import compare

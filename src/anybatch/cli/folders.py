@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from anybatch import __version__
@@ -10,6 +11,13 @@ from anybatch.training.find_task import BUILT_IN
 from anybatch.training.provenance import command_line, git_revision, now, versions
 from anybatch.training.records import Kind, Run, RunFolder
 from anybatch.training.settings import Settings
+
+
+def check_installed(*modules: str) -> None:
+    """Raise for what a run would miss at its end, before it begins; nothing is loaded."""
+    for name in (*modules, "jinja2", "plotly"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def new_folder(task: str, out: Path | None) -> RunFolder:

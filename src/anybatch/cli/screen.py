@@ -10,6 +10,7 @@ from anybatch.training.records import EpochDone, Metric, UpdateDone
 if TYPE_CHECKING:
     from anybatch.training.experiment import Plan
 
+BATCH_NORM_NOTE = "BatchNorm takes its statistics from each micro-batch, so the gradient is not exactly the batch's"
 SECONDS_BETWEEN_LINES = 10.0
 """Between two plain lines of an epoch that lasts."""
 
@@ -78,7 +79,7 @@ class PlainScreen(SilentScreen):
 def epoch_line(done: EpochDone) -> str:
     """An epoch in a line."""
     metrics = "".join(f"  {name} {value:.4f}" for name, value in done.metrics.items())
-    losses = f"train loss {done.train_loss:.4f}  valid loss {done.valid_loss:.4f}"
+    losses = f"loss {done.train_loss:.4f} train {done.valid_loss:.4f} valid"
     return f"epoch {done.epoch}  update {done.update}  {losses}{metrics}  {done.seconds:.1f} s"
 
 
@@ -97,6 +98,7 @@ def plan_lines(plan: "Plan") -> list[str]:
         f"run     {plan.updates:,} updates, {plan.updates_per_epoch:,} per epoch, {plan.epochs} epochs",
         f"lr      first {plan.lr_first:.4g}, peak {plan.lr_peak:.4g}, ends at {plan.lr_last:.4g}{rule}",
         f"        {shape}" + ("" if plan.clip_norm is None else f", clipped to norm {plan.clip_norm:g}"),
+        *([f"note    {BATCH_NORM_NOTE}"] if plan.batch_norms and plan.micro_batches_per_update > 1 else []),
     ]
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from anybatch import __version__
-from anybatch.cli.folders import first_record, new_folder, short_name, write_page
+from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
 from anybatch.cli.screen import plan_lines, say
 from anybatch.cli.tables import table
 from anybatch.training.find_task import check_task_exists, find_task
@@ -16,6 +16,7 @@ def trace_command(task: str, settings: Settings, *, out: Path | None, is_quiet: 
     """Trace, print and leave a run folder."""
     check_task_exists(task)
     folder = new_folder(task, out)
+    check_installed("torchdata")
     say(f"anybatch {__version__}  tracing one update of {short_name(task)}", is_quiet=is_quiet)
     build = find_task(task)  # torch is loaded from here on
     from anybatch.training.experiment import assemble

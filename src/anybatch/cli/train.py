@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anybatch import __version__
-from anybatch.cli.folders import first_record, new_folder, short_name, write_page
+from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
 from anybatch.cli.interrupts import Interrupts
 from anybatch.cli.screen import plan_lines, say, screen_for, summary_line
 from anybatch.errors import AnybatchError, RunError, SettingsError, TaskError
@@ -38,6 +38,7 @@ class Request:
 def train_command(request: Request) -> int:
     """Train, and leave a run folder: 0 when finished, 1 when stopped before the end."""
     folder, run = _open_run(request)
+    check_installed("torchdata", *(["tensorboard"] if request.tensorboard else []))
     settings = Settings(**run.settings)
     say(f"anybatch {__version__}  training {short_name(run.task)}", is_quiet=request.is_quiet)
     if run.status == "finished":

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from anybatch.errors import SettingsError
-from anybatch.training.experiment import Experiment, assemble, find_device, make_plan
+from anybatch.training.experiment import Experiment, assemble, find_device, make_plan, num_batch_norms
 from anybatch.training.findings import findings
 from anybatch.training.loop import Loop, judged
 from anybatch.training.randomness import seed_all
@@ -53,7 +53,9 @@ def compare(build: Callable[[], Task], settings: Settings, *, num_seeds: int, te
     return Comparison(
         metric=task.metric or "validation loss",
         arms=tuple(arms),
-        findings=findings(tuple(arms), task.metric, rows=len(task.training)),
+        findings=findings(
+            tuple(arms), task.metric, rows=len(task.training), num_batch_norms=num_batch_norms(task.model)
+        ),
     )
 
 

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.errors import SettingsError, TaskError
 from anybatch.training.randomness import seed_all
@@ -43,6 +45,8 @@ class Plan:
     clip_norm: float | None
     precision: str
     device: str
+    batch_norms: int
+    """BatchNorm layers, which normalise each micro-batch by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,13 @@ def make_plan(task: Task, settings: Settings, device: torch.device) -> Plan:
         clip_norm=settings.clip_norm or task.clip_norm,
         precision=settings.precision,
         device=str(device),
+        batch_norms=num_batch_norms(task.model),
     )
+
+
+def num_batch_norms(model: nn.Module) -> int:
+    """How many layers make the rows of a micro-batch look at each other while training."""
+    return sum(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def find_device(name: str) -> torch.device:

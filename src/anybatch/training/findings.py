@@ -44,7 +44,7 @@ def show_spread(value: Spread, metric: str | None) -> str:
     return f"{100 * value.mean:.1f}{deviation} %"
 
 
-def findings(arms: Sequence[Arm], metric: str | None, *, rows: int) -> tuple[str, ...]:
+def findings(arms: Sequence[Arm], metric: str | None, *, rows: int, num_batch_norms: int = 0) -> tuple[str, ...]:
     """Plain sentences on the four arms: small batch, usual loop, exact batch, exact batch with the rule."""
     small, usual, exact, scaled = arms
     judge = _Judge(metric, len(exact.runs))
@@ -55,6 +55,7 @@ def findings(arms: Sequence[Arm], metric: str | None, *, rows: int) -> tuple[str
         _tail(usual, exact, rows, judge),
         _memory(small, exact),
         _time(small, exact),
+        _batch_norm(exact, num_batch_norms),
     ]
     return tuple(sentence for sentence in said if sentence)
 
@@ -167,6 +168,16 @@ def _memory(small: Arm, exact: Arm) -> str:
 def _time(small: Arm, exact: Arm) -> str:
     one, other = (over_seeds(arm, lambda run: run.seconds).mean for arm in (small, exact))
     return f"Training took {other:.2f} s with the exact batch and {one:.2f} s with batches of {small.batch}, validation apart."
+
+
+def _batch_norm(exact: Arm, num_batch_norms: int) -> str:
+    if num_batch_norms == 0:
+        return ""
+    layers = "1 layer" if num_batch_norms == 1 else f"{num_batch_norms} layers"
+    return (
+        f"The exact batch is not quite exact here: BatchNorm ({layers}) takes its statistics from each micro-batch of "
+        f"{exact.micro_batch}, in all arms."
+    )
 
 
 def show_bytes(number: int) -> str:

@@ -37,15 +37,15 @@ class EpochSums:
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def plus(self, result: UpdateResult, seconds: float) -> "EpochSums":
-        """With one more update; one that was skipped counts its time only."""
+    def plus(self, result: UpdateResult, seconds: float, *, is_sum: bool) -> "EpochSums":
+        """With one more update, whose loss is a mean over its units, or a sum; one that was skipped counts its time only."""
         if not result.applied:
             return EpochSums(units=self.units, loss=self.loss, metrics=self.metrics, seconds=self.seconds + seconds)
         units = float(result.units)
         metrics = {name: self.metrics.get(name, 0.0) + units * float(value) for name, value in result.metrics.items()}
         return EpochSums(
             units=self.units + units,
-            loss=self.loss + units * float(result.loss),
+            loss=self.loss + float(result.loss) * (1.0 if is_sum else units),
             metrics=metrics,
             seconds=self.seconds + seconds,
         )
@@ -161,7 +161,7 @@ class Loop:
         self.progress = Progress(
             update=number,
             epoch=self.progress.epoch,
-            sums=self.progress.sums.plus(result, seconds),
+            sums=self.progress.sums.plus(result, seconds, is_sum=self.experiment.task.objective.reduction == "sum"),
             best=self.progress.best,
             last=self.progress.last,
         )

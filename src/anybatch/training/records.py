@@ -67,6 +67,7 @@ class EpochDone:
     update: int
     """The last update of the epoch."""
     train_loss: float
+    """Per unit, over the epoch's updates."""
     valid_loss: float
     metrics: Mapping[str, float]
     """The objective's metrics on the validation data."""

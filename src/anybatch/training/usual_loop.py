@@ -75,7 +75,8 @@ def _learn(experiment: Experiment, micro_batches: Sequence[Batch]) -> tuple[floa
         loss, _ = evaluate(task.objective, task.model, there)
         (loss / len(micro_batches)).backward()
         counted = count_units(task.objective, task.model, [there])[0]
-        total, units = total + counted * float(loss.detach()), units + counted
+        weight = 1.0 if task.objective.reduction == "sum" else counted
+        total, units = total + weight * float(loss.detach()), units + counted
     if update.clip_norm is not None:
         clip_grad_norm_(task.model.parameters(), update.clip_norm)
     task.optimizer.step()

@@ -22,7 +22,10 @@ class Validated:
 
 
 def validate(model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device) -> Validated:
-    """Evaluate without gradients, in eval mode; the mode is put back. Units weigh the batches, as in training."""
+    """Evaluate without gradients, in eval mode; the mode is put back.
+
+    Units weigh the batches, as in training; a loss that is a sum is given per unit.
+    """
     was_training = model.training
     losses: list[Tensor] = []
     metrics: list[Any] = []
@@ -41,7 +44,8 @@ def validate(model: nn.Module, objective: Objective, batches: Iterable[Batch], d
         model.train(was_training)
     counted = [index for index, number in enumerate(units) if number > 0 or objective.reduction == "sum"]
     weights = shares_of([units[index] for index in counted], objective.reduction).each
+    total = float(weighted_sum([losses[index] for index in counted], weights))
     return Validated(
-        loss=float(weighted_sum([losses[index] for index in counted], weights)),
+        loss=total / (sum(units) or 1.0) if objective.reduction == "sum" else total,
         metrics={name: float(value) for name, value in combine(metrics, units).items()},
     )
