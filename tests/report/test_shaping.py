@@ -278,14 +278,30 @@ def test_a_run_without_an_update_says_so(tmp_path):
     assert [figure.label for figure in headline(read_results(tmp_path))] == ["rows per batch", "parameters"]
 
 
-def test_the_summary_of_a_comparison_names_the_best_arm(tmp_path):
-    assert "ended with the best validation accuracy" in summary(read_results(compare_folder(tmp_path)))
+def test_the_summary_of_a_comparison_gives_both_ends_and_calls_none_of_them_best(tmp_path):
+    said = summary(read_results(compare_folder(tmp_path)))
+    assert said == (
+        "textbook, trained in 4 ways, 3 seeds each: their mean validation accuracy ends between "
+        "94.0 % (textbook loop) and 97.2 % (small batch)."
+    )
 
 
-def test_no_arm_is_called_best_by_a_metric_whose_good_end_is_unknown(tmp_path):
-    compare_folder(tmp_path)
-    write_json(tmp_path / "compare.json", comparison_fields() | {"metric": "perplexity"})
-    assert "best" not in summary(read_results(tmp_path))
+def test_settings_that_were_not_given_are_named_in_one_line(tmp_path):
+    write_json(tmp_path / "run.json", run_fields(settings={"lr": None, "warmup": None, "lr_rule": "linear"}))
+    tables = dict(sections(read_results(tmp_path))[-1].tables)
+    assert tables["Settings"].rows == (("learning rate rule", "linear"),)
+    assert tables["Settings"].note == "Not set: learning rate, warmup."
+
+
+def test_a_fact_that_is_the_same_in_every_micro_batch_has_no_chart(tmp_path):
+    titles = [chart.title for chart in charts_of(trace_folder(tmp_path)).values()]
+    assert titles == ["Gradient norm, by micro-batch", "Loss, by micro-batch", "The window of one update"]
+
+
+def test_a_learning_rate_with_a_warm_up_names_its_peak(tmp_path):
+    assert charts_of(train_folder(tmp_path))["learning-rate"].caption == (
+        "Learning rate went from 0.004978 to 0.0004329; highest 0.09134."
+    )
 
 
 def test_only_shares_of_one_are_percentages():

@@ -178,8 +178,8 @@ def course(name: str, values: Sequence[float | None], *, is_percent: bool = Fals
     write = percent if is_percent else number
     if not known:
         return f"{name} has no finite value"
-    if len(known) == 1:
-        return f"{name} is {write(known[0])}"
+    if min(known) == max(known):
+        return f"{name} is {write(known[0])}{' throughout' if len(known) > 1 else ''}"
     return f"{name} went from {write(known[0])} to {write(known[-1])}"
 
 

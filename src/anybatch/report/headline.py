@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from anybatch.report.comparing import Spread, final, num_seeds
+from anybatch.report.comparing import final, num_seeds
 from anybatch.report.results import Comparison, Results, Scalar
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words
 
@@ -93,32 +93,37 @@ def _walked(results: Results) -> str:
 def _compared(task: str, comparison: Comparison) -> str:
     seeds = plural(num_seeds(comparison), "seed")
     sentence = f"{task}, trained in {plural(len(comparison.arms), 'way')}, {seeds} each"
-    best = _best(comparison)
-    if best is None:
+    ends = _ends(comparison)
+    if ends is None:
         return f"{sentence}."
-    name, spread = best
-    return f"{sentence}: {name} ended with the best validation {words(comparison.metric)}, {spread}."
+    (low, lowest), (high, highest) = ends
+    if low == high:
+        return f"{sentence}: all end with a validation {words(comparison.metric)} of {low}."
+    return f"{sentence}: their mean validation {words(comparison.metric)} ends between {low} ({lowest}) and {high} ({highest})."
 
 
-def _best(comparison: Comparison) -> tuple[str, str] | None:
-    """The arm with the highest mean of a metric that is a share; of other metrics nobody can say which end is good."""
-    scores: list[tuple[float, str, Spread]] = []
-    for arm in comparison.arms:
-        score = final(arm, lambda point: point.metric)
-        if score.mean is not None:
-            scores.append((score.mean, arm.name, score))
-    if not scores or not is_share(comparison.metric, [mean for mean, _, _ in scores]):
+def _ends(comparison: Comparison) -> tuple[tuple[str, str], tuple[str, str]] | None:
+    """The lowest and the highest mean of the metric, each with its arm. Whether they differ is for the findings to say."""
+    means = [
+        (mean, arm.name) for arm in comparison.arms if (mean := final(arm, lambda point: point.metric).mean) is not None
+    ]
+    if not means:
         return None
-    _, name, score = max(scores, key=lambda entry: entry[0])
-    return name, score.written(percent)
+    write = percent if is_share(comparison.metric, [mean for mean, _ in means]) else number
+    lowest, highest = min(means), max(means)
+    return (write(lowest[0]), lowest[1]), (write(highest[0]), highest[1])
 
 
 def _comparison_figures(comparison: Comparison) -> tuple[Figure, ...]:
     runs = [run for arm in comparison.arms for run in arm.runs]
     seconds = [run.seconds for run in runs if run.seconds is not None]
     figures = []
-    if best := _best(comparison):
-        figures.append(Figure(label=f"best validation {words(comparison.metric)}", value=best[1], note=best[0]))
+    if ends := _ends(comparison):
+        (low, _), (high, _) = ends
+        value = low if low == high else f"{low.removesuffix(' %')} to {high}"
+        figures.append(
+            Figure(label=f"validation {words(comparison.metric)}", value=value, note="lowest and highest mean")
+        )
     figures.append(Figure(label="ways to train", value=number(len(comparison.arms))))
     figures.append(Figure(label="training runs", value=number(len(runs))))
     epochs = max((len(run.epochs) for run in runs), default=0)

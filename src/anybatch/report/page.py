@@ -18,7 +18,7 @@ from anybatch.report.results import Layer, Results, Scalar, Step
 from anybatch.report.training import course_charts, epoch_charts, update_charts
 from anybatch.report.walk import walk_charts
 from anybatch.report.window import memory_charts, stage_colour, timeline_chart
-from anybatch.report.writing import entry, moment, plural, sample, sentence_case, words
+from anybatch.report.writing import entry, moment, plural, sample, sentence_case, tied, words
 
 PAGE = "report.html"
 
@@ -67,6 +67,7 @@ def render(results: Results) -> str:
     )
     environment.filters |= {
         "sample": sample,
+        "tied": tied,
         "words": words,
         "sentence_case": sentence_case,
         "stage_colour": stage_colour,
@@ -144,9 +145,11 @@ def _settings(results: Results) -> Iterable[tuple[str, Table]]:
         ("Run", "fact", {**shown, **run.versions}),
     )
     for title, column, values in tables:
-        if values:
-            rows = tuple((words(name), entry(name, value)) for name, value in values.items())
-            yield title, Table(columns=(column, "value"), rows=rows)
+        rows = tuple((words(name), entry(name, value)) for name, value in values.items() if value is not None)
+        unset = [words(name) for name, value in values.items() if value is None] if title == "Settings" else []
+        note = f"Not set: {', '.join(unset)}." if unset else ""
+        if rows or note:
+            yield title, Table(columns=(column, "value"), rows=rows, note=note)
 
 
 def _unreadable(count: int) -> str:

@@ -43,7 +43,11 @@ def course_charts(results: Results) -> Iterator[Chart]:
     """The learning rate and the gradient norm, per update."""
     updates = results.updates
     rates = [point.lr for point in updates]
-    if chart := _update_chart("learning-rate", "Learning rate", "learning rate", updates, rates, is_smooth=False):
+    known = [rate for rate in rates if rate is not None]
+    peak = f"highest {number(max(known))}" if known and max(known) not in (known[0], known[-1]) else ""
+    if chart := _update_chart(
+        "learning-rate", "Learning rate", "learning rate", updates, rates, note=peak, is_smooth=False
+    ):
         yield chart
     norms = [point.grad_norm for point in updates]
     clip = results.run.settings.get("clip_norm")
@@ -112,7 +116,7 @@ def _update_chart(
         lines = [Series(name=what, x=x, y=values, colour=colour)]
     skipped = [(point.update, value) for point, value in zip(updates, values, strict=True) if not point.applied]
     marked = [(update, value) for update, value in skipped if value is not None]
-    if note and marked:
+    if is_smooth and marked:
         lines.append(
             Series(name="skipped", x=[u for u, _ in marked], y=[v for _, v in marked], colour=2, kind="points"),
         )
