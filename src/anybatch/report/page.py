@@ -18,7 +18,7 @@ from anybatch.report.results import Layer, Results, Scalar, Step
 from anybatch.report.training import course_charts, epoch_charts, update_charts
 from anybatch.report.walk import walk_charts
 from anybatch.report.window import memory_charts, stage_colour, timeline_chart
-from anybatch.report.writing import entry, moment, plural, sample, sentence_case, tied, words
+from anybatch.report.writing import entry, moment, plural, sample, tied, words
 
 PAGE = "report.html"
 
@@ -69,7 +69,6 @@ def render(results: Results) -> str:
         "sample": sample,
         "tied": tied,
         "words": words,
-        "sentence_case": sentence_case,
         "stage_colour": stage_colour,
     }
     environment.globals["entry"] = entry
