@@ -5,19 +5,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
+CHROMIUM := /usr/bin/chromium
 
 .PHONY: help demo test check bench clean
 
 help:
-	@echo "make demo    train the textbook task with batches of 64 in micro-batches of 16"
+	@echo "make demo    train on handwritten digits for about a minute, and say where the page is"
 	@echo "make test    run every test"
 	@echo "make check   format, lint, types, tests"
 	@echo "make bench   measure speed and memory against a hand-written loop and the peers"
 
 demo: $(READY)
-	$(BIN)/python examples/textbook.py
+	$(BIN)/anybatch train digits
 
-test: $(READY)
+test: $(READY) | $(CHROMIUM)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(READY)
@@ -37,6 +38,16 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing anybatch and what its tests need into $(VENV) (once, a minute or two)"
 	$(PIP) -e '.[test,check]'
 	@touch $@
+
+# The pages are tested in a real browser.
+$(CHROMIUM):
+	@echo "installing chromium, in which the pages are tested (once)"
+	@if ! command -v apt-get >/dev/null; then root=none; elif [ "$$(id -u)" = 0 ]; then root=env; \
+	elif command -v sudo >/dev/null; then root="sudo env"; else root=none; fi; \
+	if [ "$$root" != none ]; then $$root DEBIAN_FRONTEND=noninteractive apt-get update -qq; \
+	$$root DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; fi; \
+	test -x $@ || { echo "$@ is missing and cannot be installed from here; install Chromium so that it is $@ (Debian: \
+	apt-get install chromium), then run make test again." >&2; exit 1; }
 
 $(BENCH_READY): $(READY)
 	@echo "installing the peers that the benchmarks compare with into $(VENV) (once)"

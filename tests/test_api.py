@@ -11,8 +11,8 @@ import anybatch
 from anybatch import api
 
 SOURCE = Path(anybatch.__file__).parent
-ROOMS = ["errors", "stages", "batches", "gradients", "update", "api"]
-"""Each may import those before it."""
+ROOMS = ["errors", "stages", "batches", "gradients", "update", "training", "api", "report", "cli", "__main__"]
+"""Each may import those before it; the command line alone imports the report, and the report nothing but errors."""
 
 
 def test_every_public_name_is_imported_and_listed_in_order():
@@ -52,7 +52,7 @@ def test_arrows_point_down():
         room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
         if room == "__init__":
             continue
-        allowed = set(ROOMS[: ROOMS.index(room) + 1]) - ({room} if path.parent == SOURCE else set())
+        allowed = {"errors", "report"} if room == "report" else set(ROOMS[: ROOMS.index(room) + 1])
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

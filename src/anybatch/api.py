@@ -5,14 +5,21 @@ from anybatch.batches import Batch, MicroBatches, Rows, Split, Windows, num_rows
 from anybatch.errors import (
     AnybatchError,
     BatchError,
+    CheckpointError,
     LossError,
     NonFiniteError,
+    RunError,
+    SettingsError,
     SplitError,
+    TaskError,
     UnitsError,
     UpdateError,
     WindowError,
 )
 from anybatch.gradients import Accumulated, Accumulator, Mean, Objective, Sum, Window, huggingface, supervised
+from anybatch.training.checkpoints import Resumed, resume, save
+from anybatch.training.schedules import Scaling, scale_lr, warmup
+from anybatch.training.task import Task
 from anybatch.update import Update, UpdateResult
 
 __all__ = [
@@ -21,15 +28,22 @@ __all__ = [
     "AnybatchError",
     "Batch",
     "BatchError",
+    "CheckpointError",
     "LossError",
     "Mean",
     "MicroBatches",
     "NonFiniteError",
     "Objective",
+    "Resumed",
     "Rows",
+    "RunError",
+    "Scaling",
+    "SettingsError",
     "Split",
     "SplitError",
     "Sum",
+    "Task",
+    "TaskError",
     "UnitsError",
     "Update",
     "UpdateError",
@@ -39,9 +53,13 @@ __all__ = [
     "Windows",
     "huggingface",
     "num_rows",
+    "resume",
     "rows",
+    "save",
+    "scale_lr",
     "stages",
     "supervised",
     "take_rows",
+    "warmup",
     "windows",
 ]

@@ -7,6 +7,7 @@ AnybatchError
 ├── LossError        an objective returned something that is not one differentiable number
 ├── WindowError      a window used out of order, or torn by a backward pass that died
 ├── UpdateError      an `Update` that was put together from parts that do not fit
+├── ReportError      a folder that holds no results to make a page of
 └── NonFiniteError   a gradient or a loss is inf or nan
 
 Each message names the value, what was expected, and the fix.
@@ -41,5 +42,25 @@ class UpdateError(AnybatchError, ValueError):
     """An `Update` that was put together from parts that do not fit."""
 
 
+class ReportError(AnybatchError, ValueError):
+    """A folder that holds no results to make a page of."""
+
+
 class NonFiniteError(AnybatchError, ArithmeticError):
     """A gradient or a loss is inf or nan; nothing was stepped."""
+
+
+class TaskError(AnybatchError, ValueError):
+    """A task that is not there, or is not one."""
+
+
+class SettingsError(AnybatchError, ValueError):
+    """A setting of a training run that makes no sense."""
+
+
+class CheckpointError(AnybatchError, ValueError):
+    """A checkpoint that cannot be read, or is of something else."""
+
+
+class RunError(AnybatchError, ValueError):
+    """A folder that is no run, or is one of another kind."""

@@ -1,0 +1,191 @@
+"""The commands and their options. What a command does is imported when it is called."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybatch import __version__
+from anybatch.cli import options as opt
+from anybatch.training.settings import Settings
+
+app = typer.Typer(
+    name="anybatch",
+    help="Train with the batch you want, on the memory you have, and get exactly that batch's gradient.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"anybatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def anybatch(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Train with the batch you want, on the memory you have, and get exactly that batch's gradient."""
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    task: Annotated[str | None, typer.Argument(metavar="TASK", help=opt.TASK_HELP, show_default=False)] = None,
+    batch_size: opt.BatchSize = None,
+    micro_batch: opt.MicroBatch = None,
+    lr: opt.LR = None,
+    lr_rule: opt.Rule = None,
+    base_batch: opt.BaseBatch = None,
+    fixed_beta2: opt.FixedBeta2 = False,
+    warmup: opt.Warmup = None,
+    decay: opt.DecayOption = None,
+    clip_norm: opt.ClipNorm = None,
+    precision: opt.PrecisionOption = "fp32",
+    epochs: opt.Epochs = None,
+    updates: opt.Updates = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    out: opt.Out = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Go on with the run in this folder, with its task and settings, from its last checkpoint.",
+            rich_help_panel=opt.WHERE,
+        ),
+    ] = None,
+    save_every: Annotated[
+        int | None,
+        typer.Option(
+            "--save-every",
+            metavar="UPDATES",
+            help="Checkpoint so often; if not given, each epoch and each minute of a longer one.",
+            rich_help_panel=opt.WHERE,
+        ),
+    ] = None,
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", help="Checkpoints that stay.", rich_help_panel=opt.WHERE)
+    ] = 3,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard files too.", rich_help_panel=opt.WHERE)
+    ] = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Train a task: a plan, the updates, a page to look at, and a run that survives being killed.
+
+    Ctrl-C saves and says how to go on.
+
+    Example: anybatch train digits --batch-size 128 --micro-batch 16
+    """
+    from anybatch.cli.train import Request, train_command
+
+    settings = Settings(
+        batch_size=batch_size,
+        micro_batch=opt.rows_of(micro_batch),
+        epochs=epochs,
+        updates=updates,
+        lr=lr,
+        lr_rule=lr_rule,
+        base_batch=base_batch,
+        keep_half_life=not fixed_beta2,
+        warmup=warmup,
+        decay=decay,
+        clip_norm=clip_norm,
+        precision=precision,
+        seed=seed,
+        device=device,
+        save_every=save_every,
+        keep=keep,
+    )
+    given = frozenset("keep_half_life" if name == "fixed_beta2" else name for name in opt.given_options(context))
+    return train_command(
+        Request(
+            task=task, settings=settings, given=given, out=out, resume=resume, tensorboard=tensorboard, is_quiet=quiet
+        )
+    )
+
+
+@app.command()
+def compare(
+    task: opt.TaskName,
+    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Runs of each arm, with seeds 0, 1, 2, ...")] = 3,
+    batch_size: opt.BatchSize = None,
+    micro_batch: opt.MicroBatch = None,
+    lr: opt.LR = None,
+    lr_rule: opt.Rule = None,
+    epochs: opt.Epochs = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    out: opt.Out = None,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Train a task in four ways over several seeds, and say what was found.
+
+    Small batches, an update each; the accumulation loop as it is usually written; the exact batch at the same learning
+    rate; the exact batch with the learning-rate rule (default: linear for SGD, sqrt for Adam and its kin).
+
+    Example: anybatch compare textbook --seeds 5
+    """
+    from anybatch.cli.compare import compare_command
+
+    settings = Settings(
+        batch_size=batch_size,
+        micro_batch=opt.rows_of(micro_batch),
+        epochs=epochs,
+        lr=lr,
+        lr_rule=lr_rule,
+        seed=seed,
+        device=device,
+    )
+    return compare_command(task, settings, num_seeds=seeds, out=out, is_quiet=quiet)
+
+
+@app.command()
+def trace(
+    task: opt.TaskName,
+    batch_size: opt.BatchSize = None,
+    micro_batch: opt.MicroBatch = None,
+    lr: opt.LR = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    out: opt.Out = None,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Show one update stage by stage, and one sample layer by layer, with real shapes and numbers.
+
+    Example: anybatch trace textbook
+    """
+    from anybatch.cli.trace import trace_command
+
+    settings = Settings(
+        batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), lr=lr, seed=seed, device=device, updates=2
+    )
+    return trace_command(task, settings, out=out, is_quiet=quiet)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    quiet: opt.Quiet = False,
+) -> int:
+    """Make the page of a run again, from the files in its folder.
+
+    Example: anybatch report runs/digits-20261115-120000
+    """
+    from anybatch.cli.folders import write_page
+    from anybatch.cli.screen import say
+    from anybatch.training.records import RunFolder
+
+    folder = RunFolder(run)
+    folder.read_run()
+    page = write_page(folder)
+    say(f"page: {page}", is_quiet=quiet)
+    return 0

@@ -1,0 +1,62 @@
+"""Run folders from the command line's side: choosing one, its first `run.json`, its page."""
+
+from dataclasses import asdict
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+from anybatch import __version__
+from anybatch.errors import RunError
+from anybatch.training.find_task import BUILT_IN
+from anybatch.training.provenance import command_line, git_revision, now, versions
+from anybatch.training.records import Kind, Run, RunFolder
+from anybatch.training.settings import Settings
+
+
+def check_installed(*modules: str) -> None:
+    """Raise for what a run would miss at its end, before it begins; nothing is loaded."""
+    for name in (*modules, "jinja2", "plotly"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def new_folder(task: str, out: Path | None) -> RunFolder:
+    """The folder that a new run goes to; one that already holds a run is refused."""
+    if out is None:
+        stem = Path("runs") / f"{short_name(task)}-{datetime.now():%Y%m%d-%H%M%S}"
+        out, count = stem, 1
+        while out.exists():
+            count += 1
+            out = stem.with_name(f"{stem.name}-{count}")
+    if (out / "run.json").exists():
+        raise RunError(f"{out} already holds a run. Go on with it by --resume {out}, or give another --out.")
+    if out.exists() and not out.is_dir():
+        raise RunError(f"{out} is a file. Give --out a folder.")
+    return RunFolder(out)
+
+
+def first_record(kind: Kind, task: str, settings: Settings) -> Run:
+    """`run.json` as it is when a run starts."""
+    return Run(
+        anybatch=__version__,
+        kind=kind,
+        task=task if task in BUILT_IN else str(Path(task).resolve()),
+        created=now(),
+        command=command_line(),
+        seed=settings.seed,
+        versions=versions(),
+        git=git_revision(),
+        settings=asdict(settings),
+    )
+
+
+def short_name(task: str) -> str:
+    """The task in a word: its name, or its file's."""
+    return task if task in BUILT_IN else Path(task).stem
+
+
+def write_page(folder: RunFolder) -> Path:
+    """The run's page, made from the files in its folder."""
+    from anybatch.report import write_page
+
+    return write_page(folder.path)

@@ -1,0 +1,134 @@
+"""The options that several commands share, each with its help, and the settings that they make."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anybatch.errors import SettingsError
+from anybatch.training.settings import Decay, LRRule, MemoryLimit, Precision, parse_micro_batch
+
+TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."
+HOW = "How it learns"
+WHERE = "Where and how long"
+
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK_HELP, show_default=False)]
+BatchSize = Annotated[
+    int | None,
+    typer.Option("--batch-size", "-b", metavar="ROWS", help="Rows that one update learns from.", rich_help_panel=HOW),
+]
+MicroBatch = Annotated[
+    str | None,
+    typer.Option(
+        "--micro-batch",
+        "-m",
+        metavar="ROWS",
+        help="Rows that are held in memory at once, such as 16; auto and memory sizes need a later version.",
+        rich_help_panel=HOW,
+    ),
+]
+Epochs = Annotated[
+    int | None, typer.Option("--epochs", "-e", metavar="N", help="Passes over the data.", rich_help_panel=WHERE)
+]
+Updates = Annotated[
+    int | None,
+    typer.Option("--updates", metavar="N", help="Stop after so many updates instead.", rich_help_panel=WHERE),
+]
+LR = Annotated[
+    float | None,
+    typer.Option("--lr", metavar="RATE", help="Learning rate, before the rule is applied.", rich_help_panel=HOW),
+]
+Rule = Annotated[
+    LRRule | None,
+    typer.Option(
+        "--lr-rule",
+        metavar="RULE",
+        help="none, linear (for SGD) or sqrt (for Adam): scale the learning rate with batch / base batch.",
+        rich_help_panel=HOW,
+    ),
+]
+BaseBatch = Annotated[
+    int | None,
+    typer.Option(
+        "--base-batch",
+        metavar="ROWS",
+        help="The batch that the learning rate was chosen for; the task knows.",
+        rich_help_panel=HOW,
+    ),
+]
+FixedBeta2 = Annotated[
+    bool,
+    typer.Option(
+        "--fixed-beta2",
+        help="With a rule, leave Adam's beta2 alone; else its half-life in samples is kept: beta2 ** (batch / base batch).",
+        rich_help_panel=HOW,
+    ),
+]
+Warmup = Annotated[
+    int | None,
+    typer.Option(
+        "--warmup", metavar="UPDATES", help="Updates over which the learning rate rises.", rich_help_panel=HOW
+    ),
+]
+DecayOption = Annotated[
+    Decay | None,
+    typer.Option(
+        "--decay",
+        metavar="SHAPE",
+        help="none, linear or cosine: how the learning rate falls after the warm-up.",
+        rich_help_panel=HOW,
+    ),
+]
+ClipNorm = Annotated[
+    float | None,
+    typer.Option("--clip-norm", metavar="NORM", help="Clip the batch's gradient to this norm.", rich_help_panel=HOW),
+]
+PrecisionOption = Annotated[
+    Precision,
+    typer.Option(
+        "--precision",
+        metavar="TYPE",
+        help="fp32, bf16 or fp16: of the forward pass; fp16 scales the loss.",
+        rich_help_panel=HOW,
+    ),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="N", help="Decides the weights and the order.", rich_help_panel=WHERE)
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; auto takes a GPU if any.", rich_help_panel=WHERE
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "-o", metavar="FOLDER", help="The run folder; runs/TASK-TIME if none is given.", rich_help_panel=WHERE
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=WHERE)]
+
+
+def rows_of(micro_batch: str | None) -> int | None:
+    """The rows that `--micro-batch` asks for; what later versions will understand is named as such."""
+    if micro_batch is None:
+        return None
+    parsed = parse_micro_batch(micro_batch)
+    if isinstance(parsed, int):
+        return parsed
+    wish = f"{parsed.bytes:,} bytes" if isinstance(parsed, MemoryLimit) else "auto"
+    raise SettingsError(
+        f"--micro-batch {micro_batch} ({wish}): choosing the rows by memory needs a later version of anybatch. Give a number "
+        "of rows, such as --micro-batch 16."
+    )
+
+
+def given_options(context: typer.Context) -> set[str]:
+    """The names of the parameters that the command line itself spelled out."""
+    names = set()
+    for name in context.params:
+        source: Any = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            names.add(name)
+    return names

@@ -1,0 +1,153 @@
+"""`anybatch train`: a new run, or one that goes on."""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anybatch import __version__
+from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
+from anybatch.cli.interrupts import Interrupts
+from anybatch.cli.screen import plan_lines, say, screen_for, summary_line
+from anybatch.errors import AnybatchError, RunError, SettingsError, TaskError
+from anybatch.training.find_task import check_task_exists, find_task
+from anybatch.training.records import Metric, Run, RunFolder, plain
+from anybatch.training.settings import Settings
+
+if TYPE_CHECKING:
+    from anybatch.training.experiment import Experiment
+    from anybatch.training.loop import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was typed."""
+
+    task: str | None
+    settings: Settings
+    given: frozenset[str]
+    """Names of the options that were typed, not defaulted."""
+    out: Path | None
+    resume: Path | None
+    tensorboard: bool
+    is_quiet: bool
+
+
+def train_command(request: Request) -> int:
+    """Train, and leave a run folder: 0 when finished, 1 when stopped before the end."""
+    folder, run = _open_run(request)
+    check_installed("torchdata", *(["tensorboard"] if request.tensorboard else []))
+    settings = Settings(**run.settings)
+    say(f"anybatch {__version__}  training {short_name(run.task)}", is_quiet=request.is_quiet)
+    if run.status == "finished":
+        say(f"{folder.path} is finished: nothing is left to do.", is_quiet=request.is_quiet)
+        return 0
+
+    build = find_task(run.task)  # torch is loaded from here on
+    from anybatch.training.experiment import assemble
+    from anybatch.training.loop import Loop
+
+    experiment = assemble(build, settings)
+    for line in plan_lines(experiment.plan):
+        say(line, is_quiet=request.is_quiet)
+    run = dataclasses.replace(run, plan=plain(experiment.plan), status="running")
+    folder.write_run(run)
+    progress = _go_on(folder, experiment, is_quiet=request.is_quiet) if request.resume is not None else None
+    done = progress.update if progress is not None else 0
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
+        screen = stack.enter_context(screen_for(experiment.plan.updates, done, is_quiet=request.is_quiet))
+        listeners: list[Callable[[Metric], None]] = [folder.append, screen.show]
+        if request.tensorboard:
+            from anybatch.cli.tensorboard import TensorBoard
+
+            board = TensorBoard(folder.path, done)
+            stack.callback(board.close)
+            listeners.append(board.show)
+
+        def tell(metric: Metric) -> None:
+            for listener in listeners:
+                listener(metric)
+
+        loop = Loop(experiment, tell=tell, checkpoints=folder.checkpoints, progress=progress, should_stop=interrupts)
+        try:
+            progress = loop.run()
+        except AnybatchError:
+            folder.write_run(dataclasses.replace(run, status="stopped"))
+            raise
+    return _close(folder, run, experiment, progress, is_finished=loop.is_finished, is_quiet=request.is_quiet)
+
+
+def _open_run(request: Request) -> tuple[RunFolder, Run]:
+    if request.resume is None:
+        if request.task is None:
+            raise TaskError("train needs a task, such as: anybatch train digits. See anybatch train --help.")
+        check_task_exists(request.task)
+        folder = new_folder(request.task, request.out)
+        return folder, first_record("train", request.task, request.settings)
+    folder = RunFolder(request.resume)
+    run = folder.read_run()
+    if run.kind != "train":
+        raise RunError(f"{request.resume} is a run of {run.kind}, which cannot be resumed. Start it anew.")
+    if request.out is not None:
+        raise SettingsError(f"--out {request.out} with --resume {request.resume}: a run goes on in its own folder.")
+    if request.task is not None and first_record("train", request.task, request.settings).task != run.task:
+        raise TaskError(f"{request.resume} is a run of {run.task}, not of {request.task}. Leave the task out to go on.")
+    _check_unchanged(request, run)
+    return folder, run
+
+
+def _check_unchanged(request: Request, run: Run) -> None:
+    wished = dataclasses.asdict(request.settings)
+    for name in sorted(request.given & wished.keys()):
+        if wished[name] != run.settings.get(name):
+            raise SettingsError(
+                f"--{name.replace('_', '-')} {wished[name]} with --resume: this run was started with "
+                f"{run.settings.get(name)}, and goes on as it was. Leave the option out, or start a new run."
+            )
+
+
+def _go_on(folder: RunFolder, experiment: "Experiment", *, is_quiet: bool) -> "Progress | None":
+    from anybatch.training.checkpoints import resume
+    from anybatch.training.loop import Progress
+
+    resumed = resume(folder.checkpoints, experiment.update)
+    folder.rewind(resumed.number if resumed is not None else 0)
+    if resumed is None:
+        say("no checkpoint was saved yet: starting from the first update", is_quiet=is_quiet)
+        return None
+    for reason in resumed.passed_over:
+        say(f"passed over: {reason}", is_quiet=is_quiet)
+    say(f"going on after update {resumed.number:,}, from {resumed.path}", is_quiet=is_quiet)
+    return Progress.from_plain(resumed.progress, resumed.loader_state)
+
+
+def _close(
+    folder: RunFolder, run: Run, experiment: "Experiment", progress: "Progress", *, is_finished: bool, is_quiet: bool
+) -> int:
+    summary = _summary(folder, experiment, progress)
+    folder.write_run(dataclasses.replace(run, status="finished" if is_finished else "stopped", summary=summary))
+    page = write_page(folder)
+    if is_finished:
+        say(f"done: {summary_line(summary)}", is_quiet=is_quiet)
+    else:
+        say(f"stopped after update {progress.update:,} of {experiment.plan.updates:,}, and saved.", is_quiet=is_quiet)
+    say(f"page: {page}", is_quiet=is_quiet)
+    if not is_finished:
+        say(f"go on with: anybatch train --resume {folder.path}", is_quiet=is_quiet)
+    return 0 if is_finished else 1
+
+
+def _summary(folder: RunFolder, experiment: "Experiment", progress: "Progress") -> dict[str, Any]:
+    updates = [line for line in folder.read_metrics() if line["event"] == "update"]
+    summary: dict[str, Any] = {"updates": progress.update, "epochs": progress.epoch - 1}
+    if progress.last:
+        summary |= {"train_loss": progress.last["train_loss"], "valid_loss": progress.last["valid_loss"]}
+        summary |= dict(progress.last["metrics"])
+        judge = experiment.task.metric
+        summary["lowest_valid_loss" if judge is None else f"best_{judge}"] = progress.best
+    summary["rows_seen"] = sum(line["rows"] for line in updates)
+    summary["seconds"] = round(sum(line["seconds"] for line in updates), 3)
+    return summary

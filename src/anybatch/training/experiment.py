@@ -1,0 +1,176 @@
+"""A task and settings put together: a plan that says what will happen, and an `Update` that makes it happen."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from anybatch.errors import SettingsError, TaskError
+from anybatch.training.randomness import seed_all
+from anybatch.training.schedules import beta2_of, lr_factor, scale_lr, warmup
+from anybatch.training.settings import Settings
+from anybatch.training.task import Task
+from anybatch.update import Update
+
+CPU_SCALE = 2.0**12
+"""The first loss scale of fp16 on the CPU; the usual 2**16 overflows small problems again and again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run will do, known before its first update."""
+
+    parameters: int
+    rows: int
+    validation_rows: int
+    batch: int
+    micro_batch: int
+    micro_batches_per_update: int
+    updates_per_epoch: int
+    updates: int
+    epochs: int
+    lr_first: float
+    lr_peak: float
+    lr_last: float
+    """The learning rate of the last update."""
+    lr_rule: str
+    base_batch: int
+    beta2: float | None
+    """Of Adam and its kin, after the rule."""
+    warmup: int
+    decay: str
+    clip_norm: float | None
+    precision: str
+    device: str
+    batch_norms: int
+    """BatchNorm layers, which normalise each micro-batch by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """All that the loop needs."""
+
+    task: Task
+    settings: Settings
+    plan: Plan
+    update: Update
+    device: torch.device
+
+
+def assemble(build: Callable[[], Task], settings: Settings) -> Experiment:
+    """Seed, build the task, and make its update; the same settings make the same experiment, bit for bit."""
+    device = find_device(settings.device)
+    seed_all(settings.seed)
+    task = build()
+    task.model.to(device)
+    plan = make_plan(task, settings, device)
+    _set_lr(task, settings, plan)
+    scheduler = warmup(task.optimizer, plan.warmup, updates=plan.updates, decay=settings.decay or task.decay)
+    precision = settings.precision
+    update = Update(
+        task.model,
+        task.optimizer,
+        task.objective,
+        micro_batch=plan.micro_batch,
+        clip_norm=plan.clip_norm,
+        scheduler=scheduler,
+        autocast={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
+        scaler=_scaler(device) if precision == "fp16" else None,
+    )
+    return Experiment(task=task, settings=settings, plan=plan, update=update, device=device)
+
+
+def make_plan(task: Task, settings: Settings, device: torch.device) -> Plan:
+    """The numbers of the run; the optimizer is looked at and left alone."""
+    rows = len(task.training)
+    batch = settings.batch_size or task.batch_size
+    micro_batch = min(settings.micro_batch or task.micro_batch, batch)
+    per_epoch = -(-rows // batch)
+    updates = settings.updates or per_epoch * (settings.epochs or task.epochs)
+    num_warmup = task.warmup if settings.warmup is None else settings.warmup
+    if settings.warmup is None:
+        num_warmup = min(num_warmup, updates // 10)  # a default must not fill a short run
+    elif num_warmup >= updates:
+        raise SettingsError(f"--warmup {num_warmup}: the run has {updates} updates; expected fewer than that.")
+    rule = settings.lr_rule or task.lr_rule
+    base_batch = settings.base_batch or task.base_batch or task.batch_size
+    group = task.optimizer.param_groups[0]
+    times = batch / base_batch
+    lr = settings.lr or float(group["lr"])
+    peak = lr * {"none": 1.0, "linear": times, "sqrt": times**0.5}[rule]
+    decay = settings.decay or task.decay
+    factor = lr_factor(num_warmup, updates, decay)
+    beta2 = beta2_of(task.optimizer)
+    if beta2 is not None and rule != "none" and settings.keep_half_life:
+        beta2 = beta2**times
+    return Plan(
+        parameters=sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad),
+        rows=rows,
+        validation_rows=len(task.validation),
+        batch=batch,
+        micro_batch=micro_batch,
+        micro_batches_per_update=-(-min(batch, rows) // micro_batch),
+        updates_per_epoch=per_epoch,
+        updates=updates,
+        epochs=-(-updates // per_epoch),
+        lr_first=peak * factor(0),
+        lr_peak=peak * max(factor(0), factor(min(num_warmup, updates - 1))),
+        lr_last=peak * factor(updates - 1),
+        lr_rule=rule,
+        base_batch=base_batch,
+        beta2=beta2,
+        warmup=num_warmup,
+        decay=decay,
+        clip_norm=settings.clip_norm or task.clip_norm,
+        precision=settings.precision,
+        device=str(device),
+        batch_norms=num_batch_norms(task.model),
+    )
+
+
+def num_batch_norms(model: nn.Module) -> int:
+    """How many layers make the rows of a micro-batch look at each other while training."""
+    return sum(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name; `auto` is the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SettingsError(f"--device {name!r} cannot be used: {reason[:150]}. Use cpu, or auto.") from None
+    if device.type == "meta":
+        raise SettingsError("--device 'meta' holds no numbers, so nothing can be trained on it. Use cpu, or auto.")
+    return device
+
+
+def _set_lr(task: Task, settings: Settings, plan: Plan) -> None:
+    groups = task.optimizer.param_groups
+    if any("initial_lr" in group for group in groups):
+        raise TaskError(
+            "the task's optimizer already has a scheduler. Leave it out of task() and give Task(warmup=..., decay=...): the "
+            "loop makes the scheduler, because it knows the number of updates."
+        )
+    if settings.lr is not None:
+        first = float(groups[0]["lr"])
+        for group in groups:
+            # groups keep their ratio to the first
+            group["lr"] = settings.lr * (float(group["lr"]) / first if first else 1.0)
+    scale_lr(
+        task.optimizer,
+        batch=plan.batch,
+        base_batch=plan.base_batch,
+        rule=settings.lr_rule or task.lr_rule,
+        keep_half_life=settings.keep_half_life,
+    )
+
+
+def _scaler(device: torch.device) -> GradScaler:
+    return GradScaler("cpu", init_scale=CPU_SCALE) if device.type == "cpu" else GradScaler(device.type)

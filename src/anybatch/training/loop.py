@@ -1,0 +1,253 @@
+"""The training loop: batches in, updates done, an epoch's validation, a checkpoint now and then.
+
+What happens is told record by record to whoever asked; nothing is printed or drawn here. A run that was stopped or killed
+goes on from its last checkpoint, and ends with the same weights, bit for bit, as one that was not. (On a GPU, as far as its
+kernels are deterministic.)
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+from anybatch.batches import Batch, num_rows
+from anybatch.errors import TaskError
+from anybatch.training.checkpoints import Positioned, save
+from anybatch.training.data import training_loader, validation_loader
+from anybatch.training.experiment import Experiment
+from anybatch.training.measure import with_memory, with_timeline
+from anybatch.training.records import EpochDone, Metric, UpdateDone
+from anybatch.training.validation import Validated, validate
+from anybatch.update import UpdateResult
+
+TIMELINE_AT = 2
+"""The update whose timeline is recorded: the first one still warms up."""
+MEMORY_AT = 3
+"""The update whose memory is recorded: optimizer state and gradients are all there by then."""
+SECONDS_BETWEEN_SAVES = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSums:
+    """What an epoch has seen so far."""
+
+    units: float = 0.0
+    loss: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def plus(self, result: UpdateResult, seconds: float, *, is_sum: bool) -> "EpochSums":
+        """With one more update, whose loss is a mean over its units, or a sum; one that was skipped counts its time only."""
+        if not result.applied:
+            return EpochSums(units=self.units, loss=self.loss, metrics=self.metrics, seconds=self.seconds + seconds)
+        units = float(result.units)
+        metrics = {name: self.metrics.get(name, 0.0) + units * float(value) for name, value in result.metrics.items()}
+        return EpochSums(
+            units=self.units + units,
+            loss=self.loss + float(result.loss) * (1.0 if is_sum else units),
+            metrics=metrics,
+            seconds=self.seconds + seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is; what a checkpoint holds beside the states."""
+
+    update: int = 0
+    """Updates done."""
+    epoch: int = 1
+    """The epoch that the next update belongs to."""
+    sums: EpochSums = field(default_factory=EpochSums)
+    best: float | None = None
+    """The best of the metric so far, on the validation data; the lowest loss where there is no metric."""
+    last: Mapping[str, Any] = field(default_factory=dict)
+    """The latest epoch's record."""
+    loader_state: dict[str, Any] | None = None
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain values, for a checkpoint; the loader's state is kept there apart."""
+        sums = {name: getattr(self.sums, name) for name in ("units", "loss", "metrics", "seconds")}
+        return {
+            "update": self.update,
+            "epoch": self.epoch,
+            "sums": sums | {"metrics": dict(self.sums.metrics)},
+            "best": self.best,
+            "last": dict(self.last),
+        }
+
+    @staticmethod
+    def from_plain(values: Mapping[str, Any], loader_state: dict[str, Any] | None) -> "Progress":
+        """From a checkpoint."""
+        return Progress(
+            update=values["update"],
+            epoch=values["epoch"],
+            sums=EpochSums(**values["sums"]),
+            best=values["best"],
+            last=values["last"],
+            loader_state=loader_state,
+        )
+
+
+class Loop:
+    """One run from where it is to where the plan ends, or `should_stop` says so."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        tell: Callable[[Metric], None],
+        checkpoints: Path | None = None,
+        progress: Progress | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.experiment = experiment
+        self.progress = progress or Progress()
+        self._tell = tell
+        self._checkpoints = checkpoints
+        self._should_stop = should_stop
+        self._saved_at = -1 if progress is None else progress.update
+        self._last_save = monotonic()
+
+    @property
+    def is_finished(self) -> bool:
+        """True when every update of the plan is done."""
+        return self.progress.update >= self.experiment.plan.updates
+
+    def run(self) -> Progress:
+        """Train until the plan is done or somebody asks to stop; a checkpoint is saved either way."""
+        while not self.is_finished and not self._should_stop():
+            self._run_epoch()
+        if self._saved_at != self.progress.update:
+            self._save(None)
+        return self.progress
+
+    def _run_epoch(self) -> None:
+        experiment, epoch = self.experiment, self.progress.epoch
+        loader = training_loader(
+            experiment.task, batch=experiment.plan.batch, seed=experiment.settings.seed, epoch=epoch
+        )
+        if self.progress.loader_state is not None:
+            loader.load_state_dict(self.progress.loader_state)
+        experiment.update.model.train()
+        left = epoch * experiment.plan.updates_per_epoch - self.progress.update
+        for batch in loader:
+            self._learn(batch)
+            left -= 1
+            if left == 0 or self.is_finished:
+                break
+            if self._should_stop() or self._is_save_due():
+                self._save(loader)
+                if self._should_stop():
+                    return
+        self._close_epoch()
+
+    def _learn(self, batch: Batch) -> None:
+        number = self.progress.update + 1
+        update, last = self.experiment.update, self.experiment.plan.updates
+        began = perf_counter()
+        seen: list[Metric] = []
+        if number == min(TIMELINE_AT, last):
+            result, timeline = with_timeline(update, batch, number)
+            seen.append(timeline)
+        elif number == min(MEMORY_AT, last):
+            result, memory = with_memory(update, batch, number)
+            seen.append(memory)
+        else:
+            result = update(batch)
+        loss, grad_norm, lr = float(result.loss), float(result.grad_norm), float(result.lr)
+        metrics = {name: float(value) for name, value in result.metrics.items()}
+        seconds = perf_counter() - began
+        self.progress = Progress(
+            update=number,
+            epoch=self.progress.epoch,
+            sums=self.progress.sums.plus(result, seconds, is_sum=self.experiment.task.objective.reduction == "sum"),
+            best=self.progress.best,
+            last=self.progress.last,
+        )
+        for metric in seen:
+            self._tell(metric)
+        self._tell(
+            UpdateDone(
+                update=number,
+                epoch=self.progress.epoch,
+                loss=loss,
+                grad_norm=grad_norm,
+                lr=lr,
+                units=float(result.units),
+                rows=num_rows(batch),
+                micro_batches=result.micro_batches,
+                applied=result.applied,
+                seconds=seconds,
+                metrics=metrics,
+            )
+        )
+
+    def _close_epoch(self) -> None:
+        progress, task = self.progress, self.experiment.task
+        validated = validate(task.model, task.objective, validation_loader(task), self.experiment.device)
+        sums = progress.sums
+        units = sums.units or float("nan")
+        done = EpochDone(
+            epoch=progress.epoch,
+            update=progress.update,
+            train_loss=sums.loss / units,
+            valid_loss=validated.loss,
+            metrics=validated.metrics,
+            train_metrics={name: total / units for name, total in sums.metrics.items()},
+            seconds=sums.seconds,
+        )
+        self.progress = Progress(
+            update=progress.update,
+            epoch=progress.epoch + 1,
+            best=_better(task.metric, progress.best, validated),
+            last={
+                "epoch": done.epoch,
+                "train_loss": done.train_loss,
+                "valid_loss": done.valid_loss,
+                "metrics": dict(done.metrics),
+            },
+        )
+        self._tell(done)
+        if self._is_save_due(at_epoch_end=True):
+            self._save(None)
+
+    def _is_save_due(self, *, at_epoch_end: bool = False) -> bool:
+        every = self.experiment.settings.save_every
+        if every is not None:
+            return self.progress.update % every == 0
+        return at_epoch_end or monotonic() - self._last_save > SECONDS_BETWEEN_SAVES
+
+    def _save(self, loader: Positioned | None) -> None:
+        """Save at this update boundary; without a loader, the next epoch begins afresh."""
+        if self._checkpoints is None:
+            return
+        settings, progress = self.experiment.settings, self.progress
+        save(
+            self._checkpoints,
+            self.experiment.update,
+            number=progress.update,
+            loader=loader,
+            progress=progress.to_plain(),
+            keep=settings.keep,
+        )
+        self._saved_at = progress.update
+        self._last_save = monotonic()
+
+
+def judged(metric: str | None, valid_loss: float, metrics: Mapping[str, float]) -> float:
+    """The number that the task is judged by."""
+    if metric is not None and metric not in metrics:
+        raise TaskError(
+            f"the task is judged by {metric!r}, but its objective reports {', '.join(metrics) or 'no metrics'}. Give "
+            "Task(metric=...) one of these, or None for the validation loss."
+        )
+    return valid_loss if metric is None else metrics[metric]
+
+
+def _better(metric: str | None, best: float | None, validated: Validated) -> float:
+    value = judged(metric, validated.loss, validated.metrics)
+    if best is None:
+        return value
+    return min(best, value) if metric is None else max(best, value)

@@ -1,0 +1,1 @@
+"""The built-in tasks: small, on real data that needs no download."""

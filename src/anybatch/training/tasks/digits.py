@@ -1,0 +1,53 @@
+"""scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, and a small convolutional net with BatchNorm.
+
+BatchNorm makes the rows of a micro-batch look at each other: here each micro-batch is normalised by its own statistics, as
+every accumulation loop does, so this task's gradient is that of its micro-batches of 16, not that of 64 rows at once.
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from anybatch.gradients import supervised
+from anybatch.training.task import Task
+from anybatch.training.tasks.textbook import accuracy
+
+
+def task() -> Task:
+    """Four fifths of the digits to learn from, shuffled once, the same for every seed; AdamW with a cosine decay."""
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    targets = torch.tensor(labels, dtype=torch.long)
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(1))
+    learned, held_out = order[:1437], order[1437:]
+    model = nn.Sequential(
+        *_block(1, 24),
+        *_block(24, 48),
+        nn.MaxPool2d(2),
+        *_block(48, 64),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
+    return Task(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01),
+        objective=supervised(nn.CrossEntropyLoss(), metrics=accuracy),
+        training=TensorDataset(images[learned], targets[learned]),
+        validation=TensorDataset(images[held_out], targets[held_out]),
+        metric="accuracy",
+        batch_size=64,
+        micro_batch=16,
+        epochs=12,
+        warmup=10,
+        decay="cosine",
+    )
+
+
+def _block(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
+    return (
+        nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(),
+    )

@@ -1,0 +1,96 @@
+"""A byte-level language model on the functions of Python's own standard library: real, ragged, heavy-tailed text.
+
+Rows are padded to the longest of their batch and the padding is ignored by the loss; units are the bytes that are
+predicted, so the gradient is exact however the rows are cut. That micro-batches of short rows carry the padding of long
+ones along costs time only.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.gradients import Mean, supervised
+from anybatch.training.task import Task
+from anybatch.training.tasks.sources import functions, is_held_out
+
+LONGEST = 256
+"""Bytes of a row; longer functions are cut there."""
+END = 256
+IGNORED = -100
+WIDTH = 96
+
+
+def task() -> Task:
+    """Three causal layers of width 96; AdamW with warm-up and a cosine decay, two passes over some 2,000 functions."""
+    rows = [_encode(function.source) for function in functions()[::3]]
+    model = ByteModel()
+    return Task(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.05),
+        objective=supervised(ByteLoss(), units=predicted_bytes, metrics=next_byte),
+        training=[row for number, row in enumerate(rows) if not is_held_out(number)],
+        validation=[row for number, row in enumerate(rows) if is_held_out(number)],
+        metric="next_byte",
+        collate=pad,
+        batch_size=32,
+        micro_batch=8,
+        epochs=2,
+        warmup=10,
+        decay="cosine",
+        clip_norm=1.0,
+        validation_batch=16,
+    )
+
+
+class ByteModel(nn.Module):
+    """A small causal transformer over bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(END + 1, WIDTH)
+        self.position = nn.Embedding(LONGEST, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, nhead=4, dim_feedforward=4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        for table in (self.byte, self.position):
+            nn.init.normal_(table.weight, std=0.02)  # the bytes' table is the output layer too
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Logits of the next byte at every position."""
+        length = text.shape[1]
+        states = self.byte(text) + self.position(torch.arange(length, device=text.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
+        states = self.norm(self.layers(states, mask=mask, is_causal=True))
+        return F.linear(states, self.byte.weight)
+
+
+class ByteLoss(nn.Module):
+    """Mean cross entropy over the bytes that are not padding."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a batch."""
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def predicted_bytes(batch: tuple[Tensor, Tensor]) -> Tensor:
+    """What the mean loss divides by."""
+    return (batch[1] != IGNORED).count_nonzero()
+
+
+def next_byte(logits: Tensor, targets: Tensor) -> dict[str, Mean]:
+    """How often the likeliest next byte is the right one."""
+    is_real = targets != IGNORED
+    return {"next_byte": Mean((logits.argmax(dim=-1) == targets)[is_real].float().mean())}
+
+
+def pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows of bytes as (inputs, targets): the targets are the inputs one byte on."""
+    inputs = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=END)
+    targets = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+    return inputs, targets
+
+
+def _encode(source: str) -> Tensor:
+    return torch.tensor([END, *source.encode()[: LONGEST - 1], END])

@@ -1,0 +1,361 @@
+"""The page in a real browser: drawn, quiet, alone, escaped, narrow, dark, and without a mouse."""
+
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from playwright.sync_api import expect
+
+from anybatch.report import write_page
+from tests.report.run_folders import (
+    HOSTILE,
+    compare_folder,
+    comparison_fields,
+    run_fields,
+    trace_fields,
+    trace_folder,
+    train_folder,
+    training_events,
+    window_event,
+    write_json,
+    write_lines,
+)
+
+FOLDERS = {"train": train_folder, "compare": compare_folder, "trace": trace_folder}
+
+
+@dataclass
+class Opened:
+    """A page, what it said and what it asked for."""
+
+    page: object
+    complaints: list = field(default_factory=list)
+    requests: list = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def opened(browser):
+    """Opens a page from disk and waits until its charts are drawn."""
+    contexts = []
+
+    def opens(path, *, width=1200, **more):
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="light", **more)
+        contexts.append(context)
+        view = Opened(context.new_page())
+        view.page.on("console", lambda message: view.complaints.append(message.text))
+        view.page.on("pageerror", lambda error: view.complaints.append(str(error)))
+        view.page.on("dialog", lambda dialog: (view.complaints.append(dialog.message), dialog.dismiss()))
+        view.page.on("request", lambda request: view.requests.append(request.url))
+        view.page.goto(path.as_uri())
+        if more.get("java_script_enabled", True):
+            view.page.wait_for_selector("html[data-drawn]", timeout=60_000)
+        return view
+
+    yield opens
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """One page of each kind."""
+    root = tmp_path_factory.mktemp("runs")
+    return {kind: write_page(make(root / kind)) for kind, make in FOLDERS.items()}
+
+
+@pytest.fixture(scope="module")
+def opened_once(opened, pages):
+    """A page of each kind, opened once: loading Plotly is what takes the time. A test leaves it as it was."""
+    views = {}
+
+    def opens(kind):
+        if kind not in views:
+            views[kind] = opened(pages[kind])
+        return views[kind]
+
+    return opens
+
+
+@pytest.fixture
+def shown(opened_once):
+    """A page that is light again and has nothing in focus when the test begins."""
+
+    def shows(kind):
+        view = opened_once(kind)
+        view.page.emulate_media(color_scheme="light")
+        view.page.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
+        return view
+
+    return shows
+
+
+def overflow(page):
+    return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+
+def hostile_folders(root):
+    """Every text of every file is markup."""
+    fields = run_fields(
+        task=HOSTILE,
+        command=HOSTILE,
+        git=HOSTILE,
+        created=HOSTILE,
+        settings={HOSTILE: HOSTILE, "optimizer": "</script><script>alert(3)</script>"},
+        summary={"note": "--></style><script>alert(4)</script>"},
+    )
+    train = train_folder(root / "train")
+    write_json(train / "run.json", fields)
+    window = window_event()
+    window["stages"][1]["stage"] = HOSTILE
+    epoch = {"event": "epoch", "epoch": 1, "valid_loss": 1.0, "metrics": {HOSTILE: 0.5}}
+    write_lines(train / "metrics.jsonl", [window, epoch, {**epoch, "epoch": 2}])
+
+    compare = compare_folder(root / "compare")
+    arms = comparison_fields() | {"metric": HOSTILE, "findings": [HOSTILE]}
+    arms["arms"][0] |= {"name": HOSTILE, "description": HOSTILE}
+    write_json(compare / "compare.json", arms)
+
+    trace = trace_folder(root / "trace")
+    walk = trace_fields()
+    walk["stages"][0] |= {"stage": HOSTILE, "title": HOSTILE, "facts": {HOSTILE: HOSTILE}, "values": [HOSTILE]}
+    walk["layers"][0] |= {"name": HOSTILE, "kind": HOSTILE, "values": [[HOSTILE]]}
+    write_json(trace / "trace.json", walk)
+    return {"train": train, "compare": compare, "trace": trace}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_every_chart_is_drawn_without_a_complaint_and_without_a_request(shown, pages, kind):
+    view = shown(kind)
+    charts = view.page.locator("figure.chart")
+    assert charts.count() > 0
+    for index in range(charts.count()):
+        drawn = charts.nth(index).locator("svg .trace path, svg .points path, svg .js-line")
+        assert drawn.count() > 0, charts.nth(index).get_attribute("id")
+        assert drawn.first.bounding_box()["width"] > 0
+    assert view.complaints == []
+    assert view.requests == [pages[kind].as_uri()]
+
+
+def test_the_lines_are_those_of_the_numbers(shown):
+    page = shown("train").page
+    drawn = page.evaluate("document.querySelector('#chart-epoch-loss .drawing').calcdata.map(trace => trace.length)")
+    assert drawn == [10, 10]
+    bars = page.locator("#chart-window .drawing .bars .point path")
+    assert bars.count() == 23
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_text_is_shown_as_it_is_and_never_run(opened, tmp_path, kind):
+    view = opened(write_page(hostile_folders(tmp_path)[kind]))
+    assert view.complaints == []
+    assert all(url.startswith("file://") for url in view.requests)
+    assert view.page.locator("img").count() == 0
+    shown = view.page.inner_text("body")
+    assert "<script>alert(1)</script>" in shown
+    if kind == "train":
+        assert view.page.inner_text("h1") == HOSTILE
+    if kind == "compare":
+        view.page.focus("#chart-arms-metric .plot")
+        view.page.keyboard.press("ArrowRight")
+        expect(view.page.locator("#chart-arms-metric .readout")).to_contain_text("<script>alert(1)</script>")
+        assert view.complaints == []
+
+
+def test_the_page_forbids_itself_to_load_anything(opened, pages):
+    view = opened(pages["trace"])
+    blocked = view.page.evaluate(
+        """() => new Promise((resolve) => {
+            document.addEventListener("securitypolicyviolation", (event) => resolve(event.blockedURI));
+            setTimeout(() => resolve("nothing was blocked"), 5000);
+            const image = new Image(); image.src = "https://example.org/picture.png";
+        })"""
+    )
+    assert blocked.startswith("https://example.org")
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_phone_needs_no_sideways_scrolling(opened, pages, kind):
+    page = opened(pages[kind], width=375, is_mobile=True, has_touch=True).page
+    assert overflow(page) == 0
+    page.emulate_media(color_scheme="dark")
+    assert overflow(page) == 0
+    page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    assert overflow(page) == 0
+    for box in page.locator("figure.chart svg.main-svg").all()[:3]:
+        assert box.bounding_box()["width"] <= 375
+
+
+def test_long_unbroken_words_do_not_widen_a_phone(opened, tmp_path):
+    long = "x" * 300
+    train_folder(tmp_path)
+    write_json(tmp_path / "run.json", run_fields(task=long, command=long, settings={long: long}))
+    assert overflow(opened(write_page(tmp_path), width=375).page) == 0
+
+
+def test_charts_follow_the_scheme_when_it_changes(shown):
+    page = shown("train").page
+
+    def colours():
+        line = page.locator("#chart-epoch-loss .js-line").first.evaluate("(path) => getComputedStyle(path).stroke")
+        text = page.locator("#chart-epoch-loss .xtick text").first.evaluate("(text) => getComputedStyle(text).fill")
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return line, text, paper
+
+    light = colours()
+    page.emulate_media(color_scheme="dark")
+    expect(page.locator("#chart-epoch-loss .js-line").first).to_have_css("stroke", "rgb(94, 180, 234)")
+    dark = colours()
+    assert all(before != after for before, after in zip(light, dark, strict=True))
+    assert light[0] == "rgb(0, 114, 178)"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_paper(shown, scheme):
+    page = shown("train").page
+    page.emulate_media(color_scheme=scheme)
+
+    def luminance(name):
+        text = (
+            page.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('{name}')").strip().lstrip("#")
+        )
+        parts = [int(text[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+        red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    def contrast(one, other):
+        low, high = sorted((luminance(one), luminance(other)))
+        return (high + 0.05) / (low + 0.05)
+
+    for paper in ("--paper", "--card"):
+        assert contrast("--ink", paper) > 10
+        assert contrast("--soft", paper) > 4.5  # WCAG AA for text
+        assert contrast("--accent", paper) > 4.5
+        for colour in range(1, 7):
+            assert contrast(f"--series-{colour}", paper) > 3  # WCAG AA for graphics
+
+
+def test_the_tab_key_reaches_every_control_in_order(opened, pages):
+    page = opened(pages["train"]).page
+    wanted = page.evaluate(
+        "[...document.querySelectorAll('a, button, summary, .plot')].filter((one) => one.getClientRects().length).length"
+    )
+    reached = []
+    for _ in range(wanted + 60):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("[document.activeElement.tagName, document.activeElement.className].join(' ')"))
+        if reached[-1].startswith("BODY"):
+            break
+    assert reached[0] == "A skip"
+    found = [one for one in reached if re.match(r"A|BUTTON|SUMMARY|DIV plot", one)]
+    assert len(found) == wanted
+
+
+def test_arrow_keys_read_a_chart_point_by_point(shown):
+    page = shown("train").page
+    page.focus("#chart-epoch-loss .plot")
+    readout = page.locator("#chart-epoch-loss .readout")
+    page.keyboard.press("ArrowRight")
+    expect(readout).to_have_text("epoch 1: training loss 1.441, validation loss 1.525")
+    page.keyboard.press("End")
+    expect(readout).to_contain_text("epoch 10: training loss 0.1366")
+    page.keyboard.press("ArrowLeft")
+    expect(readout).to_contain_text("epoch 9:")
+    assert page.locator("#chart-epoch-loss .hovertext").count() > 0
+    page.keyboard.press("Tab")
+    expect(readout).to_have_text("")
+
+
+def test_arrow_keys_walk_the_timeline_in_the_order_of_time(shown):
+    page = shown("train").page
+    page.focus("#chart-window .plot")
+    readout = page.locator("#chart-window .readout")
+    page.keyboard.press("ArrowRight")
+    expect(readout).to_contain_text("update: zero")
+    page.keyboard.press("ArrowRight")
+    expect(readout).to_contain_text("micro-batch 0: load")
+
+
+def test_plus_and_zero_zoom_in_and_out(shown):
+    page = shown("train").page
+    span = "(([low, high]) => high - low)(document.querySelector('#chart-update-loss .drawing').layout.xaxis.range)"
+    whole = page.evaluate(span)
+    page.focus("#chart-update-loss .plot")
+    page.keyboard.press("+")
+    assert page.evaluate(span) == pytest.approx(whole / 2, rel=0.01)
+    page.keyboard.press("0")
+    assert page.evaluate(span) == pytest.approx(whole, rel=0.01)
+
+
+def test_the_keys_of_the_legend_hide_and_show_a_line(shown):
+    page = shown("compare").page
+    lines = page.locator("#chart-arms-metric .js-line:visible")
+    before = lines.count()
+    key = page.locator("#chart-arms-metric button.key").first
+    key.focus()
+    page.keyboard.press("Enter")
+    expect(key).to_have_attribute("aria-pressed", "false")
+    expect(lines).to_have_count(before - 2)  # the mean and the band
+    page.keyboard.press("Space")
+    expect(lines).to_have_count(before)
+
+
+def test_the_log_button_changes_the_axis_and_keeps_its_state_through_a_change_of_scheme(shown):
+    page = shown("train").page
+    kind = "document.querySelector('#chart-update-loss .drawing').layout.yaxis.type"
+    page.locator("#chart-update-loss button.log").press("Enter")
+    assert page.evaluate(kind) == "log"
+    page.emulate_media(color_scheme="dark")
+    expect(page.locator("#chart-update-loss .js-line").nth(1)).to_have_css("stroke", "rgb(94, 180, 234)")
+    assert page.evaluate(kind) == "log"
+    page.locator("#chart-update-loss button.log").press("Enter")
+    assert page.evaluate(kind) == "linear"
+
+
+def test_every_chart_has_a_text_alternative(shown):
+    page = shown("compare").page
+    for chart in page.locator("figure.chart").all():
+        label = chart.locator(".plot").get_attribute("aria-label")
+        assert "After the last epoch" in label
+        chart.locator("summary").focus()
+        page.keyboard.press("Enter")
+        assert chart.locator("tbody tr").first.is_visible()
+
+
+def test_without_scripts_the_numbers_are_still_there(opened, pages):
+    page = opened(pages["train"], java_script_enabled=False).page
+    assert "which is switched off here" in page.inner_text("main")
+    assert page.locator("#chart-epoch-loss tbody tr").count() == 10
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_names_are_unique_and_headings_do_not_skip_a_level(shown, kind):
+    page = shown(kind).page
+    names = page.evaluate(
+        "[...document.querySelectorAll('[id]')].filter((one) => !one.closest('svg')).map((one) => one.id)"
+    )
+    assert len(names) == len(set(names))
+    levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map((one) => Number(one.tagName[1]))")
+    assert levels[0] == 1
+    assert all(later <= earlier + 1 for earlier, later in pairwise(levels))
+
+
+def test_a_second_page_replaces_the_first_and_leaves_nothing_beside_it(tmp_path):
+    train_folder(tmp_path)
+    assert write_page(tmp_path) == write_page(tmp_path) == tmp_path / "report.html"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html", "run.json"]
+
+
+def test_the_page_carries_plotly_once_and_no_link_to_fetch(tmp_path):
+    html = write_page(train_folder(tmp_path)).read_text(encoding="utf-8")
+    assert html.count("plotly.js v") == 1
+    own = re.sub(r"<script>/\*\*.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//|@import|url\(", own)
+
+
+def test_thirty_thousand_updates_make_a_page_of_a_few_megabytes(opened, tmp_path):
+    train_folder(tmp_path)
+    write_lines(tmp_path / "metrics.jsonl", training_events(updates_per_epoch=3000))
+    path = write_page(tmp_path)
+    assert path.stat().st_size < 6_500_000
+    assert opened(path).complaints == []

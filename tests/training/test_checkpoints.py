@@ -1,0 +1,198 @@
+import os
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from anybatch import CheckpointError, Update, resume, save, supervised, warmup
+from anybatch.training.checkpoints import checkpoints_in
+from anybatch.training.randomness import random_states, restore_random_states
+
+
+def make_update(seed=0, width=5, optimizer_type=torch.optim.AdamW, scheduler=True, scaler=False):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 2))
+    optimizer = optimizer_type(model.parameters(), lr=0.01)
+    return Update(
+        model,
+        optimizer,
+        supervised(nn.CrossEntropyLoss()),
+        micro_batch=4,
+        scheduler=warmup(optimizer, 3) if scheduler else None,
+        scaler=torch.amp.GradScaler("cpu", init_scale=64.0) if scaler else None,
+    )
+
+
+def a_batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(9, 4, generator=generator), torch.randint(0, 2, (9,), generator=generator)
+
+
+def run(update, batches):
+    for number in batches:
+        update(a_batch(number))
+
+
+def weights(update):
+    return {name: value.clone() for name, value in update.model.state_dict().items()}
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+def test_what_goes_on_from_a_checkpoint_ends_bit_for_bit_where_it_would_have(tmp_path, scaler):
+    straight = make_update(scaler=scaler)
+    run(straight, range(4))
+    save(tmp_path, straight, number=4, progress={"epoch": 2})
+    run(straight, range(4, 9))
+    other = make_update(seed=99, scaler=scaler)
+    resumed = resume(tmp_path, other)
+    assert resumed is not None
+    assert (resumed.number, resumed.progress) == (4, {"epoch": 2})
+    run(other, range(4, 9))
+    assert_same_bits(weights(straight), weights(other))
+    assert other.optimizer.param_groups[0]["lr"] == straight.optimizer.param_groups[0]["lr"]
+
+
+def test_without_the_random_states_it_does_not(tmp_path):
+    straight = make_update()
+    run(straight, range(4))
+    save(tmp_path, straight, number=4)
+    run(straight, range(4, 9))
+    other = make_update(seed=99)
+    resume(tmp_path, other)
+    torch.manual_seed(3)
+    run(other, range(4, 9))
+    assert not torch.equal(weights(straight)["0.weight"], weights(other)["0.weight"])
+
+
+def test_every_random_state_is_put_back():
+    states = random_states()
+    drawn = (torch.rand(3).tolist(), random.random(), numpy.random.rand())
+    restore_random_states(states)
+    assert (torch.rand(3).tolist(), random.random(), numpy.random.rand()) == drawn
+
+
+def test_the_last_few_are_kept(tmp_path):
+    update = make_update()
+    for number in range(1, 8):
+        save(tmp_path, update, number=number, keep=2)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["update-00000007.pt", "update-00000006.pt"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_empty_folder_resumes_nothing(tmp_path):
+    assert resume(tmp_path, make_update()) is None
+    assert resume(tmp_path / "not there", make_update()) is None
+
+
+def test_a_truncated_newest_checkpoint_is_passed_over(tmp_path):
+    update = make_update()
+    run(update, range(2))
+    save(tmp_path, update, number=2)
+    good = weights(update)
+    run(update, range(2, 4))
+    newest = save(tmp_path, update, number=4)
+    newest.write_bytes(newest.read_bytes()[:-100])
+    other = make_update(seed=99)
+    resumed = resume(tmp_path, other)
+    assert resumed is not None
+    assert resumed.number == 2
+    assert "update-00000004.pt" in resumed.passed_over[0]
+    assert_same_bits(weights(other), good)
+
+
+def test_one_flipped_bit_is_noticed(tmp_path):
+    update = make_update()
+    path = save(tmp_path, update, number=1)
+    raw = bytearray(path.read_bytes())
+    at = raw.find(update.model[0].weight.detach().numpy().tobytes())
+    assert at > 0
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    assert torch.load(path, weights_only=True)["number"] == 1  # torch itself does not notice
+    with pytest.raises(CheckpointError, match="does not have its checksum"):
+        resume(path, make_update())
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04" + bytes(100)])
+def test_a_foreign_file_is_named_with_its_size_and_what_to_give(tmp_path, content):
+    path = tmp_path / "update-00000001.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"update-00000001.pt \({len(content)} bytes\) is no whole checkpoint"):
+        resume(tmp_path, make_update())
+
+
+def test_a_torch_file_of_somebody_else_is_refused(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save({"weight": torch.zeros(2)}, path)
+    with pytest.raises(CheckpointError, match="anybatch did not save"):
+        resume(path, make_update())
+
+
+def test_when_none_can_be_read_all_are_named(tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"update-0000000{number}.pt").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints.*00000002.*00000001"):
+        resume(tmp_path, make_update())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"width": 6}, r"another model: '0.bias' is \(5,\) torch.float32 in the checkpoint and \(6,\)"),
+        ({"optimizer_type": torch.optim.SGD}, "saved with AdamW, this run has SGD"),
+        ({"scheduler": False}, "has a scheduler, this run has none"),
+        ({"scaler": True}, "has no scaler, this run has one"),
+    ],
+)
+def test_a_checkpoint_of_something_else_changes_nothing(tmp_path, other, message):
+    save(tmp_path, make_update(), number=1)
+    update = make_update(seed=7, **other)
+    before = weights(update)
+    with pytest.raises(CheckpointError, match=message):
+        resume(tmp_path, update)
+    assert_same_bits(weights(update), before)
+
+
+def test_contents_that_could_not_be_loaded_again_are_refused_before_they_get_a_name(tmp_path):
+    with pytest.raises(CheckpointError, match="written but not read back"):
+        save(tmp_path, make_update(), number=1, progress={"folder": tmp_path})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_while_writing_leaves_the_older_checkpoint(tmp_path, monkeypatch):
+    update = make_update()
+    save(tmp_path, update, number=1)
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", die)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, update, number=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["update-00000001.pt"]
+
+
+def test_a_loader_goes_back_to_its_place(tmp_path):
+    class Counter:
+        at = 0
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    loader = Counter()
+    loader.at = 3
+    save(tmp_path, make_update(), number=1, loader=loader)
+    other = Counter()
+    resume(tmp_path, make_update(), loader=other)
+    assert other.at == 3
