@@ -84,6 +84,20 @@ def test_an_objective_that_never_calls_the_model_itself_has_a_forward_without_ou
     assert seen[1].output is None
 
 
+def test_a_model_compiled_in_place_is_not_hooked_and_not_compiled_again_and_again():
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    compiled, seen, model = CompileCounter(), [], nn.Linear(2, 1)
+    model.compile(backend=compiled)
+    objective = Objective(lambda model, x: model(x).square().mean())
+    accumulator = Accumulator(model, objective, micro_batch=4, observer=seen.append)
+    for rows in (4, 8, 11, 7):
+        accumulator.backward(torch.randn(rows, 2))
+    assert compiled.frame_count <= 3
+    assert {event.stage for event in seen} == set(ORDER_OF_A_MICRO_BATCH)
+
+
 def test_nobody_listening_means_no_tracker_and_no_hooks():
     assert tracker_for(None) is None
     model = nn.Linear(2, 1)

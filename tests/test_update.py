@@ -258,6 +258,27 @@ def test_drop_leaves_the_bad_micro_batch_out_and_renormalises_the_rest():
     assert (result.applied, result.units, result.dropped, result.micro_batches) == (True, 8, (1,), 3)
 
 
+def test_a_dropped_micro_batch_leaves_no_trace_in_batch_norm():
+    model = Poisoned()
+    result = make(model, micro_batch=4, on_nonfinite="drop")(poisoned_batch())
+    assert (result.applied, result.dropped) == (True, (1,))
+    assert model.norm.running_mean.isfinite().all()
+    assert int(model.norm.num_batches_tracked) == 2
+
+
+def test_after_bf16_updates_the_users_own_loop_works_as_before():
+    model = nn.Linear(3, 2).bfloat16()
+    batch = (torch.randn(8, 3).bfloat16(), torch.randint(0, 2, (8,)))
+    make(model, micro_batch=2)(batch)
+    assert model.weight.grad.dtype == torch.float32, "SGD takes fp32 gradients"
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.zero_grad()
+    cross_entropy(model, batch).backward()
+    assert model.weight.grad.dtype == torch.bfloat16
+    optimizer.step()
+    Accumulator(model, supervised(nn.CrossEntropyLoss()), micro_batch=2).backward(batch)
+
+
 def test_when_every_micro_batch_is_dropped_nothing_is_applied():
     model = nn.Linear(3, 2)
     weights = model.weight.detach().clone()
@@ -265,6 +286,7 @@ def test_when_every_micro_batch_is_dropped_nothing_is_applied():
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
         result = make(model, micro_batch=2, on_nonfinite="drop", scaler=scaler)(batch)
         assert (result.applied, result.dropped) == (False, (0, 1))
+        assert result.loss.isnan()
         assert torch.equal(model.weight, weights)
 
 
@@ -455,6 +477,12 @@ def test_what_does_not_fit_together_is_refused_with_the_fix():
         Update(model, optimizer, objective, micro_batch=1, clip_norm=0)
     with pytest.raises(UpdateError, match=r"on_nonfinite='explode': expected one of raise, skip, drop, ignore"):
         Update(model, optimizer, objective, micro_batch=1, on_nonfinite="explode")
+    with pytest.raises(UpdateError, match=r"clip_norm='1': expected a number above 0"):
+        Update(model, optimizer, objective, micro_batch=1, clip_norm="1")
+    with pytest.raises(UpdateError, match=r"scheduler='cosine': expected one of torch\.optim\.lr_scheduler"):
+        Update(model, optimizer, objective, micro_batch=1, scheduler="cosine")
+    with pytest.raises(UpdateError, match=r"scaler=True: expected a torch\.amp\.GradScaler"):
+        Update(model, optimizer, objective, micro_batch=1, scaler=True)
     with pytest.raises(UpdateError, match="holds none of the parameters of this Linear"):
         Update(other, optimizer, objective, micro_batch=1)
     with pytest.raises(UpdateError, match=r"is a function; expected a torch\.nn\.Module"):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
+from torch.jit import ScriptModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class Backward(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate(Event):
-    """`.grad` of `parameters` holds the sum of this window so far; at the close (`micro_batch` None) the gradient."""
+    """`.grad` of `parameters` holds the sum of this window so far."""
 
     stage = "accumulate"
     parameters: tuple[nn.Parameter, ...]
@@ -144,10 +145,16 @@ class ForwardBoundary:
     def __init__(self, tracker: Tracker, model: nn.Module, micro_batch: int) -> None:
         self._tracker = tracker
         self._micro_batch = micro_batch
-        self._hooks = [
-            model.register_forward_pre_hook(self._before, prepend=True),
-            model.register_forward_hook(self._after),
-        ]
+        # hooks on a module compiled in place, by model.compile(), would be traced, and compiled anew for every micro-batch
+        is_hooked = model._compiled_call_impl is None and not isinstance(model, ScriptModule)
+        self._hooks = (
+            [
+                model.register_forward_pre_hook(self._before, prepend=True),
+                model.register_forward_hook(self._after),
+            ]
+            if is_hooked
+            else []
+        )
 
     def __enter__(self) -> None:
         self._tracker.begin(Forward)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anybatch.batches import Batch, Split
 from anybatch.errors import NonFiniteError, UpdateError
-from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast
+from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast, check_model
 from anybatch.gradients.nonfinite import find_culprit
 from anybatch.gradients.norms import clip_to_norm, clip_to_value, gradient_norm
 from anybatch.gradients.objective import Objective
@@ -78,7 +78,7 @@ class Update:
         on_nonfinite: OnNonFinite = "raise",
         observer: Observer | None = None,
     ) -> None:
-        _check(model, optimizer, clip_norm, clip_value, scheduler, on_nonfinite)
+        _check(model, optimizer, clip_norm, clip_value, scaler, scheduler, on_nonfinite)
         self.model = model
         self.optimizer = optimizer
         self.clip_norm = clip_norm
@@ -106,11 +106,11 @@ class Update:
     def __call__(self, batch: Batch) -> UpdateResult:
         """Learn from one batch: zero, accumulate, unscale, clip, step, schedule, each once.
 
-        An exception leaves weights, optimizer, scheduler and running statistics as they were.
+        An exception before the step leaves weights, optimizer, scheduler and running statistics as they were.
         """
         tracker = tracker_for(self.observer)
         statistics = copy_statistics(self._tracking_layers)
-        lr = _value(self.optimizer.param_groups[0]["lr"])
+        lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))
         is_applied = False
         try:
             self._zero(tracker)
@@ -228,11 +228,11 @@ def _check(
     optimizer: Any,
     clip_norm: float | None,
     clip_value: float | None,
+    scaler: object,
     scheduler: object,
     on_nonfinite: str,
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise UpdateError(f"model={model!r} is a {type(model).__name__}; expected a torch.nn.Module.")
+    check_model(model)
     if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
         raise UpdateError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
     if isinstance(optimizer, LBFGS):
@@ -245,10 +245,14 @@ def _check(
             "ReduceLROnPlateau steps on a validation loss, not once per update. Leave scheduler=None and call "
             "scheduler.step(validation_loss) yourself."
         )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise UpdateError(f"scheduler={scheduler!r:.80}: expected one of torch.optim.lr_scheduler, or None.")
+    if scaler is not None and not hasattr(scaler, "unscale_"):
+        raise UpdateError(f"scaler={scaler!r:.80}: expected a torch.amp.GradScaler, or None.")
     if clip_norm is not None and clip_value is not None:
         raise UpdateError(f"clip_norm={clip_norm} and clip_value={clip_value} are both given; choose one.")
     for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if value is not None and not value > 0:
+        if value is not None and (not isinstance(value, int | float) or not value > 0):
             raise UpdateError(f"{name}={value!r}: expected a number above 0, or None for no clipping.")
     if on_nonfinite not in get_args(OnNonFinite):
         raise UpdateError(f"on_nonfinite={on_nonfinite!r}: expected one of {', '.join(get_args(OnNonFinite))}.")

@@ -88,6 +88,13 @@ def test_ragged_tensors_beside_a_column_are_one_object_per_row():
     assert [tuple(box.shape) for box in take_rows(batch, [2, 0])["boxes"]] == [(0, 4), (5, 4)]
 
 
+def test_ragged_tensors_in_a_tuple_as_long_as_it_has_rows_do_not_make_the_tuple_per_row():
+    x, ragged = torch.arange(2.0), [torch.zeros(3, 4), torch.ones(2, 4)]
+    first, second = split_rows((x, ragged), [1, 1])
+    assert (first[0].tolist(), second[0].tolist()) == ([0.0], [1.0])
+    assert (tuple(first[1][0].shape), tuple(second[1][0].shape)) == ((3, 4), (2, 4))
+
+
 def test_lists_of_ids_beside_as_many_rows_are_one_list_per_row():
     batch = {"x": torch.zeros(2, 1), "ids": [[1, 2], [3, 4]]}
     assert take_rows(batch, [1])["ids"] == [[3, 4]]
@@ -102,6 +109,7 @@ def test_lists_of_ids_beside_as_many_rows_are_one_list_per_row():
         ({"x": torch.zeros(4), "names": ["a"]}, r"batch\['x'\] has 4, batch\['names'\] has 1"),
         ({"x": torch.zeros(4), "pair": [torch.zeros(4), torch.zeros(5)]}, r"batch\['pair'\]\[1\] has 5"),
         (Sample(torch.zeros(4), torch.zeros(6), ["a"] * 4), r"batch.image has 4, batch.mask has 6"),
+        ((torch.zeros(0, 2), torch.zeros(5)), r"batch\[0\] has 0, batch\[1\] has 5"),
         ((torch.zeros(0, 2), torch.zeros(0)), r"empty: batch\[0\] has 0 rows"),
         ({"text": ["a", "b"]}, r"no tensor: batch\['text'\] is a list of 2 per-row objects"),
         ({"scale": 0.5}, "no rows: dict"),

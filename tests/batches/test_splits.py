@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -32,6 +33,7 @@ def test_micro_batches_are_views_not_copies():
 
 def test_an_int_stands_for_rows():
     assert as_split(16) == Rows(16)
+    assert as_split(np.int64(16)) == Rows(16)
     assert as_split(Rows(4)) == Rows(4)
 
 

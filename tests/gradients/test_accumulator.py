@@ -223,6 +223,59 @@ def test_metrics_come_out_right_for_the_whole_batch():
     assert sum(means) / 2 != pytest.approx(float(correct.float().mean())), "the mean of means is another number"
 
 
+def test_sums_count_the_rows_of_micro_batches_without_a_target_too():
+    model, y = nn.Linear(4, 2), torch.tensor([-100, -100, 0, 1])
+
+    def loss(model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Any]]:
+        return F.cross_entropy(model(part[0]), part[1]), {"rows": Sum(len(part[1])), "same": 2.0}
+
+    objective = Objective(loss, units=lambda part: (part[1] != -100).sum())
+    for micro_batch in (4, 2, 1):
+        metrics = Accumulator(model, objective, micro_batch=micro_batch).backward((torch.randn(4, 4), y)).metrics
+        assert (float(metrics["rows"]), float(metrics["same"])) == (4.0, 2.0)
+
+
+def test_metrics_do_not_keep_graphs_alive():
+    import weakref
+
+    alive: list[weakref.ref[Tensor]] = []
+
+    def loss(model: nn.Module, part: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        assert not any(reference() is not None for reference in alive)
+        output = model(part)
+        side = output.abs()
+        alive.append(weakref.ref(side))
+        return output.square().mean(), {"size": side.mean()}
+
+    Accumulator(nn.Linear(3, 2), Objective(loss), micro_batch=2).backward(torch.randn(8, 3))
+
+
+def test_large_counts_stay_whole():
+    objective = Objective(lambda model, part: (model(part).mean(), {"seen": Sum(torch.tensor(16_777_217))}))
+    metrics = Accumulator(nn.Linear(3, 1), objective, micro_batch=4).backward(torch.randn(4, 3)).metrics
+    assert metrics["seen"].item() == 16_777_217
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [("x", "metric 'a' is a str: 'x'"), (torch.ones(3), r"metric 'a' has shape \(3,\); expected one number")],
+)
+def test_a_metric_that_is_no_number_is_refused_and_the_gradients_are_as_before(metric, message):
+    model = nn.Linear(3, 1)
+    objective = Objective(lambda model, part: (model(part).mean(), {"a": metric}))
+    with pytest.raises(LossError, match=message):
+        Accumulator(model, objective, micro_batch=2).backward(torch.randn(6, 3))
+    assert model.weight.grad is None
+
+
+def test_sparse_gradients_may_be_followed_by_dense_ones():
+    model = nn.Embedding(5, 2, sparse=True)
+    model(torch.tensor([1])).sum().backward()
+    dense = Objective(lambda model, part: (part @ model.weight).mean())
+    Accumulator(model, dense, micro_batch=2).backward(torch.ones(4, 5))
+    assert model.weight.grad.tolist() == [[0.5, 0.5], [1.5, 1.5], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]
+
+
 def test_supervised_reports_metrics_of_outputs_and_targets():
     model, criterion, batch, _ = tail_case()
     objective = supervised(
@@ -299,6 +352,8 @@ def test_a_lbfgs_step_through_closures_is_that_of_the_whole_batch():
     ("loss", "message"),
     [
         (lambda model, part: model(part).mean().item(), r"returned float.*without \.item\(\)"),
+        (lambda model, part: (model(part).mean(), model(part)), r"\(loss, Tensor\); expected \(loss, metrics\)"),
+        (lambda model, part: {"loss": model(part).mean()}, "returned dict"),
         (lambda model, part: model(part).square(), r"shape \(2, 1\); expected one number"),
         (lambda model, part: model(part).mean().detach(), "does not depend on any parameter"),
     ],
@@ -318,6 +373,12 @@ def test_units_that_make_no_sense_are_refused_with_the_micro_batch(units):
 def test_units_that_are_no_single_number_are_refused():
     objective = Objective(lambda model, part: model(part).mean(), units=lambda part: part)
     with pytest.raises(UnitsError, match=r"shape \(2, 3\).*one number"):
+        Accumulator(nn.Linear(3, 1), objective, micro_batch=2).backward(torch.randn(4, 3))
+
+
+def test_units_that_are_nothing_are_refused():
+    objective = Objective(lambda model, part: model(part).mean(), units=lambda part: None)
+    with pytest.raises(UnitsError, match="returned a NoneType: None; expected one number"):
         Accumulator(nn.Linear(3, 1), objective, micro_batch=2).backward(torch.randn(4, 3))
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import loss as torch_losses
 
-from anybatch import Accumulator, BatchError, Objective, UnitsError, rows, supervised
+from anybatch import Accumulator, BatchError, LossError, Objective, UnitsError, rows, supervised
 from anybatch.gradients.criteria import RULES
 from tests.reference import gradient, mean_of_means, relative_error, whole_batch_gradient
 
@@ -250,6 +250,19 @@ def test_weights_for_the_rows_of_one_batch_are_refused_with_the_fix():
 def test_a_batch_that_is_no_pair_is_refused_with_its_keys():
     with pytest.raises(BatchError, match=r"got dict with keys \['x', 'y'\]"):
         supervised(nn.MSELoss()).units({"x": torch.zeros(2), "y": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("targets", [["cat", "dog", "cat", "dog"], [0, 1, 0, 1]])
+def test_targets_that_are_no_tensor_are_refused_with_the_fix(targets):
+    accumulator = Accumulator(nn.Linear(3, 2), supervised(nn.CrossEntropyLoss()), micro_batch=2)
+    with pytest.raises(BatchError, match=r"got list .* torch\.tensor\(\[0, 2, 1\]\)"):
+        accumulator.backward((torch.randn(4, 3), targets))
+
+
+def test_an_output_that_would_be_broadcast_against_all_targets_is_refused():
+    accumulator = Accumulator(nn.Linear(3, 1), supervised(nn.MSELoss()), micro_batch=2)
+    with pytest.raises(LossError, match=r"output has shape \(2, 1\) and the target \(2,\).*squeeze"):
+        accumulator.backward((torch.randn(4, 3), torch.randn(4)))
 
 
 def test_inputs_given_by_name_are_passed_by_keyword():

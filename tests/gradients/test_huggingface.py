@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-from anybatch import Accumulator, BatchError, LossError, UnitsError, huggingface
+from anybatch import Accumulator, BatchError, LossError, UnitsError, huggingface, rows
 from tests.reference import gradient, mean_of_means, relative_error
 
 VOCABULARY, WIDTH, ROWS, LENGTH, CLASSES = 31, 16, 12, 10, 3
@@ -246,6 +246,29 @@ def test_a_head_that_does_not_shift_against_its_name_is_caught_and_mended_with_u
     mended = huggingface(units=lambda part: (part["labels"] != -100).sum())
     Accumulator(model, mended, micro_batch=3).backward(batch)
     assert relative_error(model, reference) < 2e-6
+
+
+def test_a_loss_that_is_more_than_a_mean_over_labels_is_caught():
+    torch.manual_seed(0)
+    settings = {**LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True}
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**settings, router_aux_loss_coef=0.5))
+    batch = text() | {"labels": token_labels()}
+    with pytest.raises(UnitsError, match=r"MixtralForCausalLM returned a loss of .* router's balance"):
+        Accumulator(model, huggingface(), micro_batch=3).backward(batch)
+    model.config.output_router_logits = False
+    Accumulator(model, huggingface(), micro_batch=3).backward(batch)
+
+
+def test_a_loss_that_cannot_be_seen_is_refused_and_mended_with_units():
+    class ByHand(nn.Linear):
+        def forward(self, labels: Tensor) -> Any:
+            output = super().forward(labels)
+            return hf.modeling_outputs.ModelOutput(loss=output.square().sum() / len(labels))
+
+    model, batch = ByHand(2, 2), {"labels": torch.randn(6, 2)}
+    with pytest.raises(UnitsError, match="ByHand computes its loss by none of torch's mean-reducing functions"):
+        Accumulator(model, huggingface(), micro_batch=2).backward(batch)
+    assert Accumulator(model, huggingface(units=rows), micro_batch=2).backward(batch).units == 6
 
 
 def test_a_batch_without_labels_is_refused_with_its_keys():

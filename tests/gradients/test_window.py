@@ -141,7 +141,30 @@ def test_a_window_of_no_passes_changes_nothing():
     assert (window.units, float(window.loss)) == (0, 0.0)
 
 
+def test_a_window_serves_one_block():
+    weight = nn.Parameter(torch.ones(1))
+    with Window([weight]) as window:
+        window.backward((weight * 3).sum())
+    with pytest.raises(WindowError, match="was entered before"), window:
+        pass
+    assert weight.grad.tolist() == [3.0]
+
+
+def test_windows_nest_in_low_precision_too():
+    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    with Window([weight]) as outer:
+        outer.backward((weight * 2).sum())
+        with Window([weight]) as inner:
+            inner.backward((weight * 4).sum())
+    assert weight.grad.tolist() == [6.0]
+    assert weight.grad.dtype == torch.bfloat16
+
+
 def test_misuse_is_named():
+    with pytest.raises(WindowError, match=r"give model\.parameters\(\)"):
+        Window(nn.Linear(1, 1))
+    with pytest.raises(LossError, match=r"is a float: 3\.0"), Window([nn.Parameter(torch.ones(1))]) as window:
+        window.backward(3.0)
     weight = nn.Parameter(torch.ones(2))
     with pytest.raises(WindowError, match="not open"):
         Window([weight]).backward(weight.sum())

@@ -37,12 +37,8 @@ def _rows_of_columns(batch: Batch) -> int:
     columns = (batch,) if isinstance(batch, Tensor) else batch.values() if type(batch) is dict else batch
     if type(columns) not in (tuple, list) and type(batch) is not dict:
         return 0
-    count = 0
-    for column in columns:
-        if not isinstance(column, Tensor) or column.dim() == 0 or count not in (0, column.shape[0]):
-            return 0
-        count = column.shape[0]
-    return count
+    counts = {column.shape[0] if isinstance(column, Tensor) and column.dim() > 0 else 0 for column in columns}
+    return counts.pop() if len(counts) == 1 else 0
 
 
 def _count_leaves(batch: Batch) -> int:
@@ -175,32 +171,36 @@ def _is_per_row(sequence: Any, count: int) -> bool:
         return True
     if len(sequence) != count:
         return False
-    agree = all(other == count for _, other in _column_counts(sequence, ""))
     # [[1, 2], [3, 4]] beside two rows: with no tensor inside, one list per row is the likelier meaning
-    return not agree or (not _has_array(sequence) and any(item is not None for item in sequence))
+    return not _are_columns(sequence, count) or (
+        not _has_array(sequence) and any(item is not None for item in sequence)
+    )
 
 
-def _check_sequences(batch: Batch, count: int) -> None:
+def _are_columns(batch: Batch, count: int) -> bool:
+    """True if every leaf inside has `count` rows in one of its readings."""
+    if is_array(batch):
+        return len(batch.shape) == 0 or batch.shape[0] == count
+    if is_sequence(batch) and _holds_objects(batch):
+        return len(batch) == count
+    return all(
+        _are_columns(child, count) or (is_sequence(child) and len(child) == count) for _, child in children(batch) or ()
+    )
+
+
+def _check_sequences(batch: Batch, count: int, path: str = "") -> None:
     """Nested lists that were passed over in counting must agree in one of their two readings."""
-    for path, sequence in _nested_sequences(batch, "", is_root=True):
-        if _is_per_row(sequence, count):
-            continue
-        for inner, other in _column_counts(sequence, path):
-            if other != count:
-                raise BatchError(
-                    f"the leaves of this batch disagree on the number of rows: the batch has {count}, {_spell(inner)} "
-                    f"has {other}, and {_spell(path)} is a list of {len(sequence)}. A list must hold columns of "
-                    f"{count} rows or {count} per-row objects."
-                )
-
-
-def _nested_sequences(batch: Batch, path: str, *, is_root: bool) -> Iterator[tuple[str, Any]]:
-    if is_sequence(batch) and not is_root:
-        if not _holds_objects(batch):
-            yield path, batch
-        return
     for step, child in children(batch) or ():
-        yield from _nested_sequences(child, path + step, is_root=False)
+        where = path + step
+        if is_sequence(child) and _is_per_row(child, count):
+            continue
+        if is_array(child) and len(child.shape) > 0 and child.shape[0] != count:
+            raise BatchError(
+                f"the leaves of this batch disagree on the number of rows: the batch has {count}, {_spell(where)} "
+                f"has {child.shape[0]}, and {_spell(path)} is a list of {len(batch)}. A list must hold columns of "
+                f"{count} rows or {count} per-row objects."
+            )
+        _check_sequences(child, count, where)
 
 
 def _has_array(batch: Batch) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol, runtime_checkable
 
 from anybatch.batches.counting import num_rows, split_rows
@@ -55,7 +56,7 @@ class Rows:
     size: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+        if isinstance(self.size, bool) or not isinstance(self.size, Integral) or self.size < 1:
             raise SplitError(
                 f"Rows({self.size!r}): the micro-batch size must be a whole number of rows, 1 or more. Use Rows(1) for "
                 "the least memory."
@@ -78,8 +79,8 @@ def near_equal(count: int, size: int) -> list[int]:
 
 def as_split(micro_batch: "int | Split") -> Split:
     """An int stands for `Rows(int)`; a split stands for itself."""
-    if isinstance(micro_batch, int):
-        return Rows(micro_batch)
+    if isinstance(micro_batch, Integral):
+        return Rows(int(micro_batch))
     if isinstance(micro_batch, Split) and not isinstance(micro_batch, type):
         return micro_batch
     raise SplitError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
+from numbers import Integral
 
 from anybatch.batches.nesting import Batch
 from anybatch.batches.splits import MicroBatches
@@ -51,8 +52,8 @@ class Windows:
 
     def _size_at(self, update: int) -> int:
         size = self.size(update) if callable(self.size) else self.size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise SplitError(
                 f"windows: size is {size!r} at update {update}; it must be a whole number of micro-batches, 1 or more."
             )
-        return size
+        return int(size)

@@ -10,9 +10,10 @@ from torch.amp import GradScaler
 
 from anybatch.batches import Batch, MicroBatches, Split, as_split, move, tensors
 from anybatch.errors import LossError, UpdateError
-from anybatch.gradients.metrics import Metrics, combine
-from anybatch.gradients.objective import Objective, count_units, evaluate
+from anybatch.gradients.metrics import Metrics, combine, detached
+from anybatch.gradients.objective import Objective, count_units, evaluate, metrics_alone
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
+from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
 from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss, Observer, Tracker, tracker_for
 
@@ -45,9 +46,10 @@ class Accumulator:
     """Gradients of whole batches from micro-batches that fit.
 
     `parameters()` gives those whose gradients are kept apart, summed in fp32 and put back after an error: the model's by
-    default. With `drop_nonfinite`, a micro-batch whose loss or gradient is inf or nan is left out and the rest
-    renormalised; this needs a second set of gradients and waits for the device after each micro-batch. With `keep_fp32`,
-    gradients of bf16 and fp16 parameters stay fp32 after the sum, for optimizers that take them so.
+    default; name here whatever else the optimizer steps, such as the parameters of a criterion. With `drop_nonfinite`, a
+    micro-batch whose loss or gradient is inf or nan is left out and the rest renormalised; this needs a second set of
+    gradients and waits for the device after each micro-batch. With `keep_fp32`, gradients of bf16 and fp16 parameters stay
+    fp32 after the sum, for optimizers that take them so.
 
     >>> model = nn.Linear(3, 1)
     >>> accumulator = Accumulator(model, Objective(lambda model, x: model(x).square().mean()), micro_batch=4)
@@ -91,25 +93,32 @@ class Accumulator:
         work = self.prepare(batch, scaler, tracker)
         drops = self.drop_nonfinite and not work.shares.is_empty
         isolate = drops and scaler is None  # an overflow of the scaled gradient is the scaler's to see
+        layers = tracking_layers(self.model) if drops else []
         done = _Done()
         try:
             with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
                 starts: tuple[Tensor, ...] = ()
                 for index in work.shares.running:
+                    statistics = copy_statistics(layers)
                     loss, metrics = work.forward(index)
                     starts = starts or work.shares.tensors(loss, scaler)
                     is_kept = not drops or bool(loss.isfinite())
                     if is_kept:
                         is_kept = _backward(gradient_sum, loss, starts[index], index, tracker)
+                    if not is_kept:
+                        statistics.restore()
                     done.add(index, loss.detach(), metrics, is_kept=is_kept)
                     del loss, metrics  # the next forward must not find this graph alive
                 gradient_sum.scale = work.shares.left_over(done.kept)
                 if work.shares.is_empty:
                     gradient_sum.zero()
+                if done.has_metrics:
+                    done.unweighted.extend(work.metrics_of(index) for index in work.shares.left_out)
+                result = done.result(work.shares)
         finally:
             if tracker is not None:
                 tracker.close()
-        return done.result(work.shares)
+        return result
 
     def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> "Work":
         """Cut the batch and count its units: all that comes before the first forward."""
@@ -160,6 +169,11 @@ class Work:
         self.tracker.end(Loss, micro_batch=index, loss=loss.detach(), **facts)
         return loss, metrics
 
+    def metrics_of(self, index: int) -> Metrics:
+        """The metrics of a micro-batch that has no units and so no loss, but may have rows to count."""
+        with torch.no_grad():
+            return detached(metrics_alone(self.objective, self.model, self._load(index)))
+
     def _load(self, index: int) -> Batch:
         micro_batch = self.micro_batches[index]
         return micro_batch if self.device is None else move(micro_batch, self.device)
@@ -169,6 +183,20 @@ class Work:
             return evaluate(self.objective, self.model, micro_batch)
         with self.autocast:
             return evaluate(self.objective, self.model, micro_batch)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no module, and what several ranks share: their gradients would be mixed with wrong weights."""
+    if not isinstance(model, nn.Module):
+        raise UpdateError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        ranks = torch.distributed.get_world_size(model.process_group)
+        if ranks > 1 or model.gradient_as_bucket_view:
+            raise UpdateError(
+                f"this model is wrapped in DistributedDataParallel over {ranks} ranks, with gradient_as_bucket_view="
+                f"{model.gradient_as_bucket_view}; this version is exact within one process only. Give the model itself, "
+                "in one process."
+            )
 
 
 def common_device(parameters: Iterable[nn.Parameter]) -> torch.device | None:
@@ -196,6 +224,12 @@ class _Done:
     dropped: list[int] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
+    unweighted: list[Metrics] = field(default_factory=list)
+    """Metrics of the micro-batches of no units."""
+
+    @property
+    def has_metrics(self) -> bool:
+        return any(self.metrics)
 
     def add(self, index: int, loss: Tensor, metrics: Metrics, *, is_kept: bool) -> None:
         if not is_kept:
@@ -203,21 +237,27 @@ class _Done:
             return
         self.kept.append(index)
         self.losses.append(loss)
-        self.metrics.append(metrics)
+        self.metrics.append(detached(metrics))
 
     def result(self, shares: Shares) -> Accumulated:
         units = [shares.units[index] for index in self.kept]
         weights = shares_of(units, shares.reduction).each
         return Accumulated(
-            loss=torch.zeros(()) if shares.is_empty else weighted_sum(self.losses, weights),
+            loss=self._loss(shares, weights),
             units=sum(units),
             micro_batches=len(shares.units),
-            metrics=combine(self.metrics, units),
+            metrics=combine([*self.metrics, *self.unweighted], [*units, *[0.0] * len(self.unweighted)]),
             dropped=tuple(self.dropped),
         )
 
+    def _loss(self, shares: Shares, weights: list[float]) -> Tensor:
+        if shares.is_empty:
+            return torch.zeros(())
+        return weighted_sum(self.losses, weights) if self.losses else torch.tensor(torch.nan)
+
 
 def _check(model: nn.Module, objective: Objective, autocast: Autocast) -> None:
+    check_model(model)
     if not isinstance(objective, Objective):
         raise LossError(
             f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "

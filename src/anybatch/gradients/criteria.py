@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.batches import Batch
-from anybatch.errors import BatchError, UnitsError
+from anybatch.batches import Batch, tensors
+from anybatch.errors import BatchError, LossError, UnitsError
 from anybatch.gradients.metrics import Metrics, Number
 from anybatch.gradients.objective import Objective, Units
 from anybatch.gradients.summing import LOW_PRECISION
@@ -101,7 +101,7 @@ FUNCTIONAL_RULES: Mapping[Callable[..., Tensor], Rule] = {
     F.binary_cross_entropy: element_units,
     F.binary_cross_entropy_with_logits: element_units,
 }
-"""The functional forms that a model may call inside, told apart by `observed_units`."""
+"""The functional forms that a model may call inside, told apart by `ObservedMeans`."""
 
 
 def supervised(
@@ -129,10 +129,15 @@ def supervised(
         def units(batch: Batch) -> Number:
             return rule(_units_target(batch), criterion)
 
+    is_element_wise = RULES.get(type(criterion)) is element_units  # type: ignore[arg-type]
+
     def loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Metrics]:
         inputs, targets = _inputs_and_targets(batch)
         outputs = model(inputs) if isinstance(inputs, Tensor) else _call(model, inputs)
-        value = criterion(*_in_fp32(criterion, _arguments(criterion, outputs, targets)))
+        arguments = _arguments(criterion, outputs, targets)
+        if is_element_wise:
+            _check_dimensions(arguments)
+        value = criterion(*_in_fp32(criterion, arguments))
         return value if metrics is None else (value, metrics(outputs, *targets))
 
     return Objective(loss, units, reduction)
@@ -144,9 +149,9 @@ def _rule_of(criterion: Callable[..., Tensor]) -> Rule:
     rule = RULES.get(type(criterion))  # type: ignore[arg-type]
     if rule is None:
         raise UnitsError(
-            f"supervised({name}): only torch's own criteria say what their mean divides by. Give units=, a function of "
-            "the batch: supervised(criterion, units=rows) if it averages over rows, or for example "
-            "units=lambda batch: (batch[1] != -100).sum() if it averages over targets."
+            f"supervised({name}): only instances of torch's own criteria, such as nn.CrossEntropyLoss(), say what their mean "
+            "divides by. Give units=, a function of the batch: supervised(criterion, units=rows) if it averages over rows, or "
+            "for example units=lambda batch: (batch[1] != -100).sum() if it averages over targets."
         )
     reduction = getattr(criterion, "reduction", "mean")
     if reduction not in ("mean", "sum", "batchmean"):
@@ -171,9 +176,14 @@ def _units_target(batch: Batch) -> Tensor:
     """The tensor that units are counted on: the target, or the inputs of a criterion that has none (triplets)."""
     inputs, targets = _inputs_and_targets(batch)
     counted: Any = targets[0] if targets and targets[0] is not None else inputs
-    while not isinstance(counted, Tensor):
-        counted = next(iter(counted.values() if isinstance(counted, Mapping) else counted))
-    return counted
+    first = next(tensors(counted), None)
+    if first is None:
+        raise BatchError(
+            f"supervised() counts units on a target tensor, got {type(counted).__name__} {counted!r}"[:160]
+            + ". Make the loader "
+            "yield targets as a tensor, such as torch.tensor([0, 2, 1]) for classes."
+        )
+    return first
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -191,6 +201,16 @@ def _arguments(criterion: Callable[..., Tensor], outputs: Any, targets: tuple[An
         mean, variance = several
         return mean, *given, variance
     return several + given
+
+
+def _check_dimensions(arguments: tuple[Any, ...]) -> None:
+    """(16, 1) against (16,) is broadcast to (16, 16): every row meets every target, and no cut is exact."""
+    first, second = arguments[:2]
+    if isinstance(second, Tensor) and first.dim() != second.dim():
+        raise LossError(
+            f"the output has shape {tuple(first.shape)} and the target {tuple(second.shape)}: torch would broadcast them, and "
+            "every row would meet every other's target. Give both the same shape, for example with output.squeeze(1)."
+        )
 
 
 def _in_fp32(criterion: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ Units are the labels that the loss really averaged, never a promise read off a s
 `num_items_in_batch` and ignore it.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +39,7 @@ def huggingface(*, units: Units | None = None) -> Objective:
         with ObservedMeans() as observed:
             value = _loss_of(model, batch)
         _check_units(model, batch, observed.units)
+        _check_whole(model, value, observed.means)
         checked.add(model)
         return value
 
@@ -97,11 +99,27 @@ def _check_units(model: nn.Module, batch: Batch, observed: list[Number]) -> None
     base = _base_model(model)
     counted = float(label_units(batch, is_shifted=_predicts_next_token(base)))
     seen = [float(number) for number in observed]
+    if not seen:
+        raise UnitsError(
+            f"{type(base).__name__} computes its loss by none of torch's mean-reducing functions, so what it divides by could "
+            "not be seen. Give huggingface(units=...), a function of the batch, or write Objective(loss, units)."
+        )
     if any(number != counted for number in seen):
         raise UnitsError(
             f"{type(base).__name__} averaged its loss over {', '.join(f'{number:g}' for number in seen)} targets, but the "
             f"labels of this micro-batch count {counted:g}. Give huggingface(units=...), a function of the batch that returns "
             "what the loss divides by; several different numbers are several losses, and no one number of units is exact."
+        )
+
+
+def _check_whole(model: nn.Module, loss: Tensor, means: list[Tensor]) -> None:
+    """The loss must be nothing but the mean over the labels that was seen (question answering has two, averaged)."""
+    returned, mean = float(loss.detach()), sum(float(mean) for mean in means) / len(means)
+    if not math.isclose(returned, mean, rel_tol=1e-3, abs_tol=1e-6) and not math.isnan(mean):
+        raise UnitsError(
+            f"{type(_base_model(model)).__name__} returned a loss of {returned:g}, but the mean over its labels is {mean:g}: "
+            "it adds or scales something (a router's balance, say) that is no mean over labels. Switch it off, or "
+            "write Objective(loss, units)."
         )
 
 

@@ -1,10 +1,12 @@
 """Numbers that an objective returns beside its loss, put together so that they hold for the whole batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from anybatch.errors import LossError
 
 Number = float | Tensor
 
@@ -50,13 +52,13 @@ def _combine_one(name: str, parts: Sequence[Metrics], units: Sequence[float]) ->
             continue
         metric = part[name]
         if isinstance(metric, Sum):
-            values.append(_scalar(metric.value))
+            values.append(_scalar(name, metric.value))
             weights.append(1.0)
             continue
         if not isinstance(metric, Mean):
             metric = Mean(metric)
         weight = part_units if metric.units is None else metric.units
-        values.append(_scalar(metric.value))
+        values.append(_scalar(name, metric.value))
         weights.append(weight)
         divisors.append(weight)
     stacked = torch.stack(values)
@@ -66,9 +68,33 @@ def _combine_one(name: str, parts: Sequence[Metrics], units: Sequence[float]) ->
     return total / _stack(divisors, stacked).sum() if divisors else total
 
 
-def _scalar(value: Number) -> Tensor:
-    tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-    return tensor.float() if not tensor.is_floating_point() or tensor.itemsize < 4 else tensor
+def detached(metrics: Metrics) -> Metrics:
+    """The same numbers without the graph they came from, which would keep a micro-batch's activations alive."""
+    return {name: _detached(name, metric) for name, metric in metrics.items()}
+
+
+def _detached(name: str, metric: Metric) -> Metric:
+    if isinstance(metric, Tensor):
+        return metric.detach()
+    if not isinstance(metric, Sum | Mean | int | float):
+        raise LossError(
+            f"the metric {name!r} is a {type(metric).__name__}: {metric!r:.60}; expected a number, a tensor of one, Sum(...) "
+            "or Mean(...)."
+        )
+    if isinstance(metric, Sum | Mean) and isinstance(metric.value, Tensor):
+        return replace(metric, value=metric.value.detach())
+    return metric
+
+
+def _scalar(name: str, value: Number) -> Tensor:
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    if tensor.numel() != 1:
+        raise LossError(
+            f"the metric {name!r} has shape {tuple(tensor.shape)}; expected one number. Return its mean, or Sum(its sum)."
+        )
+    if not tensor.is_floating_point():
+        tensor = tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)  # counts stay whole
+    return (tensor.float() if tensor.itemsize < 4 else tensor).reshape(())
 
 
 def _stack(numbers: Sequence[Number], like: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Objectives: how a loss is made, and what it averages over."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,13 +58,7 @@ def count_units(objective: Objective, model: nn.Module, micro_batches: Sequence[
 
 def evaluate(objective: Objective, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
     """The loss of one micro-batch, checked to be a single differentiable number, and its metrics."""
-    returned: Any = objective.loss(model, batch)
-    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-    if not isinstance(loss, Tensor):
-        raise LossError(
-            f"the objective returned {type(loss).__name__} {loss!r}; expected a tensor, or (tensor, metrics). "
-            "Return the loss itself, without .item() or float()."
-        )
+    loss, metrics = _returned(objective.loss(model, batch))
     if loss.dim() != 0:
         if loss.numel() != 1:
             raise LossError(
@@ -80,8 +74,33 @@ def evaluate(objective: Objective, model: nn.Module, batch: Batch) -> tuple[Tens
     return loss, metrics
 
 
+def metrics_alone(objective: Objective, model: nn.Module, batch: Batch) -> Metrics:
+    """The metrics of a micro-batch whose loss, a mean over nothing, is of no interest."""
+    return _returned(objective.loss(model, batch))[1]
+
+
+def _returned(returned: Any) -> tuple[Tensor, Metrics]:
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(loss, Tensor):
+        raise LossError(
+            f"the objective returned {type(loss).__name__} {loss!r:.80}; expected a tensor, or (tensor, metrics). "
+            "Return the loss itself, without .item() or float()."
+        )
+    if not isinstance(metrics, Mapping):
+        raise LossError(
+            f"the objective returned (loss, {type(metrics).__name__}); expected (loss, metrics), metrics being a dict of "
+            "names and numbers."
+        )
+    return loss, metrics
+
+
 def _numbers(values: list[Number]) -> list[float]:
     for value in values:
+        if not isinstance(value, Tensor | int | float):
+            raise UnitsError(
+                f"units(micro_batch) returned a {type(value).__name__}: {value!r:.60}; expected one number, what the mean "
+                "loss divides by."
+            )
         if isinstance(value, Tensor) and value.numel() != 1:
             raise UnitsError(
                 f"units(micro_batch) returned a tensor of shape {tuple(value.shape)}; expected one number, what the mean loss "

@@ -18,6 +18,7 @@ class ObservedMeans(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.units: list[Number] = []
+        self.means: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = FUNCTIONAL_RULES.get(func)
@@ -27,4 +28,7 @@ class ObservedMeans(TorchFunctionMode):
             options = SimpleNamespace(**call.arguments)
             if options.reduction == "mean":
                 self.units.append(rule(options.target, options))
+                mean = func(*args, **(kwargs or {}))
+                self.means.append(mean.detach().clone())  # a model may add to its loss in place
+                return mean
         return func(*args, **(kwargs or {}))

@@ -33,6 +33,12 @@ class Shares:
         return [index for index, units in enumerate(self.units) if units > 0] or [len(self.units) - 1]
 
     @property
+    def left_out(self) -> list[int]:
+        """The micro-batches that do not run."""
+        running = set(self.running)
+        return [index for index in range(len(self.units)) if index not in running]
+
+    @property
     def each(self) -> list[float]:
         """The weight of each micro-batch's loss."""
         if self.reduction == "sum":

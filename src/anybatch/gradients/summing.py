@@ -95,11 +95,17 @@ class GradientSum:
         if total is None:
             self._give_back(parameter, before)
         elif parameter in self._grad_dtypes and not self.keep_fp32:
-            self._give_back(parameter, total.to(parameter.dtype) if before is None else before.add_(total))
+            dtype = self._grad_dtypes[parameter] or parameter.dtype
+            self._give_back(parameter, total.to(dtype) if before is None else _joined(before, total))
+        elif parameter in self._grad_dtypes:
+            # None takes a gradient of any dtype: fp32 now, the parameter's own in the user's next backward()
+            parameter.grad = None
+            parameter.grad_dtype = None
+            parameter.grad = total if before is None else total.add_(before)
         elif before is None or before.dtype != total.dtype:
             parameter.grad = total if before is None else total.add_(before)
         else:
-            parameter.grad = before.add_(total)
+            parameter.grad = _joined(before, total)
 
     @contextmanager
     def undone(self) -> Iterator["GradientSum"]:
@@ -145,10 +151,15 @@ def _set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     return grads
 
 
+def _joined(one: Tensor, other: Tensor) -> Tensor:
+    """`one + other`, in place of `one` unless only that one is sparse."""
+    return other.add_(one) if one.is_sparse and not other.is_sparse else one.add_(other)
+
+
 def _add_each(sums: list[Tensor | None], terms: Sequence[Tensor | None]) -> None:
     for index, term in enumerate(terms):
         so_far = sums[index]
         if so_far is None or term is None:
             sums[index] = term if so_far is None else so_far
         else:
-            sums[index] = so_far.add_(term)
+            sums[index] = _joined(so_far, term)

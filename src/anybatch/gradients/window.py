@@ -35,6 +35,8 @@ class Window:
     def __init__(
         self, parameters: Iterable[nn.Parameter], *, drop_nonfinite: bool = False, keep_fp32: bool = False
     ) -> None:
+        if isinstance(parameters, nn.Module):
+            raise WindowError(f"Window({type(parameters).__name__}): expected parameters; give model.parameters().")
         self._sum = GradientSum(parameters, keep_fp32=keep_fp32, isolate=drop_nonfinite)
         self._provisional: float = 0
         self._losses: list[Tensor] = []
@@ -59,6 +61,10 @@ class Window:
         return weighted_sum(self._losses, [units / (self.units or 1) for units in self._units])
 
     def __enter__(self) -> "Window":
+        if self._is_open or self._units:
+            raise WindowError(
+                "this window was entered before; a window serves one block: make a new Window(parameters)."
+            )
         self._sum.__enter__()
         self._is_open = True
         return self
@@ -73,6 +79,10 @@ class Window:
         number = units.item() if isinstance(units, Tensor) else units
         if not 0 <= number < float("inf"):
             raise UnitsError(f"units={number!r}: give what this mean loss divided by, a finite number, 0 or more.")
+        if not isinstance(mean_loss, Tensor):
+            raise LossError(
+                f"the loss is a {type(mean_loss).__name__}: {mean_loss!r:.60}; expected a tensor with a graph."
+            )
         if mean_loss.numel() != 1:
             raise LossError(f"the loss has shape {tuple(mean_loss.shape)}; expected one number: give its mean.")
         if number == 0:
