@@ -36,7 +36,9 @@ def test_trace_shows_stages_and_layers_and_keeps_them(tmp_path, capsys):
     assert "micro-batch 3" in text
     assert "one sample, layer by layer" in text
     found = json.loads((tmp_path / "out" / "trace.json").read_text())
-    assert found["layers"][0] | {"name": "0", "kind": "Linear", "in": [[1, 10]], "out": [[1, 32]]} == found["layers"][0]
+    assert (
+        found["layers"][0] | {"name": "model", "kind": "Linear", "in": [[1, 10]], "out": [[1, 2]]} == found["layers"][0]
+    )
     assert found["stages"][0].keys() == {"stage", "micro_batch", "title", "facts", "values"}
     assert (tmp_path / "out" / "report.html").exists()
 

@@ -17,7 +17,7 @@ def task() -> Task:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(2000, 10, generator=generator)
     targets = (inputs.sum(dim=1) > 0).long()
-    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2))
+    model = nn.Linear(10, 2)
     return Task(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
