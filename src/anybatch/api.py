@@ -1,7 +1,21 @@
 """The whole public API, by name; `anybatch` itself hands these out on first use."""
 
 import anybatch.stages as stages
-from anybatch.batches import Batch, MicroBatches, Rows, Split, Windows, num_rows, rows, take_rows, windows
+from anybatch.batches import (
+    Auto,
+    Batch,
+    Choice,
+    Cost,
+    MicroBatches,
+    Rows,
+    Split,
+    Tokens,
+    Windows,
+    num_rows,
+    rows,
+    take_rows,
+    windows,
+)
 from anybatch.errors import (
     AnybatchError,
     BatchError,
@@ -12,24 +26,29 @@ from anybatch.errors import (
     UpdateError,
     WindowError,
 )
-from anybatch.gradients import Accumulated, Accumulator, Mean, Objective, Sum, Window, huggingface, supervised
+from anybatch.gradients import Accumulated, Accumulator, Mean, Objective, PerRow, Sum, Window, huggingface, supervised
 from anybatch.update import Update, UpdateResult
 
 __all__ = [
     "Accumulated",
     "Accumulator",
     "AnybatchError",
+    "Auto",
     "Batch",
     "BatchError",
+    "Choice",
+    "Cost",
     "LossError",
     "Mean",
     "MicroBatches",
     "NonFiniteError",
     "Objective",
+    "PerRow",
     "Rows",
     "Split",
     "SplitError",
     "Sum",
+    "Tokens",
     "UnitsError",
     "Update",
     "UpdateError",

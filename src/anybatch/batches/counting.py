@@ -101,7 +101,7 @@ def take(batch: Batch, chosen: RowNumbers, count: int) -> Batch:
         if len(batch.shape) == 0:
             return batch
         return batch[chosen] if isinstance(chosen, slice) else batch[chosen.numpy(force=True)]
-    if is_sequence(batch) and _is_per_row(batch, count):
+    if is_sequence(batch) and is_per_row(batch, count):
         taken = batch[chosen] if isinstance(chosen, slice) else [batch[number] for number in chosen.tolist()]
         return rebuild(batch, list(taken))
     held = children(batch)
@@ -119,7 +119,7 @@ def _split(batch: Batch, stops: list[int], count: int) -> list[Batch]:
     if isinstance(batch, Tensor):
         return list(batch.tensor_split(stops[:-1])) if batch.dim() > 0 else [batch] * len(stops)
     held = children(batch)
-    if is_array(batch) or (held is not None and is_sequence(batch) and _is_per_row(batch, count)):
+    if is_array(batch) or (held is not None and is_sequence(batch) and is_per_row(batch, count)):
         return [take(batch, slice(start, stop), count) for start, stop in pairwise([0, *stops])]
     if not held:
         return [batch] * len(stops)
@@ -170,7 +170,8 @@ def _holds_objects(sequence: Any) -> bool:
     return has_object
 
 
-def _is_per_row(sequence: Any, count: int) -> bool:
+def is_per_row(sequence: Any, count: int) -> bool:
+    """True of a list or tuple that holds one object per row, in a batch of `count` rows."""
     if _holds_objects(sequence):
         return True
     if len(sequence) != count:
@@ -183,7 +184,7 @@ def _is_per_row(sequence: Any, count: int) -> bool:
 def _check_sequences(batch: Batch, count: int) -> None:
     """Nested lists that were passed over in counting must agree in one of their two readings."""
     for path, sequence in _nested_sequences(batch, "", is_root=True):
-        if _is_per_row(sequence, count):
+        if is_per_row(sequence, count):
             continue
         for inner, other in _column_counts(sequence, path):
             if other != count:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import Batch, MicroBatches, Split, as_split, move, tensors
+from anybatch.batches import Batch, MicroBatch, MicroBatches, as_split, move, tensors
 from anybatch.errors import LossError, UpdateError
 from anybatch.gradients.metrics import Metrics, combine
 from anybatch.gradients.objective import Objective, count_units, evaluate
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.summing import GradientSum
+from anybatch.gradients.timing import stopwatch_for
 from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss, Observer, Tracker, tracker_for
 
 Autocast = torch.dtype | torch.autocast | None
@@ -60,7 +61,7 @@ class Accumulator:
         model: nn.Module,
         objective: Objective,
         *,
-        micro_batch: int | Split,
+        micro_batch: MicroBatch,
         autocast: Autocast = None,
         parameters: Callable[[], Iterable[nn.Parameter]] | None = None,
         drop_nonfinite: bool = False,
@@ -95,12 +96,15 @@ class Accumulator:
         try:
             with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
                 starts: tuple[Tensor, ...] = ()
+                watch = stopwatch_for(self.split, batch, work.cut, work.parameters)
                 for index in work.shares.running:
                     loss, metrics = work.forward(index)
                     starts = starts or work.shares.tensors(loss, scaler)
                     is_kept = not drops or bool(loss.isfinite())
                     if is_kept:
                         is_kept = _backward(gradient_sum, loss, starts[index], index, tracker)
+                    if watch is not None:
+                        watch.lap(index)
                     done.add(index, loss.detach(), metrics, is_kept=is_kept)
                     del loss, metrics  # the next forward must not find this graph alive
                 gradient_sum.scale = work.shares.left_over(done.kept)
@@ -109,22 +113,24 @@ class Accumulator:
         finally:
             if tracker is not None:
                 tracker.close()
-        return done.result(work.shares)
+        if watch is not None:
+            watch.finish()
+        return done.result(work.shares, work.cut)
 
     def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> "Work":
         """Cut the batch and count its units: all that comes before the first forward."""
-        micro_batches = (batch if isinstance(batch, MicroBatches) else self.split.cut(batch)).micro_batches
-        units = count_units(self.objective, self.model, micro_batches)
+        cut = batch if isinstance(batch, MicroBatches) else self.split.cut(batch)
+        units = count_units(self.objective, self.model, cut.micro_batches)
         parameters = list(self.parameters())
         device = common_device(parameters)
-        is_there = device is None or all(tensor.device == device for tensor in tensors(batch))
+        is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches))
         autocast = _autocast_context(self.autocast, device)
         underflows = scaler is None and _is_fp16(parameters, autocast)
         shares = shares_of(units, self.objective.reduction, underflows=underflows)
         return Work(
             self.model,
             self.objective,
-            micro_batches,
+            cut,
             shares,
             parameters,
             None if is_there else device,
@@ -139,13 +145,18 @@ class Work:
 
     model: nn.Module
     objective: Objective
-    micro_batches: tuple[Batch, ...]
+    cut: MicroBatches
     shares: Shares
     parameters: list[nn.Parameter]
     device: torch.device | None
     """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
     autocast: AbstractContextManager[object] | None
     tracker: Tracker | None
+
+    @property
+    def micro_batches(self) -> tuple[Batch, ...]:
+        """What runs, in order."""
+        return self.cut.micro_batches
 
     def forward(self, index: int) -> tuple[Tensor, Metrics]:
         """Bring one micro-batch to the device and evaluate the objective on it."""
@@ -205,14 +216,14 @@ class _Done:
         self.losses.append(loss)
         self.metrics.append(metrics)
 
-    def result(self, shares: Shares) -> Accumulated:
+    def result(self, shares: Shares, cut: MicroBatches) -> Accumulated:
         units = [shares.units[index] for index in self.kept]
         weights = shares_of(units, shares.reduction).each
         return Accumulated(
             loss=torch.zeros(()) if shares.is_empty else weighted_sum(self.losses, weights),
             units=sum(units),
             micro_batches=len(shares.units),
-            metrics=combine(self.metrics, units),
+            metrics=combine(self.metrics, units, cut, self.kept),
             dropped=tuple(self.dropped),
         )
 
