@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from anybatch.batches.costs import Cost
 from anybatch.batches.counting import num_rows
+from anybatch.batches.cutting import best_cut
 from anybatch.batches.nesting import Batch, tensors
-from anybatch.batches.search import Search, Trial, ladder
+from anybatch.batches.search import LIMIT, Search, Trial, ladder
 from anybatch.batches.splits import MicroBatches, Rows
 from anybatch.batches.tokens import Tokens
 from anybatch.errors import SplitError
@@ -22,9 +24,9 @@ class Choice:
     is_settled: bool
     """False while sizes are still being tried; `size` is then the best so far."""
     trials: tuple[Trial, ...]
-    """What was measured: sizes and rates, in tokens or numbers per second."""
+    """What was measured: sizes and rates, in work per second, which compares within one choice only."""
     num_updates: int
-    """How many updates were measured, all of them real training."""
+    """How many updates were measured, all of them real training. By tokens, one more came before them."""
 
     def describe(self) -> str:
         """In words: what was chosen, and what else was tried."""
@@ -63,8 +65,8 @@ class Auto:
             )
         self.most = Rows(most) if isinstance(most, int) else most
         self._tokens = most if isinstance(most, Tokens) else None
-        self._searches: dict[tuple[str, int, int], Search] = {}
-        self._last: _Try | None = None
+        self._tunings: dict[tuple[str, int, int], _Tuning] = {}
+        self._last: _Tuning | None = None
 
     def __repr__(self) -> str:
         return f"Auto(most={self.most!r})"
@@ -92,7 +94,7 @@ class Auto:
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
         """Take the rate of the batch that was cut last."""
         total = sum(took for took in seconds if took is not None)
-        if self._last is not None and total > 0:
+        if self._last is not None and total > 0 and self._last.amount > 0:
             self._last.search.tell(self._last.amount / total)
         if self._tokens is not None:
             self._tokens.learn(ran, seconds)
@@ -101,34 +103,56 @@ class Auto:
         count = num_rows(batch)
         amount = max(count, sum(tensor.numel() for tensor in tensors(batch)))
         largest = min(count, self.most.size) if isinstance(self.most, Rows) else count
-        search = self._search("rows", count, amount, lambda: _distinct(count, ladder(1, largest)))
-        self._last = _Try("rows", search, amount)
-        return Rows(search.next_size).cut(batch)
+        tuning = self._tuning("rows", count, amount, lambda: Search(_distinct(count, ladder(1, largest))))
+        tuning.amount = amount
+        return Rows(tuning.search.next_size).cut(batch)
 
     def _cut_tokens(self, batch: Batch, tokens: Tokens) -> MicroBatches:
         rows = tokens.measure(batch)
-        count, longest, amount = len(rows.lengths), max(rows.lengths), sum(rows.lengths)
-        largest = min(tokens.budget, count * longest) if self.most is not None else count * longest
-        search = self._search("tokens", count, amount, lambda: ladder(min(longest, largest), largest))
-        self._last = _Try("tokens", search, amount)
+        count, longest = len(rows.lengths), max(rows.lengths)
+        bound = count * longest if self.most is None else tokens.budget
+        largest = max(1, min(bound, count * longest))
+        # the first update fits the cost, by which the work in later ones is then compared
+        tuning = self._tuning(
+            "tokens", count, sum(rows.lengths), lambda: Search(ladder(min(longest, largest), largest), limit=LIMIT - 1)
+        )
+        if not tuning.search.is_done:
+            tuning.weigh(rows.lengths, largest, tokens.cost)
         # a row longer than the size to try still has to fit; one longer than the user's bound is an error
-        budget = max(search.next_size, longest if self.most is None else min(longest, tokens.budget))
-        return tokens.cut_to(budget, batch, rows)
+        return tokens.cut_to(max(tuning.search.next_size, min(longest, bound)), batch, rows)
 
-    def _search(self, kind: str, count: int, amount: int, sizes: Callable[[], list[int]]) -> Search:
+    def _tuning(self, kind: str, count: int, amount: int, begin: Callable[[], Search]) -> "_Tuning":
         key = (kind, count.bit_length(), (amount // count).bit_length())
-        if key not in self._searches:
-            self._searches[key] = Search(sizes())
-        return self._searches[key]
+        if key not in self._tunings:
+            self._tunings[key] = _Tuning(kind, begin())
+        self._last = self._tunings[key]
+        return self._last
 
 
-@dataclass(frozen=True, slots=True)
-class _Try:
-    """The batch that was cut last: the search that it serves, and how much it holds."""
+@dataclass(slots=True)
+class _Tuning:
+    """The search for batches of one shape, and how much work the batch that was cut last is."""
 
     kind: str
     search: Search
-    amount: int
+    amount: float = 0
+    """0 where the next rate is not to be counted."""
+    is_warm: bool = False
+    cost: Cost | None = None
+    """What all ragged batches of this search are weighed by: batches differ, and the search must not see that."""
+
+    def weigh(self, lengths: Sequence[int], budget: int, fitted: Cost) -> None:
+        """The amount of work in a ragged batch: the cost of its cheapest cut under the largest budget.
+
+        That cut's largest micro-batch is also the largest that is worth trying.
+        """
+        if not self.is_warm:
+            self.is_warm, self.amount = True, 0
+            return
+        self.cost = self.cost or fitted
+        self.amount = best_cut(lengths, budget, self.cost).cost(self.cost)
+        free = best_cut(lengths, budget, fitted)
+        self.search.cap(max(len(rows) * length for rows, length in zip(free.rows, free.lengths, strict=True)))
 
 
 def _distinct(count: int, sizes: list[int]) -> list[int]:

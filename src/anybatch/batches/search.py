@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 LIMIT = 12
 """The search ends after this many measurements."""
@@ -23,19 +24,21 @@ class Trial:
 
 
 class Search:
-    """The way up in steps of 4, then ever smaller steps around the best, then the best two again in turn.
+    """The way up in steps of 4, then ever smaller steps around the best, then other gaps, then the best two again in turn.
 
-    `sizes` ascend; the rate is taken to rise to one summit and to fall after it. `next_size` is the size to measure next
+    `sizes` ascend; the rate is taken to rise to a summit and to fall after it. `next_size` is the size to measure next
     and `tell` takes its rate. From the end of the search on, `next_size` is the best. Going up from the smallest, no size is
     tried that is far above the best one: what would not fit is not met by accident.
     """
 
-    def __init__(self, sizes: Sequence[int], *, stride: int = 4) -> None:
+    def __init__(self, sizes: Sequence[int], *, limit: int = LIMIT, stride: int = 4) -> None:
         self.sizes = tuple(sizes)
         self._rates: dict[int, list[float]] = {}
+        self._limit = limit
         self._stride = stride
         self._is_climbing = True
         self._at = 0
+        self._top = len(self.sizes) - 1
         self.num_measured = 0
         self.is_done = False
         """True when nothing is left to try."""
@@ -64,8 +67,15 @@ class Search:
         self.num_measured += 1
         self._decide()
 
+    def cap(self, size: int) -> None:
+        """Sizes above the first that reaches `size` make no difference: leave them out."""
+        reaching = (at for at, known in enumerate(self.sizes) if known >= size)
+        self._top = next(reaching, len(self.sizes) - 1)
+        if not self.is_done and not self._rates.get(self._at):
+            self._at = min(self._at, self._top)
+
     def _decide(self) -> None:
-        following = self._following() if self.num_measured < LIMIT else None
+        following = self._following() if self.num_measured < self._limit else None
         self.is_done = following is None
         self._at = self._best() if following is None else following
 
@@ -77,15 +87,18 @@ class Search:
             if above is not None:
                 return above
             self._is_climbing = False
-        around = self._around()
-        return around if around is not None else self._again()
+        for look in (self._around, self._between, self._again):
+            following = look()
+            if following is not None:
+                return following
+        return None
 
     def _above(self) -> int | None:
         highest = max(self._rates)
         is_falling = max(self._rates[highest]) < CLEARLY * max(self._rates[self._best()])
-        if is_falling or highest == len(self.sizes) - 1:
+        if is_falling or highest >= self._top:
             return None
-        return min(highest + self._stride, len(self.sizes) - 1)
+        return min(highest + self._stride, self._top)
 
     def _around(self) -> int | None:
         """The middle of the wider of the two gaps beside the best."""
@@ -97,6 +110,18 @@ class Search:
             return None
         beside = max(neighbours, key=lambda at: (abs(at - best), max(self._rates[at])))
         return (best + beside) // 2 if abs(best - beside) > 1 else None
+
+    def _between(self) -> int | None:
+        """The middle of the widest gap that may hide a second summit: one with an end near the best."""
+        if self.num_measured >= self._limit - 2:
+            return None
+        near = CLEARLY * max(self._rates[self._best()])
+        gaps = [
+            (high - low, (low + high) // 2)
+            for low, high in pairwise(sorted(self._rates))
+            if high - low > 1 and max(*self._rates[low], *self._rates[high]) >= near
+        ]
+        return max(gaps)[1] if gaps else None
 
     def _again(self) -> int | None:
         """Whichever of the best two was measured fewer times, until both were measured twice."""

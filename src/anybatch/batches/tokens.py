@@ -110,7 +110,7 @@ class Tokens:
     def _sample_lengths(self, batch: Batch) -> list[int]:
         if not isinstance(batch, (list, tuple)) or not batch:
             raise SplitError(
-                f"Tokens(collate=...) cuts a list of raw samples, got {type(batch).__name__} {batch!r:.60}. Give the loader "
+                f"Tokens(collate=...) cuts a list of raw samples, got a {type(batch).__name__}. Give the loader "
                 "collate_fn=list, or leave collate=None for batches that are collated already."
             )
         return [int((self.length or sample_length)(sample)) for sample in batch]
