@@ -126,12 +126,14 @@ def _take_and_trim(batch: Batch, cut: Cut, rows: RowLengths, keep: Collection[st
     count = num_rows(batch)
     parts = []
     for chosen, length in zip(cut.rows, cut.lengths, strict=True):
-        is_whole = length == rows.width
-        trimmed = batch if is_whole else narrow(batch, rows.columns(length), width=rows.width, count=count, keep=keep)
-        if len(chosen) == count:
-            parts.append(trimmed)
-        elif chosen[-1] - chosen[0] + 1 == len(chosen):
-            parts.append(take(trimmed, slice(chosen[0], chosen[-1] + 1), count))
-        else:
+        is_run = chosen[-1] - chosen[0] + 1 == len(chosen)
+        if length < rows.width:
+            # copied even where rows are neighbours: models take .view() of what they are given
+            trimmed = narrow(batch, rows.columns(length), width=rows.width, count=count, keep=keep)
             parts.append(take(trimmed, torch.tensor(chosen), count))
+        elif len(chosen) == count:
+            parts.append(batch)
+        else:
+            numbers = slice(chosen[0], chosen[-1] + 1) if is_run else torch.tensor(chosen)
+            parts.append(take(batch, numbers, count))
     return parts
