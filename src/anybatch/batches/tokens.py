@@ -33,7 +33,7 @@ class Tokens:
     the micro-batches that ran, unless it is given.
 
     >>> mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]])
-    >>> cut = Tokens(12, cost=Cost(fixed=1)).cut({"input_ids": mask * 7, "attention_mask": mask})
+    >>> cut = Tokens(12, cost=Cost(fixed=6)).cut({"input_ids": mask * 7, "attention_mask": mask})
     >>> [tuple(part["input_ids"].shape) for part in cut], cut.row_numbers
     ([(2, 6), (2, 2)], ((0, 2), (1, 3)))
     """
