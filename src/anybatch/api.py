@@ -1,7 +1,21 @@
 """The whole public API, by name; `anybatch` itself hands these out on first use."""
 
 import anybatch.stages as stages
-from anybatch.batches import Batch, MicroBatches, Rows, Split, Windows, num_rows, rows, take_rows, windows
+from anybatch.batches import (
+    Auto,
+    Batch,
+    Choice,
+    Cost,
+    MicroBatches,
+    Rows,
+    Split,
+    Tokens,
+    Windows,
+    num_rows,
+    rows,
+    take_rows,
+    windows,
+)
 from anybatch.errors import (
     AnybatchError,
     BatchError,
@@ -16,7 +30,7 @@ from anybatch.errors import (
     UpdateError,
     WindowError,
 )
-from anybatch.gradients import Accumulated, Accumulator, Mean, Objective, Sum, Window, huggingface, supervised
+from anybatch.gradients import Accumulated, Accumulator, Mean, Objective, PerRow, Sum, Window, huggingface, supervised
 from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
@@ -26,14 +40,18 @@ __all__ = [
     "Accumulated",
     "Accumulator",
     "AnybatchError",
+    "Auto",
     "Batch",
     "BatchError",
     "CheckpointError",
+    "Choice",
+    "Cost",
     "LossError",
     "Mean",
     "MicroBatches",
     "NonFiniteError",
     "Objective",
+    "PerRow",
     "Resumed",
     "Rows",
     "RunError",
@@ -44,6 +62,7 @@ __all__ = [
     "Sum",
     "Task",
     "TaskError",
+    "Tokens",
     "UnitsError",
     "Update",
     "UpdateError",

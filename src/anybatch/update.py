@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from anybatch.batches import Batch, Split
+from anybatch.batches import Batch, MicroBatch
 from anybatch.errors import NonFiniteError, UpdateError
 from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast, check_model
 from anybatch.gradients.nonfinite import find_culprit
@@ -69,7 +69,7 @@ class Update:
         optimizer: Optimizer,
         objective: Objective,
         *,
-        micro_batch: int | Split,
+        micro_batch: MicroBatch,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         scaler: GradScaler | None = None,

@@ -1,18 +1,31 @@
 """What a batch is: its rows, taking them, cutting it into micro-batches. Pure: no autograd here."""
 
+from anybatch.batches.auto import Auto, Choice
+from anybatch.batches.costs import Cost
 from anybatch.batches.counting import RowNumbers, move, num_rows, rows, take_rows
+from anybatch.batches.cutting import Cut, best_cut
 from anybatch.batches.nesting import Batch, map_tensors, tensors
-from anybatch.batches.splits import MicroBatches, Rows, Split, as_split
+from anybatch.batches.spelling import MicroBatch, as_split
+from anybatch.batches.splits import Learner, MicroBatches, Rows, Split
+from anybatch.batches.tokens import Tokens
 from anybatch.batches.windows import Windows, windows
 
 __all__ = [
+    "Auto",
     "Batch",
+    "Choice",
+    "Cost",
+    "Cut",
+    "Learner",
+    "MicroBatch",
     "MicroBatches",
     "RowNumbers",
     "Rows",
     "Split",
+    "Tokens",
     "Windows",
     "as_split",
+    "best_cut",
     "map_tensors",
     "move",
     "num_rows",

@@ -97,7 +97,7 @@ def take(batch: Batch, chosen: RowNumbers, count: int) -> Batch:
         if len(batch.shape) == 0:
             return batch
         return batch[chosen] if isinstance(chosen, slice) else batch[chosen.numpy(force=True)]
-    if is_sequence(batch) and _is_per_row(batch, count):
+    if is_sequence(batch) and is_per_row(batch, count):
         taken = batch[chosen] if isinstance(chosen, slice) else [batch[number] for number in chosen.tolist()]
         return rebuild(batch, list(taken))
     held = children(batch)
@@ -115,7 +115,7 @@ def _split(batch: Batch, stops: list[int], count: int) -> list[Batch]:
     if isinstance(batch, Tensor):
         return list(batch.tensor_split(stops[:-1])) if batch.dim() > 0 else [batch] * len(stops)
     held = children(batch)
-    if is_array(batch) or (held is not None and is_sequence(batch) and _is_per_row(batch, count)):
+    if is_array(batch) or (held is not None and is_sequence(batch) and is_per_row(batch, count)):
         return [take(batch, slice(start, stop), count) for start, stop in pairwise([0, *stops])]
     if not held:
         return [batch] * len(stops)
@@ -166,7 +166,8 @@ def _holds_objects(sequence: Any) -> bool:
     return has_object
 
 
-def _is_per_row(sequence: Any, count: int) -> bool:
+def is_per_row(sequence: Any, count: int) -> bool:
+    """True of a list or tuple that holds one object per row, in a batch of `count` rows."""
     if _holds_objects(sequence):
         return True
     if len(sequence) != count:
@@ -192,7 +193,7 @@ def _check_sequences(batch: Batch, count: int, path: str = "") -> None:
     """Nested lists that were passed over in counting must agree in one of their two readings."""
     for step, child in children(batch) or ():
         where = path + step
-        if is_sequence(child) and _is_per_row(child, count):
+        if is_sequence(child) and is_per_row(child, count):
             continue
         if is_array(child) and len(child.shape) > 0 and child.shape[0] != count:
             raise BatchError(

@@ -1,11 +1,13 @@
 """Splits: policies that cut a batch into micro-batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Protocol, runtime_checkable
 
 from anybatch.batches.counting import num_rows, split_rows
+from anybatch.batches.cutting import Cut
 from anybatch.batches.nesting import Batch
 from anybatch.errors import BatchError, SplitError
 
@@ -18,11 +20,27 @@ class MicroBatches:
     """
 
     micro_batches: tuple[Batch, ...]
+    cut: Cut | None
+    """Which rows of the batch each micro-batch holds, and what they are padded to; None where rows are in their own order."""
 
-    def __init__(self, micro_batches: "tuple[Batch, ...] | list[Batch]") -> None:
+    def __init__(self, micro_batches: "tuple[Batch, ...] | list[Batch]", cut: Cut | None = None) -> None:
         object.__setattr__(self, "micro_batches", tuple(micro_batches))
+        object.__setattr__(self, "cut", cut)
         if not self.micro_batches:
             raise BatchError("MicroBatches() holds 0 micro-batches; give at least 1.")
+        if cut is not None and len(cut.rows) != len(self.micro_batches):
+            raise BatchError(
+                f"MicroBatches() holds {len(self.micro_batches)} micro-batches, but its cut has {len(cut.rows)}; give one "
+                "tuple of row numbers per micro-batch."
+            )
+
+    @property
+    def row_numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The rows of the batch that each micro-batch holds: as it was cut, or else consecutive."""
+        if self.cut is not None:
+            return self.cut.rows
+        stops = [0, *accumulate(num_rows(micro_batch) for micro_batch in self.micro_batches)]
+        return tuple(tuple(range(start, stop)) for start, stop in pairwise(stops))
 
     def __len__(self) -> int:
         return len(self.micro_batches)
@@ -40,6 +58,14 @@ class Split(Protocol):
 
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`, in the order they run."""
+
+
+@runtime_checkable
+class Learner(Split, Protocol):
+    """A split that wants to know how long its micro-batches took, to cut the next batch better."""
+
+    def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
+        """Called when the batch last cut has run; None stands for a micro-batch that did not have to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +101,3 @@ def near_equal(count: int, size: int) -> list[int]:
     num_parts = -(-count // size)
     shortest, num_longer = divmod(count, num_parts)
     return [shortest + 1] * num_longer + [shortest] * (num_parts - num_longer)
-
-
-def as_split(micro_batch: "int | Split") -> Split:
-    """An int stands for `Rows(int)`; a split stands for itself."""
-    if isinstance(micro_batch, Integral):
-        return Rows(int(micro_batch))
-    if isinstance(micro_batch, Split) and not isinstance(micro_batch, type):
-        return micro_batch
-    raise SplitError(
-        f"micro_batch={micro_batch!r} is not a split: give a number of rows, such as 16, or a split, such as Rows(16)."
-    )

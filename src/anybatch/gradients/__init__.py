@@ -3,7 +3,7 @@
 from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast
 from anybatch.gradients.criteria import supervised
 from anybatch.gradients.huggingface import huggingface
-from anybatch.gradients.metrics import Mean, Metric, Metrics, Sum
+from anybatch.gradients.metrics import Mean, Metric, Metrics, PerRow, Sum
 from anybatch.gradients.objective import Objective
 from anybatch.gradients.window import Window
 
@@ -15,6 +15,7 @@ __all__ = [
     "Metric",
     "Metrics",
     "Objective",
+    "PerRow",
     "Sum",
     "Window",
     "huggingface",

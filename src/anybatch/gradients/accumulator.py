@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import Batch, MicroBatches, Split, as_split, move, tensors
+from anybatch.batches import Batch, MicroBatch, MicroBatches, as_split, move, tensors
 from anybatch.errors import LossError, UpdateError
 from anybatch.gradients.metrics import Metrics, combine, detached
 from anybatch.gradients.objective import Objective, count_units, evaluate, metrics_alone
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
+from anybatch.gradients.timing import stopwatch_for
 from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss, Observer, Tracker, tracker_for
 
 Autocast = torch.dtype | torch.autocast | None
@@ -62,7 +63,7 @@ class Accumulator:
         model: nn.Module,
         objective: Objective,
         *,
-        micro_batch: int | Split,
+        micro_batch: MicroBatch,
         autocast: Autocast = None,
         parameters: Callable[[], Iterable[nn.Parameter]] | None = None,
         drop_nonfinite: bool = False,
@@ -98,6 +99,7 @@ class Accumulator:
         try:
             with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
                 starts: tuple[Tensor, ...] = ()
+                watch = stopwatch_for(self.split, batch, work.cut, work.parameters)
                 for index in work.shares.running:
                     statistics = copy_statistics(layers)
                     loss, metrics = work.forward(index)
@@ -107,33 +109,37 @@ class Accumulator:
                         is_kept = _backward(gradient_sum, loss, starts[index], index, tracker)
                     if not is_kept:
                         statistics.restore()
+                    if watch is not None:
+                        watch.lap(index)
                     done.add(index, loss.detach(), metrics, is_kept=is_kept)
                     del loss, metrics  # the next forward must not find this graph alive
                 gradient_sum.scale = work.shares.left_over(done.kept)
                 if work.shares.is_empty:
                     gradient_sum.zero()
                 if done.has_metrics:
-                    done.unweighted.extend(work.metrics_of(index) for index in work.shares.left_out)
-                result = done.result(work.shares)
+                    done.unweighted.update((index, work.metrics_of(index)) for index in work.shares.left_out)
+                result = done.result(work.shares, work.cut)
         finally:
             if tracker is not None:
                 tracker.close()
+        if watch is not None:
+            watch.finish()
         return result
 
     def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> "Work":
         """Cut the batch and count its units: all that comes before the first forward."""
-        micro_batches = (batch if isinstance(batch, MicroBatches) else self.split.cut(batch)).micro_batches
-        units = count_units(self.objective, self.model, micro_batches)
+        cut = batch if isinstance(batch, MicroBatches) else self.split.cut(batch)
+        units = count_units(self.objective, self.model, cut.micro_batches)
         parameters = list(self.parameters())
         device = common_device(parameters)
-        is_there = device is None or all(tensor.device == device for tensor in tensors(batch))
+        is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches[0]))
         autocast = _autocast_context(self.autocast, device)
         underflows = scaler is None and _is_fp16(parameters, autocast)
         shares = shares_of(units, self.objective.reduction, underflows=underflows)
         return Work(
             self.model,
             self.objective,
-            micro_batches,
+            cut,
             shares,
             parameters,
             None if is_there else device,
@@ -148,13 +154,18 @@ class Work:
 
     model: nn.Module
     objective: Objective
-    micro_batches: tuple[Batch, ...]
+    cut: MicroBatches
     shares: Shares
     parameters: list[nn.Parameter]
     device: torch.device | None
     """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
     autocast: AbstractContextManager[object] | None
     tracker: Tracker | None
+
+    @property
+    def micro_batches(self) -> tuple[Batch, ...]:
+        """What runs, in order."""
+        return self.cut.micro_batches
 
     def forward(self, index: int) -> tuple[Tensor, Metrics]:
         """Bring one micro-batch to the device and evaluate the objective on it."""
@@ -224,7 +235,7 @@ class _Done:
     dropped: list[int] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
-    unweighted: list[Metrics] = field(default_factory=list)
+    unweighted: dict[int, Metrics] = field(default_factory=dict)
     """Metrics of the micro-batches of no units."""
 
     @property
@@ -239,14 +250,19 @@ class _Done:
         self.losses.append(loss)
         self.metrics.append(detached(metrics))
 
-    def result(self, shares: Shares) -> Accumulated:
+    def result(self, shares: Shares, cut: MicroBatches) -> Accumulated:
         units = [shares.units[index] for index in self.kept]
         weights = shares_of(units, shares.reduction).each
         return Accumulated(
             loss=self._loss(shares, weights),
             units=sum(units),
             micro_batches=len(shares.units),
-            metrics=combine([*self.metrics, *self.unweighted], [*units, *[0.0] * len(self.unweighted)]),
+            metrics=combine(
+                [*self.metrics, *self.unweighted.values()],
+                [*units, *[0.0] * len(self.unweighted)],
+                cut,
+                [*self.kept, *self.unweighted],
+            ),
             dropped=tuple(self.dropped),
         )
 

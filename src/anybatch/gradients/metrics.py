@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from anybatch.batches import MicroBatches
 from anybatch.errors import LossError
 
 Number = float | Tensor
@@ -26,21 +27,69 @@ class Mean:
     units: Number | None = None
 
 
-Metric = Sum | Mean | Number
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """A metric with one entry per row of this micro-batch: of the whole batch it has one per row, in the batch's own order.
+
+    Rows of a micro-batch that was dropped are nan.
+    """
+
+    values: Tensor
+
+
+Metric = Sum | Mean | PerRow | Number
 """A bare number is a mean over the units of the loss."""
 Metrics = Mapping[str, Metric]
 
 
-def combine(parts: Sequence[Metrics], units: Sequence[float]) -> dict[str, Tensor]:
+def combine(
+    parts: Sequence[Metrics],
+    units: Sequence[float],
+    cut: MicroBatches | None = None,
+    kept: Sequence[int] = (),
+) -> dict[str, Tensor]:
     """The metrics of the whole batch from those of its micro-batches, whose losses averaged over `units`.
 
-    A micro-batch that lacks a metric has no part in it. A mean over 0 units is nan.
+    A micro-batch that lacks a metric has no part in it. A mean over 0 units is nan. `parts` are those of the micro-batches
+    `kept` of a `cut`, which says whose row is whose; without it, rows are in the order of the parts.
 
     >>> combine([{"error": 0.5, "seen": Sum(2)}, {"error": 0.0, "seen": Sum(3)}], units=[2, 6])
     {'error': tensor(0.1250), 'seen': tensor(5.)}
     """
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _combine_one(name, parts, units) for name in names}
+    combined = {}
+    for name in names:
+        if any(isinstance(part.get(name), PerRow) for part in parts):
+            combined[name] = _in_order(name, parts, cut, kept)
+        else:
+            combined[name] = _combine_one(name, parts, units)
+    return combined
+
+
+def _in_order(name: str, parts: Sequence[Metrics], cut: MicroBatches | None, kept: Sequence[int]) -> Tensor:
+    """One tensor over all rows of the batch, each entry at its own row."""
+    given = [(place, part[name]) for place, part in enumerate(parts) if name in part]
+    values = [metric.values if isinstance(metric, PerRow) else torch.zeros(()) for _, metric in given]
+    if cut is None:
+        return torch.cat(values)
+    row_numbers = cut.row_numbers
+    num_rows = sum(map(len, row_numbers))
+    places = [row_numbers[kept[place]] for place, _ in given]
+    for rows, value in zip(places, values, strict=True):
+        if value.shape[:1] != (len(rows),) or value.shape[1:] != values[0].shape[1:]:
+            raise LossError(
+                f"the metric {name!r} has shape {tuple(value.shape)} for a micro-batch of {len(rows)} rows and "
+                f"{tuple(values[0].shape)} for another; PerRow takes one entry per row, all of one shape. Reduce what differs "
+                "in length, for example to a mean over each row's own tokens."
+            )
+    if sum(map(len, places)) == num_rows:
+        whole = torch.empty((num_rows, *values[0].shape[1:]), dtype=values[0].dtype, device=values[0].device)
+    else:
+        dtype = values[0].dtype if values[0].is_floating_point() else torch.float32
+        whole = torch.full((num_rows, *values[0].shape[1:]), torch.nan, dtype=dtype, device=values[0].device)
+    numbers = torch.tensor([row for rows in places for row in rows], device=whole.device)
+    whole[numbers] = torch.cat(values).to(whole.dtype)
+    return whole
 
 
 def _combine_one(name: str, parts: Sequence[Metrics], units: Sequence[float]) -> Tensor:
@@ -56,6 +105,7 @@ def _combine_one(name: str, parts: Sequence[Metrics], units: Sequence[float]) ->
             weights.append(1.0)
             continue
         if not isinstance(metric, Mean):
+            assert not isinstance(metric, PerRow)
             metric = Mean(metric)
         weight = part_units if metric.units is None else metric.units
         values.append(_scalar(name, metric.value))
@@ -76,11 +126,13 @@ def detached(metrics: Metrics) -> Metrics:
 def _detached(name: str, metric: Metric) -> Metric:
     if isinstance(metric, Tensor):
         return metric.detach()
-    if not isinstance(metric, Sum | Mean | int | float):
+    if not isinstance(metric, Sum | Mean | PerRow | int | float):
         raise LossError(
-            f"the metric {name!r} is a {type(metric).__name__}: {metric!r:.60}; expected a number, a tensor of one, Sum(...) "
-            "or Mean(...)."
+            f"the metric {name!r} is a {type(metric).__name__}: {metric!r:.60}; expected a number, a tensor of one, Sum(...), "
+            "Mean(...) or PerRow(...)."
         )
+    if isinstance(metric, PerRow):
+        return PerRow(metric.values.detach())
     if isinstance(metric, Sum | Mean) and isinstance(metric.value, Tensor):
         return replace(metric, value=metric.value.detach())
     return metric

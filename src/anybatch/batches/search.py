@@ -1,0 +1,146 @@
+"""Finding the fastest of many sizes in a dozen measurements, each of which is an update of real training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+LIMIT = 12
+"""The search ends after this many measurements."""
+CLEARLY = 0.85
+"""A rate below this share of the best, beyond the noise of a shared machine, ends the way up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One size and the rates it was seen to give."""
+
+    size: int
+    rates: tuple[float, ...]
+
+    @property
+    def rate(self) -> float:
+        """The best of the rates: what disturbs a measurement only ever slows it."""
+        return max(self.rates)
+
+
+class Search:
+    """The way up in steps of 4, then ever smaller steps around the best, then other gaps, then the best two again in turn.
+
+    `sizes` ascend; the rate is taken to rise to a summit and to fall after it. `next_size` is the size to measure next
+    and `tell` takes its rate. From the end of the search on, `next_size` is the best. Going up from the smallest, no size is
+    tried that is far above the best one: what would not fit is not met by accident.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, limit: int = LIMIT, stride: int = 4) -> None:
+        self.sizes = tuple(sizes)
+        self._rates: dict[int, list[float]] = {}
+        self._limit = limit
+        self._stride = stride
+        self._is_climbing = True
+        self._at = 0
+        self._top = len(self.sizes) - 1
+        self.num_measured = 0
+        self.is_done = False
+        """True when nothing is left to try."""
+        self._decide()
+
+    @property
+    def next_size(self) -> int:
+        """The size to run the next batch with."""
+        return self.sizes[self._at]
+
+    @property
+    def best(self) -> int:
+        """The fastest size so far; the smallest before the first measurement."""
+        return self.sizes[self._best()]
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """What was tried, by size."""
+        return tuple(Trial(size=self.sizes[at], rates=tuple(self._rates[at])) for at in sorted(self._rates))
+
+    def tell(self, rate: float) -> None:
+        """The rate that `next_size` gave."""
+        if self.is_done:
+            return
+        self._rates.setdefault(self._at, []).append(rate)
+        self.num_measured += 1
+        self._decide()
+
+    def cap(self, size: int) -> None:
+        """Sizes above the first that reaches `size` make no difference: leave them out."""
+        reaching = (at for at, known in enumerate(self.sizes) if known >= size)
+        self._top = next(reaching, len(self.sizes) - 1)
+        if not self.is_done and not self._rates.get(self._at):
+            self._at = min(self._at, self._top)
+
+    def _decide(self) -> None:
+        following = self._following() if self.num_measured < self._limit else None
+        self.is_done = following is None
+        self._at = self._best() if following is None else following
+
+    def _following(self) -> int | None:
+        if not self._rates:
+            return 0
+        if self._is_climbing:
+            above = self._above()
+            if above is not None:
+                return above
+            self._is_climbing = False
+        for look in (self._around, self._between, self._again):
+            following = look()
+            if following is not None:
+                return following
+        return None
+
+    def _above(self) -> int | None:
+        highest = max(self._rates)
+        is_falling = max(self._rates[highest]) < CLEARLY * max(self._rates[self._best()])
+        if is_falling or highest >= self._top:
+            return None
+        return min(highest + self._stride, self._top)
+
+    def _around(self) -> int | None:
+        """The middle of the wider of the two gaps beside the best."""
+        best = self._best()
+        known = sorted(self._rates)
+        place = known.index(best)
+        neighbours = [known[beside] for beside in (place - 1, place + 1) if 0 <= beside < len(known)]
+        if not neighbours:
+            return None
+        beside = max(neighbours, key=lambda at: (abs(at - best), max(self._rates[at])))
+        return (best + beside) // 2 if abs(best - beside) > 1 else None
+
+    def _between(self) -> int | None:
+        """The middle of the widest gap that may hide a second summit: one with an end near the best."""
+        if self.num_measured >= self._limit - 2:
+            return None
+        near = CLEARLY * max(self._rates[self._best()])
+        gaps = [
+            (high - low, (low + high) // 2)
+            for low, high in pairwise(sorted(self._rates))
+            if high - low > 1 and max(*self._rates[low], *self._rates[high]) >= near
+        ]
+        return max(gaps)[1] if gaps else None
+
+    def _again(self) -> int | None:
+        """Whichever of the best two was measured fewer times, until both were measured twice."""
+        ranked = sorted(self._rates, key=lambda at: max(self._rates[at]), reverse=True)[:2]
+        fewest = min(ranked, key=lambda at: len(self._rates[at]))
+        return fewest if len(self._rates[fewest]) < 2 and len(ranked) > 1 else None
+
+    def _best(self) -> int:
+        return max(self._rates, key=lambda at: max(self._rates[at]), default=0)
+
+
+def ladder(smallest: int, largest: int) -> list[int]:
+    """Sizes from `smallest` to `largest`, each about the square root of 2 times the one before.
+
+    >>> ladder(1, 20)
+    [1, 2, 3, 4, 6, 8, 11, 16, 20]
+    """
+    sizes, step = [], 0
+    while (size := round(smallest * 2 ** (step / 2))) < largest:
+        sizes.append(size)
+        step += 1
+    return list(dict.fromkeys([*sizes, largest]))

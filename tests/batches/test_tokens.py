@@ -1,0 +1,255 @@
+"""Tokens: what is trimmed, what is not, and what is said."""
+
+import warnings
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anybatch import Cost, SplitError, Tokens, num_rows
+from anybatch.batches import as_split
+
+FINE = Cost(fixed=1.0)
+
+
+def mask_of(lengths: list[int], width: int | None = None) -> Tensor:
+    return (torch.arange(width or max(lengths)) < torch.tensor(lengths)[:, None]).long()
+
+
+def padded(lengths: list[int], width: int | None = None) -> dict[str, Any]:
+    """Tokens that say which row and column they are from, so that every mix-up shows."""
+    mask = mask_of(lengths, width)
+    rows, columns = mask.shape
+    ids = 1000 * torch.arange(1, rows + 1)[:, None] + torch.arange(columns)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=24), spare=st.integers(0, 80), more=st.integers(0, 4))
+def test_every_token_of_every_row_comes_out_once_and_padding_only_up_to_the_longest_row(lengths, spare, more):
+    batch = padded(lengths, max(lengths) + more)
+    cut = Tokens(max(lengths) + spare, cost=FINE).cut(batch)
+    for part, rows in zip(cut, cut.row_numbers, strict=True):
+        longest = max(lengths[row] for row in rows)
+        for key, whole in batch.items():
+            assert torch.equal(part[key], whole[list(rows), :longest])
+        assert part["input_ids"].numel() <= max(lengths) + spare
+    assert sorted(row for rows in cut.row_numbers for row in rows) == list(range(len(lengths)))
+
+
+def test_every_tensor_that_carries_the_padded_dimension_is_trimmed_and_no_other():
+    lengths = [2, 6, 2, 6]
+    batch = padded(lengths) | {
+        "position_ids": torch.arange(6).expand(4, 6),
+        "embeddings": torch.zeros(4, 6, 6),
+        "square_mask": torch.ones(4, 1, 6, 6),
+        "image": torch.zeros(4, 3, 6, 6),
+        "label_of_row": torch.arange(4),
+        "names": ["a", "b", "c", "d"],
+        "boxes": [torch.zeros(4, 6), torch.zeros(4, 6), torch.zeros(3, 6), torch.zeros(1, 6)],
+        "scale": 0.5,
+        "nested": {"token_types": torch.zeros(4, 6), "features": torch.zeros(4, 6)},
+    }
+    short = Tokens(12, cost=FINE, keep=["features"]).cut(batch)[1]
+    assert short["input_ids"].shape == (2, 2)
+    assert short["position_ids"].shape == (2, 2)
+    assert short["embeddings"].shape == (2, 2, 6)
+    assert short["square_mask"].shape == (2, 1, 2, 2)
+    assert short["image"].shape == (2, 3, 6, 6)
+    assert short["label_of_row"].tolist() == [0, 2]
+    assert short["names"] == ["a", "c"]
+    assert [tuple(box.shape) for box in short["boxes"]] == [(4, 6), (3, 6)]
+    assert short["nested"]["token_types"].shape == (2, 2)
+    assert short["nested"]["features"].shape == (2, 6)
+
+
+def test_a_batch_encoding_stays_one():
+    from transformers import BatchEncoding
+
+    part = Tokens(12, cost=FINE).cut(BatchEncoding(padded([6, 2, 6, 2])))[1]
+    assert isinstance(part, BatchEncoding)
+    assert part["input_ids"].shape == (2, 2)
+
+
+def test_neighbouring_rows_of_full_width_are_views_and_what_is_trimmed_is_contiguous():
+    batch = padded([6, 6, 2, 2])
+    long, short = Tokens(12, cost=FINE).cut(batch)
+    assert long["input_ids"].untyped_storage().data_ptr() == batch["input_ids"].untyped_storage().data_ptr()
+    assert short["input_ids"].is_contiguous()
+    assert Tokens(24, cost=Cost(fixed=1e6)).cut(batch)[0] is batch
+
+
+def test_lengths_may_come_from_a_function_of_the_batch():
+    Pair = namedtuple("Pair", "tokens targets")
+    tokens = padded([2, 6, 2, 6])["input_ids"]
+    targets = tokens.masked_fill(tokens == 0, -100)
+    for batch in ((tokens, targets), Pair(tokens, targets), {"tokens": tokens, "targets": targets}):
+        cut = Tokens(12, cost=FINE, length=lambda batch: [2, 6, 2, 6]).cut(batch)
+        assert cut.row_numbers == ((1, 3), (0, 2))
+        assert type(cut[1]) is type(batch)
+        first = cut[1]["tokens"] if isinstance(batch, dict) else cut[1][0]
+        assert torch.equal(first, tokens[[0, 2], :2])
+
+
+def test_targets_that_count_beyond_the_length_given_are_refused():
+    tokens = padded([2, 6, 2, 6])["input_ids"]
+    split = Tokens(12, length=lambda batch: (batch[0] != 0).sum(1))
+    with pytest.raises(
+        SplitError, match=r"row 0 of batch\[1\] has targets beyond its length of 2 that are not -100.*ignored"
+    ):
+        split.cut((tokens, tokens))
+    zero_is_ignored = Tokens(12, length=lambda batch: (batch[0] != 0).sum(1), ignored=0, cost=FINE)
+    assert zero_is_ignored.cut((tokens, tokens))[1][1].shape == (2, 2)
+
+
+def test_floating_point_targets_all_count():
+    tokens = padded([2, 6])["input_ids"]
+    with pytest.raises(SplitError, match=r"row 0 of batch\[1\] has targets beyond its length of 2"):
+        Tokens(12, length=lambda batch: [2, 6]).cut((tokens, torch.zeros(2, 6)))
+
+
+def test_labels_that_count_on_padding_are_kept_and_said_once():
+    batch = padded([2, 6, 2, 6])
+    batch["labels"][0, 3] = 5
+    split = Tokens(12, cost=FINE)
+    with pytest.warns(
+        UserWarning, match="1 of 4 rows have labels other than -100 beyond their attention mask.*Set the labels"
+    ):
+        cut = split.cut(batch)
+    part, rows = next((part, rows) for part, rows in zip(cut, cut.row_numbers, strict=True) if 0 in rows)
+    assert part["labels"][rows.index(0), 3] == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split.cut(batch)
+
+
+def left(lengths: list[int], *, positions: bool) -> dict[str, Tensor]:
+    width = max(lengths)
+    mask = mask_of(lengths).flip(1)
+    ids = (torch.arange(1, width + 1) + 100 * torch.arange(1, len(lengths) + 1)[:, None]) * mask
+    labels = ids.masked_fill((mask.cumsum(1) < 2), -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return batch | ({"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {})
+
+
+def test_left_padding_is_trimmed_where_positions_are_given():
+    batch = left([2, 6, 2, 6], positions=True)
+    cut = Tokens(12, cost=FINE).cut(batch)
+    assert cut.row_numbers == ((1, 3), (0, 2))
+    for key, whole in batch.items():
+        assert torch.equal(cut[1][key], whole[[0, 2], 4:]), key
+
+
+def test_left_padding_without_positions_is_kept_and_said_once():
+    split = Tokens(12, cost=FINE)
+    with pytest.warns(UserWarning, match="padded on the left and were not trimmed: without position_ids"):
+        cut = split.cut(left([2, 6, 2, 6], positions=False))
+    assert all(part["input_ids"].shape[1] == 6 for part in cut)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split.cut(left([2, 6, 2, 6], positions=False))
+
+
+def test_left_padding_whose_first_token_counts_is_kept():
+    batch = left([2, 6, 2, 6], positions=True)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    with pytest.warns(UserWarning, match="first token of a padded row counts as a target, predicted from padding"):
+        cut = Tokens(12, cost=FINE).cut(batch)
+    assert all(part["input_ids"].shape[1] == 6 for part in cut)
+
+
+def test_question_answering_is_not_trimmed_because_its_softmax_runs_over_padding():
+    batch = padded([2, 6, 2, 6]) | {"start_positions": torch.ones(4).long(), "end_positions": torch.ones(4).long()}
+    with pytest.warns(UserWarning, match="question answering is a softmax over all positions"):
+        cut = Tokens(12, cost=FINE).cut(batch)
+    assert all(part["input_ids"].shape[1] == 6 for part in cut)
+
+
+def test_a_row_without_any_real_token_has_length_1():
+    batch = padded([3, 6])
+    batch["attention_mask"][0] = 0
+    batch["labels"][0] = -100
+    assert sorted(part["input_ids"].shape[1] for part in Tokens(6, cost=FINE).cut(batch)) == [1, 6]
+
+
+SAMPLES = [{"input_ids": list(range(length)), "name": f"row {length}"} for length in (2, 6, 3, 6, 2)]
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    ids = torch.tensor([sample["input_ids"] + [0] * (longest - len(sample["input_ids"])) for sample in samples])
+    return {"input_ids": ids, "name": [sample["name"] for sample in samples]}
+
+
+def test_raw_samples_are_collated_per_micro_batch():
+    cut = Tokens(12, collate=collate, cost=FINE).cut(SAMPLES)
+    assert cut.row_numbers == ((1, 3), (2,), (0, 4))
+    assert [tuple(part["input_ids"].shape) for part in cut] == [(2, 6), (1, 3), (2, 2)]
+    assert cut[2]["name"] == ["row 2", "row 2"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "length"),
+    [
+        ([(torch.zeros(3), 0), (torch.zeros(5), 1)], None),
+        ([torch.zeros(3, 2), torch.zeros(5, 2)], None),
+        ([[1, 2, 3], [1, 2, 3, 4, 5]], None),
+        ([{"label": 1, "text": "ab", "frames": [1, 2, 3]}, {"label": 1, "text": "c", "frames": [1] * 5}], None),
+        ([{"text": "a b c"}, {"text": "a b c d e"}], lambda sample: len(sample["text"].split())),
+    ],
+)
+def test_the_length_of_a_sample_is_that_of_its_first_sequence_or_what_the_user_says(samples, length):
+    cut = Tokens(5, collate=len, length=length).cut(samples)
+    assert cut.cut is not None
+    assert cut.cut.lengths == (5, 3)
+
+
+def test_samples_without_a_sequence_are_refused():
+    with pytest.raises(SplitError, match=r"sample of type dict has no sequence.*length being a function of a sample"):
+        Tokens(5, collate=len).cut([{"text": "a b c"}])
+
+
+def test_a_batch_that_is_collated_already_is_refused_with_the_fix():
+    with pytest.raises(SplitError, match=r"cuts a list of raw samples, got a dict.*collate_fn=list"):
+        Tokens(5, collate=collate).cut(padded([2, 3]))
+
+
+@pytest.mark.parametrize("batch", [(torch.zeros(3, 4), torch.zeros(3)), {"input_ids": torch.zeros(3, 4)}])
+def test_a_batch_whose_lengths_cannot_be_seen_is_refused_with_the_fix(batch):
+    with pytest.raises(SplitError, match=r"cannot see how long the rows of this.*attention_mask.*length=.*collate="):
+        Tokens(16).cut(batch)
+
+
+def test_a_mask_that_is_not_rows_by_tokens_is_refused():
+    batch = {"input_ids": torch.zeros(3, 4), "attention_mask": torch.ones(3, 1, 4, 4)}
+    with pytest.raises(SplitError, match=r"attention_mask is a tensor of shape \(3, 1, 4, 4\).*length="):
+        Tokens(16).cut(batch)
+
+
+@pytest.mark.parametrize("lengths", [[1, 2], [1, 2, 5]])
+def test_lengths_that_do_not_fit_the_batch_are_refused(lengths):
+    with pytest.raises(SplitError, match=rf"gave {len(lengths)} lengths.*expected 3, one per row, none above.*of 4"):
+        Tokens(16, length=lambda batch: lengths).cut(torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("budget", [0, -5, 2.5, True, "8192"])
+def test_a_budget_that_is_not_a_positive_whole_number_is_refused(budget):
+    with pytest.raises(SplitError, match=r"Tokens\(.*\): the budget must be a whole number of tokens, 1 or more"):
+        Tokens(budget)
+
+
+def test_a_row_longer_than_the_budget_names_the_row_and_the_fix():
+    with pytest.raises(SplitError, match=r"row 1 is 6 tokens long; Tokens\(budget=5\).*Use Tokens\(6\) or more"):
+        Tokens(5).cut(padded([2, 6]))
+
+
+def test_a_given_cost_is_kept_and_a_learnt_one_changes():
+    batch = padded([3] * 20 + [7] * 20)
+    for split, learns in ((Tokens(7, cost=FINE), False), (Tokens(7), True)):
+        before = split.cost
+        cut = as_split(split).cut(batch)
+        split.learn(cut, [0.1 * num_rows(part) for part in cut])
+        assert (split.cost != before) is learns
