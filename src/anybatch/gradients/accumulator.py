@@ -123,7 +123,8 @@ class Accumulator:
         units = count_units(self.objective, self.model, cut.micro_batches)
         parameters = list(self.parameters())
         device = common_device(parameters)
-        is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches))
+        moved = batch if cut.cut is None else cut.micro_batches
+        is_there = device is None or all(tensor.device == device for tensor in tensors(moved))
         autocast = _autocast_context(self.autocast, device)
         underflows = scaler is None and _is_fp16(parameters, autocast)
         shares = shares_of(units, self.objective.reduction, underflows=underflows)
