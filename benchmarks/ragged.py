@@ -24,8 +24,8 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.contenders import CONTENDERS, Contender, quiet
+from benchmarks.gpt import ByteGPTForCausalLM
 from benchmarks.meter import peak_bytes
-from benchmarks.models import ByteGPTForCausalLM
 from benchmarks.pictures import ragged_picture
 from benchmarks.texts import LAWS, Sample, collate, draw
 
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="batches of 32, one each, nothing written: two minutes")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
     parser.add_argument("--laws", nargs="+", default=["stdlib", *LAWS], choices=["stdlib", *LAWS])
+    parser.add_argument("--rounds", type=int, help="batches per case")
     options = parser.parse_args()
     torch.set_num_threads(1)
     quiet()
@@ -163,7 +164,7 @@ def main() -> None:
             if law == "stdlib" and rows == 512:
                 continue
             is_slow = rows == 512 or (law == "stdlib" and rows == 128)
-            rounds = 1 if options.quick or is_slow else ROUNDS[rows]
+            rounds = options.rounds or (1 if options.quick or is_slow else ROUNDS[rows])
             results = compare(law, rows, FEW if is_slow else list(CONTENDERS), rounds)
             title = f"{law}, batch {rows}"
             show(title, results)

@@ -1,8 +1,12 @@
 """What the benchmarks claim and no noise can change: exactness and peak memory."""
 
+import xml.etree.ElementTree
+
 import pytest
 
-from benchmarks import exactness, peak
+from anybatch import Cost
+from anybatch.batches import best_cut
+from benchmarks import exactness, peak, pictures, texts
 
 
 @pytest.mark.parametrize("case", exactness.cases(), ids=lambda case: case.name)
@@ -23,3 +27,23 @@ def test_the_gradients_are_all_that_accumulation_adds():
     measured = peak.transformer(counts=(1, 2, 8))
     assert measured[8] <= 1.001 * measured[2]
     assert measured[2] <= 1.15 * measured[1]
+
+
+@pytest.mark.parametrize(
+    ("law", "largest"), [("log-normal 1.0", 1 / 3), ("bimodal", 0.4), ("stdlib", 1), ("constant", 1)]
+)
+def test_the_cut_wastes_at_most_5_percent_and_stays_far_below_the_budget(law, largest):
+    samples = texts.draw(law, 128, seed=0)
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    cut = best_cut(lengths, 8 * max(lengths), Cost())
+    assert cut.padded_tokens <= 1.05 * sum(lengths)
+    biggest = max(len(rows) * length for rows, length in zip(cut.rows, cut.lengths, strict=True))
+    assert biggest <= largest * 8 * max(lengths)
+
+
+def test_the_picture_holds_every_case_and_contender():
+    result = {"speedup": 2.85, "waste": 0.03, "peak_bytes": 2**20}
+    picture = pictures.ragged_picture({"log-normal, batch 128": {"date": "today", "anybatch Tokens": result}})
+    assert "log-normal, batch 128" in picture
+    assert "2.85 x, 3% padding, 1 MB" in picture
+    assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg")

@@ -160,6 +160,8 @@ def test_auto_by_name_takes_tokens_for_a_masked_batch_and_rows_for_any_other():
     auto.cut(ragged(0))
     assert auto.choice is not None
     assert auto.choice.kind == "tokens"
+    auto.cut(torch.zeros(10, 2))
+    assert auto.choice.kind == "rows"
 
 
 def test_a_row_longer_than_the_upper_bound_is_refused():

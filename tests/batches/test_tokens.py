@@ -45,20 +45,22 @@ def test_every_tensor_that_carries_the_padded_dimension_is_trimmed_and_no_other(
     batch = padded(lengths) | {
         "position_ids": torch.arange(6).expand(4, 6),
         "embeddings": torch.zeros(4, 6, 6),
-        "square_mask": torch.ones(4, 1, 6, 6),
+        "square_attention_mask": torch.ones(4, 1, 6, 6),
         "image": torch.zeros(4, 3, 6, 6),
+        "image_mask": torch.zeros(4, 6, 6),
         "label_of_row": torch.arange(4),
         "names": ["a", "b", "c", "d"],
         "boxes": [torch.zeros(4, 6), torch.zeros(4, 6), torch.zeros(3, 6), torch.zeros(1, 6)],
         "scale": 0.5,
         "nested": {"token_types": torch.zeros(4, 6), "features": torch.zeros(4, 6)},
     }
-    short = Tokens(12, cost=FINE, keep=["features"]).cut(batch)[1]
+    short = Tokens(12, cost=FINE, keep=["features", "image_mask"]).cut(batch)[1]
     assert short["input_ids"].shape == (2, 2)
     assert short["position_ids"].shape == (2, 2)
     assert short["embeddings"].shape == (2, 2, 6)
-    assert short["square_mask"].shape == (2, 1, 2, 2)
+    assert short["square_attention_mask"].shape == (2, 1, 2, 2)
     assert short["image"].shape == (2, 3, 6, 6)
+    assert short["image_mask"].shape == (2, 6, 6)
     assert short["label_of_row"].tolist() == [0, 2]
     assert short["names"] == ["a", "c"]
     assert [tuple(box.shape) for box in short["boxes"]] == [(4, 6), (3, 6)]

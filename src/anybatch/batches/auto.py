@@ -64,7 +64,7 @@ class Auto:
                 "Tokens(8192), or None for the whole batch."
             )
         self.most = Rows(most) if isinstance(most, int) else most
-        self._tokens = most if isinstance(most, Tokens) else None
+        self._tokens = most if isinstance(most, Tokens) else Tokens(1)
         self._tunings: dict[tuple[str, int, int], _Tuning] = {}
         self._last: _Tuning | None = None
 
@@ -87,17 +87,17 @@ class Auto:
 
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`, at the size to try next or at the best one."""
-        if self._tokens is None and self.most is None and isinstance(batch, Mapping) and "attention_mask" in batch:
-            self._tokens = Tokens(batch["attention_mask"].numel())
-        return self._cut_rows(batch) if self._tokens is None else self._cut_tokens(batch, self._tokens)
+        is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
+        if isinstance(self.most, Tokens) or (self.most is None and is_masked):
+            return self._cut_tokens(batch, self._tokens)
+        return self._cut_rows(batch)
 
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
         """Take the rate of the batch that was cut last."""
         total = sum(took for took in seconds if took is not None)
         if self._last is not None and total > 0 and self._last.amount > 0:
             self._last.search.tell(self._last.amount / total)
-        if self._tokens is not None:
-            self._tokens.learn(ran, seconds)
+        self._tokens.learn(ran, seconds)
 
     def _cut_rows(self, batch: Batch) -> MicroBatches:
         count = num_rows(batch)

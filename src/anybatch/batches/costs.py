@@ -47,7 +47,7 @@ class Cost:
         return length * (self.per_token + self.per_square * length)
 
 
-def fit(observations: Sequence[Observation], prior: Cost, *, rounds: int = 8, pull: float = 1e-3) -> Cost:
+def fit(observations: Sequence[Observation], prior: Cost, *, rounds: int = 8, pull: float = 0.02) -> Cost:
     """The constants, 0 or more, that explain the times best; where the times leave them open, in `prior`'s proportions.
 
     Least squares of relative errors, reweighted in a few `rounds` so that a micro-batch far from the rest (a warm-up, a

@@ -12,8 +12,8 @@ from anybatch.batches.nesting import Batch, Step, children, is_array, is_sequenc
 def narrow(batch: Batch, columns: slice, *, width: int, count: int, keep: Collection[str] = ()) -> Batch:
     """The batch with only these `columns` of the padded dimension, on every tensor that carries it; views, not copies.
 
-    A tensor of `count` rows carries it as dim 1, where that is `width` long; one whose name says mask may carry it in any
-    dimension but 0, as square attention masks do. Those named in `keep` are left whole.
+    A tensor of `count` rows carries it as dim 1, where that is `width` long; one whose name says attention may carry it in
+    any dimension but 0, as square attention masks do. Those named in `keep` are left whole.
     """
     return _narrow(("", batch), columns, width, count, keep)
 
@@ -48,7 +48,7 @@ def _padded_dims(name: str, value: Any, width: int, count: int, keep: Collection
     shape = tuple(value.shape)
     if len(shape) < 2 or shape[0] != count or _bare(name) in keep:
         return []
-    if "mask" in name:
+    if "attention" in name:
         return [dim for dim in range(1, len(shape)) if shape[dim] == width]
     return [1] if shape[1] == width else []
 

@@ -60,7 +60,7 @@ class Tokens:
         self.keep = frozenset(keep)
         self._learned = LearnedCost(cost or Cost())
         self._learns = cost is None
-        self._said: set[str] = set()
+        self._has_warned = False
 
     def __repr__(self) -> str:
         return f"Tokens({self.budget})"
@@ -89,8 +89,9 @@ class Tokens:
                 "row, or Tokens(collate=...) with a loader of raw samples (collate_fn=list)."
             )
         rows = masked_lengths(batch, ignored=self.ignored, keep=self.keep)
-        if rows.untrimmed is not None:
-            self._say_once(rows.untrimmed)
+        if rows.untrimmed is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"Tokens({self.budget}): {rows.untrimmed}", stacklevel=4)
         return rows
 
     def cut_to(self, budget: int, batch: Batch, rows: RowLengths) -> MicroBatches:
@@ -114,12 +115,6 @@ class Tokens:
                 "collate_fn=list, or leave collate=None for batches that are collated already."
             )
         return [int((self.length or sample_length)(sample)) for sample in batch]
-
-    def _say_once(self, note: str) -> None:
-        kind = note[-40:]
-        if kind not in self._said:
-            self._said.add(kind)
-            warnings.warn(f"Tokens({self.budget}): {note}", stacklevel=5)
 
 
 def _take_and_trim(batch: Batch, cut: Cut, rows: RowLengths, keep: Collection[str]) -> list[Batch]:
