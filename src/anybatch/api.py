@@ -12,7 +12,21 @@ from anybatch.errors import (
     UpdateError,
     WindowError,
 )
-from anybatch.gradients import Accumulated, Accumulator, Mean, Objective, Sum, Window, huggingface, supervised
+from anybatch.gradients import (
+    Accumulated,
+    Accumulator,
+    Coupled,
+    InfoNCE,
+    Mean,
+    Objective,
+    Sum,
+    Window,
+    clip_loss,
+    huggingface,
+    info_nce,
+    sentence_transformers,
+    supervised,
+)
 from anybatch.update import Update, UpdateResult
 
 __all__ = [
@@ -21,6 +35,8 @@ __all__ = [
     "AnybatchError",
     "Batch",
     "BatchError",
+    "Coupled",
+    "InfoNCE",
     "LossError",
     "Mean",
     "MicroBatches",
@@ -37,9 +53,12 @@ __all__ = [
     "Window",
     "WindowError",
     "Windows",
+    "clip_loss",
     "huggingface",
+    "info_nce",
     "num_rows",
     "rows",
+    "sentence_transformers",
     "stages",
     "supervised",
     "take_rows",

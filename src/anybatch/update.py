@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from anybatch.batches import Batch, Split
 from anybatch.errors import NonFiniteError, UpdateError
 from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast
+from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.nonfinite import find_culprit
 from anybatch.gradients.norms import clip_to_norm, clip_to_value, gradient_norm
 from anybatch.gradients.objective import Objective
@@ -67,7 +68,7 @@ class Update:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        objective: Objective,
+        objective: Objective | Coupled,
         *,
         micro_batch: int | Split,
         clip_norm: float | None = None,

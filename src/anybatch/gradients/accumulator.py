@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 
 from anybatch.batches import Batch, MicroBatches, Split, as_split, move, tensors
 from anybatch.errors import LossError, UpdateError
+from anybatch.gradients.coupled import Coupled, run_coupled
 from anybatch.gradients.metrics import Metrics, combine
 from anybatch.gradients.objective import Objective, count_units, evaluate
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
@@ -58,7 +59,7 @@ class Accumulator:
     def __init__(
         self,
         model: nn.Module,
-        objective: Objective,
+        objective: Objective | Coupled,
         *,
         micro_batch: int | Split,
         autocast: Autocast = None,
@@ -89,6 +90,8 @@ class Accumulator:
         """
         tracker = tracker_for(self.observer)
         work = self.prepare(batch, scaler, tracker)
+        if isinstance(self.objective, Coupled):
+            return self._backward_together(work, scaler)
         drops = self.drop_nonfinite and not work.shares.is_empty
         isolate = drops and scaler is None  # an overflow of the scaled gradient is the scaler's to see
         done = _Done()
@@ -111,19 +114,44 @@ class Accumulator:
                 tracker.close()
         return done.result(work.shares)
 
+    def _backward_together(self, work: "Work", scaler: GradScaler | None) -> Accumulated:
+        """`backward` of a batch whose rows look at each other."""
+        drops = self.drop_nonfinite and not work.shares.is_empty
+        isolate = drops and scaler is None
+        try:
+            with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
+                assert isinstance(self.objective, Coupled)
+                together = run_coupled(self.objective, work, gradient_sum, scaler=scaler, drops=drops)
+                if work.shares.is_empty:
+                    gradient_sum.zero()
+        finally:
+            if work.tracker is not None:
+                work.tracker.close()
+        weights = shares_of(together.units, self.objective.reduction).each
+        return Accumulated(
+            loss=torch.zeros(()) if work.shares.is_empty else weighted_sum(together.losses, weights),
+            units=sum(together.units),
+            micro_batches=len(work.micro_batches),
+            metrics=combine(together.metrics, together.units),
+            dropped=tuple(together.dropped),
+        )
+
     def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> "Work":
         """Cut the batch and count its units: all that comes before the first forward."""
         micro_batches = (batch if isinstance(batch, MicroBatches) else self.split.cut(batch)).micro_batches
         units = count_units(self.objective, self.model, micro_batches)
         parameters = list(self.parameters())
         device = common_device(parameters)
+        if isinstance(self.objective, Coupled):
+            device = common_device(self.model.parameters())  # a loss's own parameters may lie elsewhere
+            parameters += self.objective.parameters()
         is_there = device is None or all(tensor.device == device for tensor in tensors(batch))
         autocast = _autocast_context(self.autocast, device)
         underflows = scaler is None and _is_fp16(parameters, autocast)
         shares = shares_of(units, self.objective.reduction, underflows=underflows)
         return Work(
             self.model,
-            self.objective,
+            self.objective.whole() if isinstance(self.objective, Coupled) else self.objective,
             micro_batches,
             shares,
             parameters,
@@ -217,11 +245,11 @@ class _Done:
         )
 
 
-def _check(model: nn.Module, objective: Objective, autocast: Autocast) -> None:
-    if not isinstance(objective, Objective):
+def _check(model: nn.Module, objective: Objective | Coupled, autocast: Autocast) -> None:
+    if not isinstance(objective, Objective | Coupled):
         raise LossError(
             f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
-            "supervised(criterion), huggingface(), or Objective(loss, units)."
+            "supervised(criterion), huggingface(), Objective(loss, units) or Coupled(encode, loss)."
         )
     if autocast is not None and not isinstance(autocast, torch.dtype | AbstractContextManager):
         raise UpdateError(
