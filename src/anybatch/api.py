@@ -5,6 +5,7 @@ from anybatch.batches import Batch, MicroBatches, Rows, Split, Windows, num_rows
 from anybatch.errors import (
     AnybatchError,
     BatchError,
+    LockstepError,
     LossError,
     NonFiniteError,
     SplitError,
@@ -37,6 +38,7 @@ __all__ = [
     "BatchError",
     "Coupled",
     "InfoNCE",
+    "LockstepError",
     "LossError",
     "Mean",
     "MicroBatches",

@@ -10,9 +10,11 @@ from torch.amp import GradScaler
 
 from anybatch.batches import Batch, MicroBatches, Split, as_split, move, tensors
 from anybatch.errors import LossError, UpdateError
-from anybatch.gradients.coupled import Coupled, run_coupled
+from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.metrics import Metrics, combine
+from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
 from anybatch.gradients.objective import Objective, count_units, evaluate
+from anybatch.gradients.offload import Offload
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.summing import GradientSum
 from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss, Observer, Tracker, tracker_for
@@ -50,6 +52,12 @@ class Accumulator:
     renormalised; this needs a second set of gradients and waits for the device after each micro-batch. With `keep_fp32`,
     gradients of bf16 and fp16 parameters stay fp32 after the sum, for optimizers that take them so.
 
+    `batch_norm` says what BatchNorm layers in training see: `"exact"`, the whole batch, with gradients through its statistics;
+    `"micro"`, each micro-batch for itself, running statistics merged to one update; `"frozen"`, the running statistics. None
+    is `"micro"` with one warning that says how far off the first gradient was. In `"exact"` all micro-batches' graphs live at
+    once; `offload` says where what they save is kept: `"host"` memory, for accelerators, `"disk"`, None for where it is, or
+    `"auto"`: in place up to half of the free memory, then out, to the host from an accelerator, to disk from the CPU.
+
     >>> model = nn.Linear(3, 1)
     >>> accumulator = Accumulator(model, Objective(lambda model, x: model(x).square().mean()), micro_batch=4)
     >>> accumulator.backward(torch.randn(10, 3)).micro_batches
@@ -63,6 +71,8 @@ class Accumulator:
         *,
         micro_batch: int | Split,
         autocast: Autocast = None,
+        batch_norm: BatchNorm | None = None,
+        offload: Offload = "auto",
         parameters: Callable[[], Iterable[nn.Parameter]] | None = None,
         drop_nonfinite: bool = False,
         keep_fp32: bool = False,
@@ -73,6 +83,7 @@ class Accumulator:
         self.objective = objective
         self.split = as_split(micro_batch)
         self.autocast = autocast
+        self.norms = NormPolicy(model, batch_norm, offload)
         self.drop_nonfinite = drop_nonfinite
         self.keep_fp32 = keep_fp32
         self.observer = observer
@@ -90,13 +101,16 @@ class Accumulator:
         """
         tracker = tracker_for(self.observer)
         work = self.prepare(batch, scaler, tracker)
-        if isinstance(self.objective, Coupled):
+        if isinstance(self.objective, Coupled) or self.norms.is_exact(work):
             return self._backward_together(work, scaler)
         drops = self.drop_nonfinite and not work.shares.is_empty
         isolate = drops and scaler is None  # an overflow of the scaled gradient is the scaler's to see
         done = _Done()
         try:
-            with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
+            with (
+                GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum,
+                self.norms.around(work, gradient_sum, scaler) as work,
+            ):
                 starts: tuple[Tensor, ...] = ()
                 for index in work.shares.running:
                     loss, metrics = work.forward(index)
@@ -120,8 +134,10 @@ class Accumulator:
         isolate = drops and scaler is None
         try:
             with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
-                assert isinstance(self.objective, Coupled)
-                together = run_coupled(self.objective, work, gradient_sum, scaler=scaler, drops=drops)
+                coupled = self.objective if isinstance(self.objective, Coupled) else None
+                together = self.norms.run_together(work, gradient_sum, coupled=coupled, scaler=scaler, drops=drops)
+                if together.counted is not None:
+                    gradient_sum.scale = work.shares.left_over(together.counted)
                 if work.shares.is_empty:
                     gradient_sum.zero()
         finally:

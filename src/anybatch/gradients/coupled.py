@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from anybatch.gradients.accumulator import Work
 
 Encode = Callable[[nn.Module, Batch], Batch]
+FirstPass = Callable[[], AbstractContextManager[Callable[[], None]]]
 CoupledLoss = Callable[[Any], "Tensor | tuple[Tensor, Metrics]"]
 
 
@@ -78,6 +79,8 @@ class Together:
     metrics: Sequence[Metrics]
     units: Sequence[float]
     """What each of `losses` averaged over."""
+    counted: Sequence[int] | None = None
+    """Numbers of the micro-batches with these shares in the sum; None where shares had no part in it."""
     dropped: Sequence[int] = ()
 
 
@@ -113,11 +116,12 @@ def run_coupled(
     *,
     scaler: GradScaler | None = None,
     drops: bool = False,
-    first_pass: Callable[[], AbstractContextManager[object]] = nullcontext,
+    first_pass: FirstPass = lambda: nullcontext(lambda: None),
 ) -> Together:
     """Add the gradient of the coupled loss over all micro-batches of `work`.
 
-    `first_pass()` surrounds the pass that counts, as far as running statistics go; what the second changes is put back. With
+    `first_pass()` surrounds the pass that counts, as far as running statistics go, and gives a function to call before each
+    micro-batch; what the second pass changes is put back. With
     `drops`, micro-batches with representations or gradients that are not finite are left out and the rest starts again:
     the loss must not see them either.
     """
@@ -149,11 +153,11 @@ class _Passes:
     def __post_init__(self) -> None:
         self.replay = Replay(self.work.model)
 
-    def run(self, indices: list[int], first_pass: AbstractContextManager[object]) -> Together | list[int]:
+    def run(self, indices: list[int], first_pass: AbstractContextManager[Callable[[], None]]) -> Together | list[int]:
         """Both passes over these micro-batches; the numbers of those that were not finite, where `drops` says to look."""
         begin = self.replay.now() if self.drops else None
-        with first_pass:
-            parts = [self._first(index, is_last=index == indices[-1]) for index in indices]
+        with first_pass as tell:
+            parts = [self._first(index, tell, is_last=index == indices[-1]) for index in indices]
         bad = [part.index for part in parts if self.drops and not _is_finite(part.representations)]
         if not bad:
             loss, metrics, is_finite = self._loss(parts)
@@ -169,13 +173,11 @@ class _Passes:
             self.replay.go_back(begin)
         return list(bad)
 
-    def _first(self, index: int, *, is_last: bool) -> _Part:
+    def _first(self, index: int, tell: Callable[[], None], *, is_last: bool) -> _Part:
+        tell()
         before = None if is_last else self.replay.now()
         with torch.set_grad_enabled(is_last and torch.is_grad_enabled()):
             representations = self._encode(index)
-        if not is_last:
-            # a weight that autocast cast without a graph must not be found in its cache by the second pass
-            torch.clear_autocast_cache()
         return _Part(index, before, representations)
 
     def _loss(self, parts: list[_Part]) -> tuple[Tensor, Metrics, bool]:
