@@ -129,6 +129,7 @@ class Update:
             grad_norm = gradient_norm(stepped)
             is_applied = accumulated.has_gradient and self._is_finite(grad_norm)
             if not is_applied and accumulated.has_gradient and self.scaler is None and self.on_nonfinite == "raise":
+                statistics.restore()  # they may hold the nan that is looked for
                 raise NonFiniteError(self._explain(batch, grad_norm))
             if is_applied:
                 self._clip(stepped, grad_norm, tracker)

@@ -1,5 +1,6 @@
 """What BatchNorm does when a batch is cut: exact, by micro-batch, or frozen; and the warning where nobody chose."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -111,11 +112,14 @@ class NormPolicy:
             return
         exact = self._exact_gradient(layers, work, scaler, coupled)
         yield
-        self._is_told = True
         if isinstance(exact, Exception):
             size = f"could not be measured ({type(exact).__name__}: {exact})"
         else:
-            size = f"is {_difference(gradient_sum, exact):.2g} of its size"
+            difference = _difference(gradient_sum, exact)
+            if not math.isfinite(difference):
+                return  # the next batch will tell more
+            size = f"is {difference:.2g} of its size"
+        self._is_told = True
         warnings.warn(
             f"{len(layers)} BatchNorm layers in training mode saw {len(work.micro_batches)} micro-batches, each with its own "
             f"statistics: the error of this batch's gradient {size}. Use batch_norm='exact' for the whole batch's gradient, or "

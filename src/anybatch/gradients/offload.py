@@ -68,17 +68,17 @@ class Keeper:
             return nullcontext()
         return saved_tensors_hooks(self._pack, _unpack)
 
-    def _pack(self, tensor: Tensor) -> Tensor | Load:
+    def _pack(self, tensor: Tensor) -> Load:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.nbytes < SMALLEST:
-            return tensor
+            return _Stays(tensor, tensor._version)
         storage = tensor.untyped_storage()
         if storage._cdata in self._stay or storage.nbytes() > 2 * tensor.nbytes:
-            return tensor
+            return _Stays(tensor, tensor._version)
         kept = self._kept.get(storage._cdata)
         if kept is None or kept.version != tensor._version:
             if self._budget >= storage.nbytes():
                 self._budget -= storage.nbytes()
-                return tensor
+                return _Stays(tensor, tensor._version)
             self._forget_the_dead()
             # the weak reference holds the storage's address: no other storage can be taken for this one
             kept = _Kept(StorageWeakRef(storage), tensor._version, self._put(storage, tensor.device))
@@ -154,8 +154,24 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _unpack(packed: Tensor | Load) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed()
+@dataclass(frozen=True, slots=True)
+class _Stays:
+    """A saved tensor that is where it was. Torch does not look after tensors that went through a hook, so this does."""
+
+    tensor: Tensor
+    version: int
+
+    def __call__(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation: it is at "
+                f"version {self.tensor._version}, expected {self.version}. Use the operation that returns a new tensor."
+            )
+        return self.tensor
+
+
+def _unpack(packed: Load) -> Tensor:
+    return packed()
 
 
 class _File:

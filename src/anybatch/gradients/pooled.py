@@ -1,6 +1,6 @@
 """BatchNorm over the whole batch, each micro-batch in its own forward: the statistics meet, and stay in the graph."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,17 +20,17 @@ def pooled(layers: Layers, lockstep: Lockstep[Any], not_finite: set[int] | None 
     """Inside this block the layers normalise by mean and variance over all micro-batches of `lockstep`.
 
     Running statistics get the one update of the big batch. `not_finite`, where given, collects the micro-batches whose own
-    statistics were inf or nan before they met the others'; looking waits for the device.
+    statistics were inf or nan at the first layer that met any: after it everybody's are. Looking waits for the device.
     """
     _check_ranks(layers)
 
     def compute(name: str, layer: _BatchNorm, call: Call) -> Tensor:
         own_mean, own_var = _Moments.apply(call.input)  # type: ignore[no-untyped-call]
-        if not_finite is not None and not bool((own_mean + own_var).isfinite().all()):
-            not_finite.add(lockstep.number)
 
         def meet(parts: list[Moments]) -> Moments:
             together = pool(parts)
+            if not_finite is not None and not not_finite and not bool((together.mean + together.var).isfinite().all()):
+                not_finite.update(_not_finite(lockstep.numbers, parts))
             if together.count == 1:
                 raise BatchError(
                     f"BatchNorm {name!r} got one value per channel in the whole batch: it has no variance. Give more rows."
@@ -52,6 +52,11 @@ def pooled(layers: Layers, lockstep: Lockstep[Any], not_finite: set[int] | None 
 
     with replaced(layers, compute):
         yield
+
+
+def _not_finite(numbers: Sequence[int], parts: list[Moments]) -> list[int]:
+    both = zip(numbers, parts, strict=True)
+    return [number for number, part in both if not bool((part.mean + part.var).isfinite().all())]
 
 
 def _check_ranks(layers: Layers) -> None:

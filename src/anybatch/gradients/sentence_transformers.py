@@ -15,10 +15,12 @@ def sentence_transformers(loss: nn.Module) -> Coupled:
     """A loss of sentence-transformers, such as `MultipleNegativesRankingLoss(model)`, over the whole batch.
 
     Batches are `(sentence_features, labels)` or `sentence_features` alone: a list of feature dicts, one per column, as
-    the loss's own `forward` takes them. The loss runs as it is: while it computes, its `model` hands out the embeddings that
-    were made micro-batch by micro-batch. The plain loss is meant, not its `Cached...` sister, which would cache a second time.
+    the loss's own `forward` takes them. The loss runs as it is: while it computes, its `model` hands out the sentence
+    embeddings that were made micro-batch by micro-batch. Losses that look at tokens, or ask a second model, cannot be helped
+    so. The plain loss is meant, not its `Cached...` sister, which would cut the batch a second time. `parameters()` of the
+    objective are those of the loss, the model's among them.
     """
-    if not isinstance(getattr(loss, "model", None), nn.Module):
+    if _model_of(loss) is None:
         raise LossError(
             f"sentence_transformers({type(loss).__name__}): the loss has no .model to stand in for. Give a loss of "
             "sentence-transformers, such as MultipleNegativesRankingLoss(model), or use Coupled(encode, loss)."
@@ -31,12 +33,18 @@ def sentence_transformers(loss: nn.Module) -> Coupled:
 
     def encode(model: nn.Module, batch: Batch) -> Batch:
         features, labels = _features_and_labels(batch)
-        return {"embeddings": [dict(_outputs(model(dict(column)))) for column in features], "labels": labels}
+        outputs = [model(dict(column))["sentence_embedding"] for column in features]
+        return {"columns": [{"sentence_embedding": output} for output in outputs], "labels": labels}
 
-    return Coupled(encode, _Detached(loss))
+    return Coupled(encode, _OnEmbeddings(loss))
 
 
-class _Detached(nn.Module):
+def _model_of(loss: nn.Module) -> nn.Module | None:
+    models = (getattr(loss, name, None) for name in ("model", "sentence_embedder"))
+    return next((model for model in models if isinstance(model, nn.Module)), None)
+
+
+class _OnEmbeddings(nn.Module):
     """The loss on embeddings that are there already."""
 
     def __init__(self, loss: nn.Module) -> None:
@@ -44,35 +52,27 @@ class _Detached(nn.Module):
         self.loss = loss
 
     def forward(self, representations: Batch) -> Tensor:
-        embeddings = representations["embeddings"]
-        with _model_handing_out(self.loss, embeddings):
-            value: Tensor = self.loss([dict(column) for column in embeddings], representations["labels"])
+        model = _model_of(self.loss)
+        assert model is not None
+        with _handing_out(model):
+            value: Tensor = self.loss(
+                [dict(column) for column in representations["columns"]], representations["labels"]
+            )
         return value
 
 
-class _Ready(nn.Module):
-    """Stands where the model stands: features that are outputs already pass through."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        # not registered as a child: attributes that a loss reads (similarity_fn_name, device) come from the model
-        object.__setattr__(self, "_model", model)
-
-    def forward(self, features: Mapping[str, Any], **_: Any) -> Mapping[str, Any]:
-        return features
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 @contextmanager
-def _model_handing_out(loss: nn.Module, embeddings: list[Mapping[str, Tensor]]) -> Iterator[None]:
-    model = loss.model
-    loss.model = _Ready(model)  # type: ignore[arg-type]
+def _handing_out(model: nn.Module) -> Iterator[None]:
+    """Inside this block the model returns what it is given: features that are outputs already."""
+    before = model.__dict__.get("forward")
+    model.__dict__["forward"] = lambda features, **_: features
     try:
         yield
     finally:
-        loss.model = model
+        if before is None:
+            del model.__dict__["forward"]
+        else:
+            model.__dict__["forward"] = before
 
 
 def _features_and_labels(batch: Batch) -> tuple[list[Mapping[str, Any]], Tensor | None]:
@@ -83,10 +83,3 @@ def _features_and_labels(batch: Batch) -> tuple[list[Mapping[str, Any]], Tensor 
             f"{type(batch).__name__}. Tokenize each column: ([model.tokenize(anchors), model.tokenize(positives)], labels)."
         )
     return list(features), labels
-
-
-def _outputs(outputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """What losses look at: the embedding of each sentence. Token embeddings are as long as their micro-batch is."""
-    for name in ("sentence_embedding",):
-        if isinstance(outputs.get(name), Tensor):
-            yield name, outputs[name]
