@@ -2,12 +2,17 @@
 
 import gc
 import statistics
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Contender = Callable[[], float | None]
 """Does the work once; returns the seconds it measured itself, or None to be timed from outside."""
@@ -64,3 +69,57 @@ def _timing(measured: list[float], base: list[float]) -> Timing:
     ratios = [mine / theirs for mine, theirs in zip(measured, base, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
     return Timing(seconds=statistics.median(measured), ratio=statistics.median(ratios), spread=(low, high))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside this block `peak` is the most tensor memory alive at any moment, whichever thread allocated it.
+
+    The profiler sees its own thread only, and a lockstep forward has a thread per micro-batch. Here every storage that an
+    operation returns is followed by a weak reference until it dies. Threads that anybatch starts take the mode along; what a
+    kernel allocates and frees inside is not seen, in any contender.
+    """
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._lock = threading.RLock()
+        self.live = self.peak = 0
+        for tensor in held:
+            self._follow(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in _tensors(output):
+            self._follow(tensor)
+        return output
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        with self._lock:
+            known = self._alive.get(key)
+            if known is not None and known[0]() is storage:
+                self.live += size - known[1]  # resized
+            else:
+                self.live += size
+            reference = weakref.ref(storage, lambda _, key=key: self._died(key)) if known is None else known[0]
+            self._alive[key] = reference, size
+            self.peak = max(self.peak, self.live)
+
+    def _died(self, key: int) -> None:
+        with self._lock:
+            self.live -= self._alive.pop(key)[1]
+
+
+def peak_bytes_of_all_threads(work: Callable[[], object], held: Iterable[Tensor]) -> int:
+    """The most tensor memory alive at any moment of `work`, counting the tensors `held` before it."""
+    gc.collect()
+    with LiveBytes(held) as meter:
+        work()
+    return meter.peak
+
+
+def _tensors(output: Any) -> Iterable[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    return [tensor for item in output for tensor in _tensors(item)] if isinstance(output, (tuple, list)) else []

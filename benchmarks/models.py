@@ -28,3 +28,40 @@ class TokenModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.mix(self.embed(tokens))[0]).transpose(1, 2)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with BatchNorm and a way past them, as in ResNet."""
+
+    def __init__(self, into: int, out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(into, out, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out)
+        self.past = nn.Identity()
+        if stride != 1 or into != out:
+            self.past = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(x)
+        y = self.norm1(y).relu()
+        y = self.conv2(y)
+        y = self.norm2(y)
+        return (y + self.past(x)).relu()
+
+
+class ResidualNet(nn.Module):
+    """A ResNet of 20 BatchNorms: a stem, eight blocks of two, three on the ways past them."""
+
+    def __init__(self, width: int = 16, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        widths = [(width, width, 1), (width, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1)]
+        widths += [(2 * width, 4 * width, 2), (4 * width, 4 * width, 1), (4 * width, 8 * width, 2)]
+        widths += [(8 * width, 8 * width, 1)]
+        self.blocks = nn.Sequential(*(ResidualBlock(*shape) for shape in widths))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)))

@@ -20,6 +20,7 @@ from anybatch.errors import (
     AnybatchError,
     BatchError,
     CheckpointError,
+    LockstepError,
     LossError,
     NonFiniteError,
     RunError,
@@ -30,7 +31,22 @@ from anybatch.errors import (
     UpdateError,
     WindowError,
 )
-from anybatch.gradients import Accumulated, Accumulator, Mean, Objective, PerRow, Sum, Window, huggingface, supervised
+from anybatch.gradients import (
+    Accumulated,
+    Accumulator,
+    Coupled,
+    InfoNCE,
+    Mean,
+    Objective,
+    PerRow,
+    Sum,
+    Window,
+    clip_loss,
+    huggingface,
+    info_nce,
+    sentence_transformers,
+    supervised,
+)
 from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
@@ -46,6 +62,9 @@ __all__ = [
     "CheckpointError",
     "Choice",
     "Cost",
+    "Coupled",
+    "InfoNCE",
+    "LockstepError",
     "LossError",
     "Mean",
     "MicroBatches",
@@ -70,12 +89,15 @@ __all__ = [
     "Window",
     "WindowError",
     "Windows",
+    "clip_loss",
     "huggingface",
+    "info_nce",
     "num_rows",
     "resume",
     "rows",
     "save",
     "scale_lr",
+    "sentence_transformers",
     "stages",
     "supervised",
     "take_rows",

@@ -5,6 +5,7 @@ AnybatchError
 ├── SplitError       a micro-batch size or split that cannot cut the batch
 ├── UnitsError       what a mean loss divides by is not known, or makes no sense
 ├── LossError        an objective returned something that is not one differentiable number
+├── LockstepError    micro-batches that were to meet at a layer came to different ones
 ├── WindowError      a window used out of order, or torn by a backward pass that died
 ├── UpdateError      an `Update` that was put together from parts that do not fit
 ├── ReportError      a folder that holds no results to make a page of
@@ -32,6 +33,10 @@ class UnitsError(AnybatchError, ValueError):
 
 class LossError(AnybatchError, ValueError):
     """An objective returned something that is not one differentiable number."""
+
+
+class LockstepError(AnybatchError, RuntimeError):
+    """Micro-batches that were to meet at a layer came to different ones."""
 
 
 class WindowError(AnybatchError, RuntimeError):

@@ -13,9 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from anybatch.batches import Batch, MicroBatch
 from anybatch.errors import NonFiniteError, UpdateError
 from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast, check_model
+from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.nonfinite import find_culprit
+from anybatch.gradients.norm_policy import BatchNorm
 from anybatch.gradients.norms import clip_to_norm, clip_to_value, gradient_norm
 from anybatch.gradients.objective import Objective
+from anybatch.gradients.offload import Offload
 from anybatch.gradients.precision import cast_gradients, takes_fp32_gradients
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.stages import Clip, Observer, Step, Tracker, Zero, tracker_for
@@ -53,6 +56,7 @@ class Update:
     `on_nonfinite` says what an inf or nan in the gradient does: `"raise"` names the parameter and the micro-batch, `"skip"`
     leaves the update out, `"drop"` leaves the bad micro-batch out and renormalises the rest, `"ignore"` does not look (and so
     never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`.
+    `batch_norm` and `offload` are those of `Accumulator`.
 
     >>> import torch
     >>> from anybatch import supervised
@@ -67,7 +71,7 @@ class Update:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        objective: Objective,
+        objective: Objective | Coupled,
         *,
         micro_batch: MicroBatch,
         clip_norm: float | None = None,
@@ -75,6 +79,8 @@ class Update:
         scaler: GradScaler | None = None,
         scheduler: LRScheduler | None = None,
         autocast: Autocast = None,
+        batch_norm: BatchNorm | None = None,
+        offload: Offload = "auto",
         on_nonfinite: OnNonFinite = "raise",
         observer: Observer | None = None,
     ) -> None:
@@ -92,6 +98,8 @@ class Update:
             objective,
             micro_batch=micro_batch,
             autocast=autocast,
+            batch_norm=batch_norm,
+            offload=offload,
             drop_nonfinite=on_nonfinite == "drop",
             parameters=self.parameters,
             keep_fp32=True,
@@ -121,6 +129,7 @@ class Update:
             grad_norm = gradient_norm(stepped)
             is_applied = accumulated.has_gradient and self._is_finite(grad_norm)
             if not is_applied and accumulated.has_gradient and self.scaler is None and self.on_nonfinite == "raise":
+                statistics.restore()  # they may hold the nan that is looked for
                 raise NonFiniteError(self._explain(batch, grad_norm))
             if is_applied:
                 self._clip(stepped, grad_norm, tracker)

@@ -4,6 +4,7 @@ from anybatch.batches.auto import Auto, Choice
 from anybatch.batches.costs import Cost
 from anybatch.batches.counting import RowNumbers, move, num_rows, rows, take_rows
 from anybatch.batches.cutting import Cut, best_cut
+from anybatch.batches.joining import join_rows
 from anybatch.batches.nesting import Batch, map_tensors, tensors
 from anybatch.batches.spelling import MicroBatch, as_split
 from anybatch.batches.splits import Learner, MicroBatches, Rows, Split
@@ -26,6 +27,7 @@ __all__ = [
     "Windows",
     "as_split",
     "best_cut",
+    "join_rows",
     "map_tensors",
     "move",
     "num_rows",

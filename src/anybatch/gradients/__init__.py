@@ -1,16 +1,21 @@
 """The exact gradient: objectives, the window, the accumulator, precision."""
 
 from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast
+from anybatch.gradients.contrastive import InfoNCE, clip_loss, info_nce
+from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.criteria import supervised
 from anybatch.gradients.huggingface import huggingface
 from anybatch.gradients.metrics import Mean, Metric, Metrics, PerRow, Sum
 from anybatch.gradients.objective import Objective
+from anybatch.gradients.sentence_transformers import sentence_transformers
 from anybatch.gradients.window import Window
 
 __all__ = [
     "Accumulated",
     "Accumulator",
     "Autocast",
+    "Coupled",
+    "InfoNCE",
     "Mean",
     "Metric",
     "Metrics",
@@ -18,6 +23,9 @@ __all__ = [
     "PerRow",
     "Sum",
     "Window",
+    "clip_loss",
     "huggingface",
+    "info_nce",
+    "sentence_transformers",
     "supervised",
 ]

@@ -1,6 +1,6 @@
 """The accumulator: a batch in, its exact gradient in `.grad`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import Batch, MicroBatch, MicroBatches, as_split, move, tensors
+from anybatch.batches import Batch, Cut, MicroBatch, MicroBatches, as_split, move, tensors
 from anybatch.errors import LossError, UpdateError
+from anybatch.gradients.coupled import Coupled, Together
 from anybatch.gradients.metrics import Metrics, combine, detached
+from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
 from anybatch.gradients.objective import Objective, count_units, evaluate, metrics_alone
+from anybatch.gradients.offload import Offload
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
@@ -52,6 +55,12 @@ class Accumulator:
     gradients and waits for the device after each micro-batch. With `keep_fp32`, gradients of bf16 and fp16 parameters stay
     fp32 after the sum, for optimizers that take them so.
 
+    `batch_norm` says what BatchNorm layers in training see: `"exact"`, the whole batch, with gradients through its statistics;
+    `"micro"`, each micro-batch for itself, running statistics merged to one update; `"frozen"`, the running statistics. None
+    is `"micro"` with one warning that says how far off the first gradient was. In `"exact"` all micro-batches' graphs live at
+    once; `offload` says where what they save is kept: `"host"` memory, for accelerators, `"disk"`, None for where it is, or
+    `"auto"`: in place up to half of the free memory, then out, to the host from an accelerator, to disk from the CPU.
+
     >>> model = nn.Linear(3, 1)
     >>> accumulator = Accumulator(model, Objective(lambda model, x: model(x).square().mean()), micro_batch=4)
     >>> accumulator.backward(torch.randn(10, 3)).micro_batches
@@ -61,10 +70,12 @@ class Accumulator:
     def __init__(
         self,
         model: nn.Module,
-        objective: Objective,
+        objective: Objective | Coupled,
         *,
         micro_batch: MicroBatch,
         autocast: Autocast = None,
+        batch_norm: BatchNorm | None = None,
+        offload: Offload = "auto",
         parameters: Callable[[], Iterable[nn.Parameter]] | None = None,
         drop_nonfinite: bool = False,
         keep_fp32: bool = False,
@@ -75,6 +86,7 @@ class Accumulator:
         self.objective = objective
         self.split = as_split(micro_batch)
         self.autocast = autocast
+        self.norms = NormPolicy(model, batch_norm, offload)
         self.drop_nonfinite = drop_nonfinite
         self.keep_fp32 = keep_fp32
         self.observer = observer
@@ -92,12 +104,17 @@ class Accumulator:
         """
         tracker = tracker_for(self.observer)
         work = self.prepare(batch, scaler, tracker)
+        if isinstance(self.objective, Coupled) or self.norms.is_exact(work):
+            return self._backward_together(work, scaler)
         drops = self.drop_nonfinite and not work.shares.is_empty
         isolate = drops and scaler is None  # an overflow of the scaled gradient is the scaler's to see
         layers = tracking_layers(self.model) if drops else []
         done = _Done()
         try:
-            with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
+            with (
+                GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum,
+                self.norms.around(work, gradient_sum, scaler) as work,
+            ):
                 starts: tuple[Tensor, ...] = ()
                 watch = stopwatch_for(self.split, batch, work.cut, work.parameters)
                 for index in work.shares.running:
@@ -109,6 +126,7 @@ class Accumulator:
                         is_kept = _backward(gradient_sum, loss, starts[index], index, tracker)
                     if not is_kept:
                         statistics.restore()
+                        work.forget()
                     if watch is not None:
                         watch.lap(index)
                     done.add(index, loss.detach(), metrics, is_kept=is_kept)
@@ -126,19 +144,40 @@ class Accumulator:
             watch.finish()
         return result
 
+    def _backward_together(self, work: "Work", scaler: GradScaler | None) -> Accumulated:
+        """`backward` of a batch whose rows look at each other."""
+        drops = self.drop_nonfinite and not work.shares.is_empty
+        isolate = drops and scaler is None
+        try:
+            with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
+                coupled = self.objective if isinstance(self.objective, Coupled) else None
+                together = self.norms.run_together(work, gradient_sum, coupled=coupled, scaler=scaler, drops=drops)
+                if together.counted is not None:
+                    gradient_sum.scale = work.shares.left_over(together.counted)
+                if work.shares.is_empty:
+                    gradient_sum.zero()
+                result = _result_together(together, work)
+        finally:
+            if work.tracker is not None:
+                work.tracker.close()
+        return result
+
     def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> "Work":
         """Cut the batch and count its units: all that comes before the first forward."""
         cut = batch if isinstance(batch, MicroBatches) else self.split.cut(batch)
         units = count_units(self.objective, self.model, cut.micro_batches)
         parameters = list(self.parameters())
         device = common_device(parameters)
+        if isinstance(self.objective, Coupled):
+            device = common_device(self.model.parameters())  # a loss's own parameters may lie elsewhere
+            parameters += self.objective.parameters()
         is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches[0]))
         autocast = _autocast_context(self.autocast, device)
         underflows = scaler is None and _is_fp16(parameters, autocast)
         shares = shares_of(units, self.objective.reduction, underflows=underflows)
         return Work(
             self.model,
-            self.objective,
+            self.objective.whole() if isinstance(self.objective, Coupled) else self.objective,
             cut,
             shares,
             parameters,
@@ -146,6 +185,10 @@ class Accumulator:
             autocast,
             tracker,
         )
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +204,8 @@ class Work:
     """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
     autocast: AbstractContextManager[object] | None
     tracker: Tracker | None
+    forget: Callable[[], None] = _nothing
+    """What is to be called when the micro-batch that ran last is dropped."""
 
     @property
     def micro_batches(self) -> tuple[Batch, ...]:
@@ -254,7 +299,7 @@ class _Done:
         units = [shares.units[index] for index in self.kept]
         weights = shares_of(units, shares.reduction).each
         return Accumulated(
-            loss=self._loss(shares, weights),
+            loss=_batch_loss(shares, self.losses, weights),
             units=sum(units),
             micro_batches=len(shares.units),
             metrics=combine(
@@ -266,18 +311,42 @@ class _Done:
             dropped=tuple(self.dropped),
         )
 
-    def _loss(self, shares: Shares, weights: list[float]) -> Tensor:
-        if shares.is_empty:
-            return torch.zeros(())
-        return weighted_sum(self.losses, weights) if self.losses else torch.tensor(torch.nan)
+
+def _batch_loss(shares: Shares, losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """0 for a batch of no units; nan where all that counts was dropped."""
+    if shares.is_empty:
+        return torch.zeros(())
+    return weighted_sum(losses, weights) if losses else torch.tensor(torch.nan)
 
 
-def _check(model: nn.Module, objective: Objective, autocast: Autocast) -> None:
+def _result_together(together: Together, work: Work) -> Accumulated:
+    weights = shares_of(together.units, work.shares.reduction).each
+    metrics = [detached(part) for part in together.metrics]
+    return Accumulated(
+        loss=_batch_loss(work.shares, together.losses, weights),
+        units=sum(together.units),
+        micro_batches=len(work.micro_batches),
+        metrics=combine(metrics, together.units, *_rows_together(together, work.cut)),
+        dropped=tuple(together.dropped),
+    )
+
+
+def _rows_together(together: Together, cut: MicroBatches) -> tuple[MicroBatches | None, Sequence[int]]:
+    """Whose row is whose: by micro-batch, or for a loss that saw all rows joined, in the order they were joined."""
+    if together.counted is not None:
+        return cut, together.counted
+    if cut.cut is None or together.dropped:
+        return None, ()
+    joined = tuple(row for rows in cut.cut.rows for row in rows)
+    return MicroBatches((cut,), Cut(rows=(joined,), lengths=(max(cut.cut.lengths),))), (0,)
+
+
+def _check(model: nn.Module, objective: Objective | Coupled, autocast: Autocast) -> None:
     check_model(model)
-    if not isinstance(objective, Objective):
+    if not isinstance(objective, Objective | Coupled):
         raise LossError(
             f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
-            "supervised(criterion), huggingface(), or Objective(loss, units)."
+            "supervised(criterion), huggingface(), Objective(loss, units) or Coupled(encode, loss)."
         )
     if autocast is not None and not isinstance(autocast, torch.dtype | AbstractContextManager):
         raise UpdateError(

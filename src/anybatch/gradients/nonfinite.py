@@ -28,7 +28,7 @@ def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Param
     """
     work = accumulator.prepare(batch)
     gradient_sum = GradientSum(names)
-    with gradient_sum.undone():
+    with gradient_sum.undone(), accumulator.norms.alone():
         for index in work.shares.running:
             loss, _ = work.forward(index)
             loss.backward()

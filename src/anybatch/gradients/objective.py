@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,16 @@ class Objective:
             raise LossError(f"Objective(reduction={self.reduction!r}): expected 'mean' or 'sum'.")
 
 
-def count_units(objective: Objective, model: nn.Module, micro_batches: Sequence[Batch]) -> list[float]:
+class Counted(Protocol):
+    """Whatever says what its loss averages over."""
+
+    @property
+    def units(self) -> Units: ...
+    @property
+    def units_for(self) -> Callable[[nn.Module], Units] | None: ...
+
+
+def count_units(objective: Counted, model: nn.Module, micro_batches: Sequence[Batch]) -> list[float]:
     """The units of each micro-batch as Python numbers: counted before the first forward."""
     units = objective.units if objective.units_for is None else objective.units_for(model)
     counted = _numbers([units(micro_batch) for micro_batch in micro_batches])
@@ -58,7 +67,12 @@ def count_units(objective: Objective, model: nn.Module, micro_batches: Sequence[
 
 def evaluate(objective: Objective, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
     """The loss of one micro-batch, checked to be a single differentiable number, and its metrics."""
-    loss, metrics = _returned(objective.loss(model, batch))
+    return checked_loss(objective.loss(model, batch))
+
+
+def checked_loss(returned: Any) -> tuple[Tensor, Metrics]:
+    """What a loss function returned, `loss` or `(loss, metrics)`, taken apart and checked."""
+    loss, metrics = _returned(returned)
     if loss.dim() != 0:
         if loss.numel() != 1:
             raise LossError(

@@ -40,18 +40,18 @@ class GradientSum:
                 parameter.grad_dtype = torch.float32
         return self
 
-    def backward(self, loss: Tensor, share: Tensor) -> bool:
-        """Add `share * d loss`; True unless it was isolated and not finite."""
+    def backward(self, loss: Tensor | Sequence[Tensor], share: Tensor | Sequence[Tensor]) -> bool:
+        """Add `share * d loss`, summed where there are several; True unless it was isolated and not finite."""
         self._is_torn = True
         if not self.isolate:
             # the share goes in as the gradient of the loss: no multiplication in the graph, 15 % of a tiny step
-            loss.backward(gradient=share)
+            torch.autograd.backward(loss, share)
             self._is_torn = False
             return True
         so_far = _set_aside(self.parameters)
         is_finite = False
         try:
-            loss.backward(gradient=share)
+            torch.autograd.backward(loss, share)
             alone = [parameter.grad for parameter in self.parameters]
             is_finite = all_finite(alone)
             if is_finite:

@@ -1,0 +1,267 @@
+"""Losses whose rows look at each other, from micro-batches: representations first, then their gradient, then the encoder.
+
+    representations of all micro-batches, without a graph  ->  loss over all rows  ->  its gradient by representation
+    ->  every micro-batch forward again, with the random state of the first time, and backward from that gradient
+
+This is the chain rule cut at the representations, so it is exact. The last micro-batch's graph is kept from the first pass:
+one forward saved.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from anybatch.batches import Batch, join_rows, map_tensors, move, rows, tensors
+from anybatch.errors import LossError
+from anybatch.gradients.metrics import Metrics
+from anybatch.gradients.objective import Objective, Units, checked_loss
+from anybatch.gradients.replay import Moment, Replay
+from anybatch.gradients.summing import GradientSum
+from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss
+
+if TYPE_CHECKING:
+    from anybatch.gradients.accumulator import Work
+
+Encode = Callable[[nn.Module, Batch], Batch]
+FirstPass = Callable[[], AbstractContextManager[Callable[[], None]]]
+CoupledLoss = Callable[[Any], "Tensor | tuple[Tensor, Metrics]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coupled:
+    """An objective whose loss sees all rows at once, through representations that fit where the graph does not.
+
+    `encode(model, micro_batch)` returns representations: a tensor or any nesting of them, rows first. Tensors without a
+    gradient (labels) go along; a 0-dim tensor (a logit scale) must be the same for every micro-batch. `loss(representations)`
+    returns one number for all rows, or `(number, metrics)`; parameters of its own, such as a learned temperature, get
+    their gradient from it. `units(batch)` is reported; it weighs nothing.
+
+    Exact for any loss, with dropout too: the second forward draws what the first drew. Buffers advance once.
+
+    >>> objective = Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), lambda pair: (pair[0] @ pair[1].T).var())
+    >>> from anybatch import Accumulator
+    >>> Accumulator(nn.Linear(3, 2), objective, micro_batch=4).backward((torch.randn(10, 3), torch.randn(10, 3))).micro_batches
+    3
+    """
+
+    encode: Encode
+    loss: CoupledLoss
+    units: Units = rows
+    reduction: Literal["mean"] = field(default="mean", init=False)
+    units_for: None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.encode) or not callable(self.loss):
+            raise LossError(
+                f"Coupled(encode={self.encode!r}, loss={self.loss!r}): both must be functions, encode(model, micro_batch) and "
+                "loss(representations), for example Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), info_nce())."
+            )
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The loss's own parameters, for the optimizer: those of an `nn.Module`, else none."""
+        return list(self.loss.parameters()) if isinstance(self.loss, nn.Module) else []
+
+    def whole(self) -> Objective:
+        """The same loss as an objective of (model, batch), for a batch that is not cut."""
+        return Objective(lambda model, batch: self.loss(self.encode(model, batch)), self.units)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """What a batch whose rows look at each other left behind, beside its gradient."""
+
+    losses: Sequence[Tensor]
+    metrics: Sequence[Metrics]
+    units: Sequence[float]
+    """What each of `losses` averaged over."""
+    counted: Sequence[int] | None = None
+    """Numbers of the micro-batches with these shares in the sum; None where shares had no part in it."""
+    dropped: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class _Part:
+    """One micro-batch between its two passes."""
+
+    index: int
+    before: Moment | None
+    """Where its first pass started; None where nothing has to be run again."""
+    representations: Batch
+    """With its graph for the last micro-batch, without for the others."""
+    leaves: Batch = None
+    """The same representations as the start of the loss's graph: their `.grad` is what the second pass starts from."""
+
+    def roots(self, representations: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors that backward starts from, and their gradients."""
+        pairs = list(zip(tensors(representations), tensors(self.leaves), strict=True))
+        for again, leaf in pairs:
+            if again.shape != leaf.shape:
+                raise LossError(
+                    f"encode gave shape {tuple(leaf.shape)} for micro-batch {self.index}, and {tuple(again.shape)} when it ran "
+                    "again. It must depend on the model, the rows and torch's random state only."
+                )
+        chosen = [(again, leaf.grad) for again, leaf in pairs if again.requires_grad and leaf.grad is not None]
+        return [again for again, _ in chosen], [grad for _, grad in chosen if grad is not None]
+
+
+def run_coupled(
+    coupled: Coupled,
+    work: "Work",
+    gradient_sum: GradientSum,
+    *,
+    scaler: GradScaler | None = None,
+    drops: bool = False,
+    first_pass: FirstPass = lambda: nullcontext(lambda: None),
+) -> Together:
+    """Add the gradient of the coupled loss over all micro-batches of `work`.
+
+    `first_pass()` surrounds the pass that counts, as far as running statistics go, and gives a function to call before each
+    micro-batch; what the second pass changes is put back. With
+    `drops`, micro-batches with representations or gradients that are not finite are left out and the rest starts again:
+    the loss must not see them either.
+    """
+    passes = _Passes(coupled, work, gradient_sum, scaler, drops)
+    left = list(range(len(work.micro_batches)))
+    dropped: list[int] = []
+    while left:
+        outcome = passes.run(left, first_pass())
+        if isinstance(outcome, Together):
+            units = [sum(work.shares.units[index] for index in left)]
+            return Together(losses=outcome.losses, metrics=outcome.metrics, units=units, dropped=sorted(dropped))
+        dropped += outcome
+        gradient_sum.zero()
+        left = [index for index in left if index not in outcome]
+    return Together(losses=(), metrics=(), units=(), dropped=sorted(dropped))
+
+
+@dataclass(slots=True)
+class _Passes:
+    """The two passes over the micro-batches of one batch."""
+
+    coupled: Coupled
+    work: "Work"
+    gradient_sum: GradientSum
+    scaler: GradScaler | None
+    drops: bool
+    replay: Replay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replay = Replay(self.work.model)
+
+    def run(self, indices: list[int], first_pass: AbstractContextManager[Callable[[], None]]) -> Together | list[int]:
+        """Both passes over these micro-batches; the numbers of those that were not finite, where `drops` says to look."""
+        begin = self.replay.now() if self.drops else None
+        with first_pass as tell:
+            parts = [self._first(index, tell, is_last=index == indices[-1]) for index in indices]
+        bad = [part.index for part in parts if self.drops and not _is_finite(part.representations)]
+        if not bad:
+            loss, metrics, is_finite = self._loss(parts)
+            if is_finite:
+                done = self.replay.now()
+                bad = self._second(parts)
+                self.replay.go_back(done)
+            else:
+                bad = indices
+        if not bad:
+            return Together(losses=(loss,), metrics=(metrics,), units=())
+        if begin is not None:
+            self.replay.go_back(begin)
+        return list(bad)
+
+    def _first(self, index: int, tell: Callable[[], None], *, is_last: bool) -> _Part:
+        tell()
+        before = None if is_last else self.replay.now()
+        with torch.set_grad_enabled(is_last and torch.is_grad_enabled()):
+            representations = self._encode(index)
+        return _Part(index, before, representations)
+
+    def _loss(self, parts: list[_Part]) -> tuple[Tensor, Metrics, bool]:
+        """The loss of all rows, detached, with its gradient left in the parts' leaves; False where it is not finite."""
+        _check_graph(self.coupled, parts[-1].representations)
+        tracker = self.work.tracker
+        if tracker is not None:
+            tracker.begin(Loss)
+        for part in parts:
+            part.leaves = map_tensors(part.representations, _leaf)
+        with self.work.autocast or nullcontext():
+            loss, metrics = checked_loss(self.coupled.loss(join_rows([part.leaves for part in parts])))
+        loss = loss.float() if loss.itemsize < 4 else loss
+        if tracker is not None:
+            tracker.end(Loss, loss=loss.detach(), units=sum(self.work.shares.units), share=1.0)
+        if self.drops and not bool(loss.isfinite()):
+            return loss.detach(), metrics, False
+        start = torch.ones_like(loss)
+        is_finite = self.gradient_sum.backward(loss, start if self.scaler is None else self.scaler.scale(start))
+        return loss.detach(), metrics, is_finite
+
+    def _second(self, parts: list[_Part]) -> list[int]:
+        """Backward through every micro-batch, the last first, whose graph is there; those that were not finite."""
+        last = parts.pop()
+        bad = self._backward(last, last.representations)
+        last.representations = last.leaves = None  # its graph must not live beside the next one
+        for part in parts:
+            assert part.before is not None
+            self.replay.go_back(part.before)
+            bad += self._backward(part, self._encode(part.index))
+        return bad
+
+    def _backward(self, part: _Part, representations: Batch) -> list[int]:
+        roots, grads = part.roots(representations)
+        tracker = self.work.tracker
+        if tracker is not None:
+            tracker.begin(Backward)
+        is_finite = not roots or self.gradient_sum.backward(roots, grads)
+        if tracker is not None:
+            tracker.end(Backward, micro_batch=part.index)
+            tracker.begin(Accumulate)
+            tracker.end(Accumulate, micro_batch=part.index, parameters=tuple(self.gradient_sum.parameters))
+        return [] if is_finite else [part.index]
+
+    def _encode(self, index: int) -> Batch:
+        work = self.work
+        if work.tracker is None:
+            return encode(self.coupled, work, index)
+        work.tracker.begin(Load)
+        micro_batch = load(work, index)
+        work.tracker.end(Load, micro_batch=index, batch=micro_batch)
+        with ForwardBoundary(work.tracker, work.model, index):
+            return encode(self.coupled, work, index, micro_batch)
+
+
+def load(work: "Work", index: int) -> Batch:
+    """One micro-batch, where the model is."""
+    micro_batch = work.micro_batches[index]
+    return micro_batch if work.device is None else move(micro_batch, work.device)
+
+
+def encode(coupled: Coupled, work: "Work", index: int, loaded: Batch = None) -> Batch:
+    """The representations of one micro-batch."""
+    with work.autocast or nullcontext():
+        return coupled.encode(work.model, load(work, index) if loaded is None else loaded)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_finite(representations: Batch) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors(representations))
+
+
+def _check_graph(coupled: Coupled, representations: Batch) -> None:
+    held = list(tensors(representations))
+    if not held:
+        raise LossError(
+            f"encode returned {type(representations).__name__} without a tensor; expected representations, rows first: "
+            "a tensor or a nesting of tensors."
+        )
+    if not any(tensor.requires_grad for tensor in held) and not coupled.parameters():
+        raise LossError(
+            "the representations do not depend on any parameter that requires a gradient. Check that the model is not "
+            "frozen whole, and that encode neither detaches its output nor runs under torch.no_grad()."
+        )
