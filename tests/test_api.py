@@ -23,7 +23,9 @@ def test_every_public_name_is_imported_and_listed_in_order():
 
 
 def test_the_names_of_the_design_are_there():
-    designed = "Update Accumulator Window Objective supervised huggingface rows Rows windows MicroBatches"
+    designed = (
+        "Update Accumulator Window Objective supervised huggingface rows Rows Tokens Auto PerRow windows MicroBatches"
+    )
     assert set(designed.split()) <= set(api.__all__)
 
 

@@ -104,3 +104,19 @@ def test_a_row_longer_than_the_budget_is_refused_with_the_row_the_length_and_the
 def test_a_row_without_tokens_is_refused():
     with pytest.raises(SplitError, match=r"row 2 is 0 tokens long; expected 1 or more"):
         best_cut([4, 9, 0], 16, Cost())
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=50), spare=st.integers(0, 900), cost=COSTS)
+def test_a_small_cut_costs_at_most_its_slack_more_and_is_never_larger(lengths, spare, cost):
+    budget = max(lengths) + spare
+    best, small = best_cut(lengths, budget, cost), best_cut(lengths, budget, cost, slack=0.01)
+    assert small.cost(cost) <= 1.01 * best.cost(cost)
+    assert small.largest <= best.largest
+    assert best_cut(lengths, budget, cost, slack=0.0) == best
+
+
+def test_one_percent_of_the_cost_may_halve_the_largest_micro_batch():
+    lengths, cost = [100] * 64 + [3] * 64, Cost(fixed=10.0)
+    best, small = best_cut(lengths, 6400, cost), best_cut(lengths, 6400, cost, slack=0.01)
+    assert small.largest <= best.largest / 4
+    assert small.cost(cost) <= 1.01 * best.cost(cost)

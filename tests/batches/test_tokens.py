@@ -243,6 +243,12 @@ def test_a_budget_that_is_not_a_positive_whole_number_is_refused(budget):
         Tokens(budget)
 
 
+@pytest.mark.parametrize("slack", [-0.1, 1.0, float("nan")])
+def test_a_slack_that_is_no_share_is_refused(slack):
+    with pytest.raises(SplitError, match=r"Tokens\(slack=.*\): expected a share of the cost"):
+        Tokens(16, slack=slack)
+
+
 def test_a_row_longer_than_the_budget_names_the_row_and_the_fix():
     with pytest.raises(SplitError, match=r"row 1 is 6 tokens long; Tokens\(budget=5\).*Use Tokens\(6\) or more"):
         Tokens(5).cut(padded([2, 6]))

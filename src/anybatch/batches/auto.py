@@ -151,8 +151,7 @@ class _Tuning:
             return
         self.cost = self.cost or fitted
         self.amount = best_cut(lengths, budget, self.cost).cost(self.cost)
-        free = best_cut(lengths, budget, fitted)
-        self.search.cap(max(len(rows) * length for rows, length in zip(free.rows, free.lengths, strict=True)))
+        self.search.cap(best_cut(lengths, budget, fitted).largest)
 
 
 def _distinct(count: int, sizes: list[int]) -> list[int]:

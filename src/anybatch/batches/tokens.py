@@ -30,7 +30,8 @@ class Tokens:
       micro-batch; `length=` is then a function of a sample, by default the length of its `input_ids` or first sequence.
 
     The gradient is the whole padded batch's as long as the model does not look at padding. `cost` is fitted to the times of
-    the micro-batches that ran, unless it is given.
+    the micro-batches that ran, unless it is given. Up to a share `slack` of it is given up where that halves the largest
+    micro-batch, once or more; with 0 the cut is the cheapest there is.
 
     >>> mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]])
     >>> cut = Tokens(12, cost=Cost(fixed=6)).cut({"input_ids": mask * 7, "attention_mask": mask})
@@ -47,13 +48,17 @@ class Tokens:
         cost: Cost | None = None,
         ignored: int = -100,
         keep: Collection[str] = (),
+        slack: float = 0.02,
     ) -> None:
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
             raise SplitError(
                 f"Tokens({budget!r}): the budget must be a whole number of tokens, 1 or more: what one micro-batch may hold, "
                 "padding included."
             )
+        if not 0 <= slack < 1:
+            raise SplitError(f"Tokens(slack={slack!r}): expected a share of the cost, from 0 to below 1, such as 0.01.")
         self.budget = budget
+        self.slack = slack
         self.length = length
         self.collate = collate
         self.ignored = ignored
@@ -96,7 +101,7 @@ class Tokens:
 
     def cut_to(self, budget: int, batch: Batch, rows: RowLengths) -> MicroBatches:
         """The micro-batches of a batch that was measured, under another budget."""
-        cut = best_cut(rows.lengths, budget, self.cost)
+        cut = best_cut(rows.lengths, budget, self.cost, slack=self.slack)
         if self.collate is not None:
             return MicroBatches([self.collate([batch[row] for row in chosen]) for chosen in cut.rows], cut)
         return MicroBatches(_take_and_trim(batch, cut, rows, self.keep), cut)

@@ -164,8 +164,8 @@ class _Stays:
     def __call__(self) -> Tensor:
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation: "
-                f"it is at version {self.tensor._version}, expected {self.version}. Use the operation that returns a new tensor."
+                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation: it is "
+                f"at version {self.tensor._version}, expected {self.version}. Use the operation that returns a new tensor."
             )
         return self.tensor
 
