@@ -23,7 +23,6 @@ def test_an_unknown_task_is_told_which_there_are(capsys, command):
         (["--batch-size", "0"], "--batch-size 0: expected a whole number, 1 or more"),
         (["--batch-size", "many"], "'--batch-size'"),
         (["--micro-batch", "3 bananas"], "--micro-batch '3 bananas': expected a number of rows"),
-        (["--micro-batch", "auto"], "needs a later version"),
         (["--micro-batch", "2GiB"], "2GiB (2,147,483,648 bytes): choosing the rows by memory needs a later version"),
         (["--epochs", "0"], "--epochs 0"),
         (["--epochs", "1", "--updates", "2"], "give one of them"),

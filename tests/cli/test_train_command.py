@@ -31,6 +31,21 @@ def test_digits_reaches_97_percent(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_micro_batch_chosen_by_itself_is_said_with_the_reason(tmp_path, capsys):
+    assert run(["train", "textbook", "--micro-batch", "auto", "--updates", "20", "--out", "out"]) == 0
+    text = capsys.readouterr().out
+    assert "64 rows cut by Auto(" in text
+    assert "micro-batch: " in text
+    assert "rows per micro-batch" in text.split("micro-batch: ")[1]
+
+
+def test_rows_of_the_standard_library_are_cut_by_tokens(tmp_path, capsys):
+    assert run(["train", "stdlib", "--batch-size", "128", "--updates", "1", "--out", "out"]) == 0
+    assert "128 rows cut by Tokens(2048)" in capsys.readouterr().out
+    (update,) = lines_of(tmp_path / "out", "update")
+    assert update["micro_batches"] > 5
+
+
 def test_a_run_leaves_its_settings_metrics_checkpoints_and_page(tmp_path, task_file, capsys):
     assert run(["train", str(task_file), "--out", "out", "--lr", "0.05", "--batch-size", "12", "--keep", "2"]) == 0
     out = tmp_path / "out"

@@ -22,6 +22,7 @@ def small_task(**changes: object) -> Task:
         "metric": "accuracy",
         "batch_size": 16,
         "micro_batch": 5,
+        "batch_norm": "micro",
         "epochs": 3,
         "decay": "cosine",
     }

@@ -20,6 +20,7 @@ def make_update(seed=0, width=5, optimizer_type=torch.optim.AdamW, scheduler=Tru
         optimizer,
         supervised(nn.CrossEntropyLoss()),
         micro_batch=4,
+        batch_norm="micro",
         scheduler=warmup(optimizer, 3) if scheduler else None,
         scaler=torch.amp.GradScaler("cpu", init_scale=64.0) if scaler else None,
     )

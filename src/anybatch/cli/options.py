@@ -1,7 +1,7 @@
 """The options that several commands share, each with its help, and the settings that they make."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,8 +22,8 @@ MicroBatch = Annotated[
     typer.Option(
         "--micro-batch",
         "-m",
-        metavar="ROWS",
-        help="Rows that are held in memory at once, such as 16; auto and memory sizes need a later version.",
+        metavar="ROWS|auto",
+        help="Rows that are held in memory at once, such as 16; auto: the fastest, found while training.",
         rich_help_panel=HOW,
     ),
 ]
@@ -110,17 +110,16 @@ Out = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=WHERE)]
 
 
-def rows_of(micro_batch: str | None) -> int | None:
-    """The rows that `--micro-batch` asks for; what later versions will understand is named as such."""
+def rows_of(micro_batch: str | None) -> int | Literal["auto"] | None:
+    """What `--micro-batch` asks for; what later versions will understand is named as such."""
     if micro_batch is None:
         return None
     parsed = parse_micro_batch(micro_batch)
-    if isinstance(parsed, int):
+    if not isinstance(parsed, MemoryLimit):
         return parsed
-    wish = f"{parsed.bytes:,} bytes" if isinstance(parsed, MemoryLimit) else "auto"
     raise SettingsError(
-        f"--micro-batch {micro_batch} ({wish}): choosing the rows by memory needs a later version of anybatch. Give a number "
-        "of rows, such as --micro-batch 16."
+        f"--micro-batch {micro_batch} ({parsed.bytes:,} bytes): choosing the rows by memory needs a later version of anybatch. "
+        "Give a number of rows, such as --micro-batch 16, or auto for the fastest."
     )
 
 

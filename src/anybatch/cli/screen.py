@@ -85,7 +85,8 @@ def epoch_line(done: EpochDone) -> str:
 
 def plan_lines(plan: "Plan") -> list[str]:
     """The plan, in words."""
-    batch = f"{plan.batch} rows in {plan.micro_batches_per_update} micro-batches of up to {plan.micro_batch}"
+    cut = f"in {plan.micro_batches_per_update} micro-batches of up to {plan.micro_batch}"
+    batch = f"{plan.batch} rows " + (cut if plan.micro_batches_per_update else f"cut by {plan.micro_batch}")
     tail = plan.rows % plan.batch
     shorter = f", the last of each epoch {tail} rows" if tail and plan.rows > plan.batch else ""
     rule = "" if plan.lr_rule == "none" else f"  ({plan.lr_rule} rule, {plan.base_batch} -> {plan.batch} rows)"
@@ -98,7 +99,7 @@ def plan_lines(plan: "Plan") -> list[str]:
         f"run     {plan.updates:,} updates, {plan.updates_per_epoch:,} per epoch, {plan.epochs} epochs",
         f"lr      first {plan.lr_first:.4g}, peak {plan.lr_peak:.4g}, ends at {plan.lr_last:.4g}{rule}",
         f"        {shape}" + ("" if plan.clip_norm is None else f", clipped to norm {plan.clip_norm:g}"),
-        *([f"note    {BATCH_NORM_NOTE}"] if plan.batch_norms and plan.micro_batches_per_update > 1 else []),
+        *([f"note    {BATCH_NORM_NOTE}"] if plan.batch_norms and plan.micro_batches_per_update != 1 else []),
     ]
 
 

@@ -130,6 +130,9 @@ def _close(
     summary = _summary(folder, experiment, progress)
     folder.write_run(dataclasses.replace(run, status="finished" if is_finished else "stopped", summary=summary))
     page = write_page(folder)
+    choice = getattr(experiment.update.accumulator.split, "choice", None)
+    if choice is not None:
+        say(f"micro-batch: {choice.describe()}", is_quiet=is_quiet)
     if is_finished:
         say(f"done: {summary_line(summary)}", is_quiet=is_quiet)
     else:

@@ -6,6 +6,7 @@ from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.criteria import supervised
 from anybatch.gradients.huggingface import huggingface
 from anybatch.gradients.metrics import Mean, Metric, Metrics, PerRow, Sum
+from anybatch.gradients.norm_policy import BatchNorm
 from anybatch.gradients.objective import Objective
 from anybatch.gradients.sentence_transformers import sentence_transformers
 from anybatch.gradients.window import Window
@@ -14,6 +15,7 @@ __all__ = [
     "Accumulated",
     "Accumulator",
     "Autocast",
+    "BatchNorm",
     "Coupled",
     "InfoNCE",
     "Mean",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from anybatch.errors import SettingsError
-from anybatch.training.experiment import Experiment, assemble, find_device, make_plan, num_batch_norms
+from anybatch.training.experiment import Experiment, assemble, find_device, make_plan, num_inexact_norms
 from anybatch.training.findings import findings
 from anybatch.training.loop import Loop, judged
 from anybatch.training.randomness import seed_all
@@ -45,7 +45,7 @@ def compare(build: Callable[[], Task], settings: Settings, *, num_seeds: int, te
                 name=plan.name,
                 description=plan.description,
                 batch=plan.settings.batch_size or task.batch_size,
-                micro_batch=plan.settings.micro_batch or task.micro_batch,
+                micro_batch=_rows(task, plan.settings),
                 lr=plan.lr,
                 runs=runs,
             )
@@ -53,16 +53,14 @@ def compare(build: Callable[[], Task], settings: Settings, *, num_seeds: int, te
     return Comparison(
         metric=task.metric or "validation loss",
         arms=tuple(arms),
-        findings=findings(
-            tuple(arms), task.metric, rows=len(task.training), num_batch_norms=num_batch_norms(task.model)
-        ),
+        findings=findings(tuple(arms), task.metric, rows=len(task.training), num_batch_norms=num_inexact_norms(task)),
     )
 
 
 def arms_of(task: Task, settings: Settings) -> tuple[ArmPlan, ...]:
     """The four arms. The learning rate is taken to be chosen for the small batch; the rule starts from there."""
     batch = settings.batch_size or task.batch_size
-    micro_batch = settings.micro_batch or task.micro_batch
+    micro_batch = _rows(task, settings)
     if micro_batch >= batch:
         raise SettingsError(
             f"--micro-batch {micro_batch} with --batch-size {batch}: a comparison needs a batch of two micro-batches or more."
@@ -113,6 +111,14 @@ def arms_of(task: Task, settings: Settings) -> tuple[ArmPlan, ...]:
             lr=lrs[2],
         ),
     )
+
+
+def _rows(task: Task, settings: Settings) -> int:
+    if settings.micro_batch == "auto":
+        raise SettingsError(
+            "--micro-batch auto: the arms of a comparison need one number of rows, such as --micro-batch 16."
+        )
+    return settings.micro_batch or task.micro_batch
 
 
 def _run(build: Callable[[], Task], plan: ArmPlan, seed: int, tell: Tell) -> ArmRun:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from anybatch.batches import Auto, Rows, Split, Tokens
 from anybatch.errors import SettingsError, TaskError
 from anybatch.training.randomness import seed_all
 from anybatch.training.schedules import beta2_of, lr_factor, scale_lr, warmup
@@ -27,8 +27,10 @@ class Plan:
     rows: int
     validation_rows: int
     batch: int
-    micro_batch: int
-    micro_batches_per_update: int
+    micro_batch: int | str
+    """Rows, or the split that cuts."""
+    micro_batches_per_update: int | None
+    """None where the split decides batch by batch."""
     updates_per_epoch: int
     updates: int
     epochs: int
@@ -74,7 +76,8 @@ def assemble(build: Callable[[], Task], settings: Settings) -> Experiment:
         task.model,
         task.optimizer,
         task.objective,
-        micro_batch=plan.micro_batch,
+        micro_batch=find_split(task, settings, plan.batch),
+        batch_norm=task.batch_norm,
         clip_norm=plan.clip_norm,
         scheduler=scheduler,
         autocast={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
@@ -87,7 +90,8 @@ def make_plan(task: Task, settings: Settings, device: torch.device) -> Plan:
     """The numbers of the run; the optimizer is looked at and left alone."""
     rows = len(task.training)
     batch = settings.batch_size or task.batch_size
-    micro_batch = min(settings.micro_batch or task.micro_batch, batch)
+    split = find_split(task, settings, batch)
+    size = split.size if isinstance(split, Rows) else None
     per_epoch = -(-rows // batch)
     updates = settings.updates or per_epoch * (settings.epochs or task.epochs)
     num_warmup = task.warmup if settings.warmup is None else settings.warmup
@@ -111,8 +115,8 @@ def make_plan(task: Task, settings: Settings, device: torch.device) -> Plan:
         rows=rows,
         validation_rows=len(task.validation),
         batch=batch,
-        micro_batch=micro_batch,
-        micro_batches_per_update=-(-min(batch, rows) // micro_batch),
+        micro_batch=repr(split) if size is None else size,
+        micro_batches_per_update=None if size is None else -(-min(batch, rows) // size),
         updates_per_epoch=per_epoch,
         updates=updates,
         epochs=-(-updates // per_epoch),
@@ -127,13 +131,24 @@ def make_plan(task: Task, settings: Settings, device: torch.device) -> Plan:
         clip_norm=settings.clip_norm or task.clip_norm,
         precision=settings.precision,
         device=str(device),
-        batch_norms=num_batch_norms(task.model),
+        batch_norms=num_inexact_norms(task),
     )
 
 
-def num_batch_norms(model: nn.Module) -> int:
-    """How many layers make the rows of a micro-batch look at each other while training."""
-    return sum(isinstance(module, _BatchNorm) for module in model.modules())
+def num_inexact_norms(task: Task) -> int:
+    """How many layers make the rows of a micro-batch look at each other, and at no others, while training."""
+    if task.batch_norm is not None and task.batch_norm != "micro":
+        return 0
+    return sum(isinstance(module, _BatchNorm) for module in task.model.modules())
+
+
+def find_split(task: Task, settings: Settings, batch: int) -> Split:
+    """How batches are cut: as asked for, else as the task has it."""
+    if settings.micro_batch == "auto":
+        return Auto(most=task.split if isinstance(task.split, Rows | Tokens) else None)
+    if settings.micro_batch is None and task.split is not None:
+        return task.split
+    return Rows(min(settings.micro_batch or task.micro_batch, batch))
 
 
 def find_device(name: str) -> torch.device:

@@ -186,7 +186,7 @@ class Loop:
 
     def _close_epoch(self) -> None:
         progress, task = self.progress, self.experiment.task
-        validated = validate(task.model, task.objective, validation_loader(task), self.experiment.device)
+        validated = validate(task.model, task.whole_objective, validation_loader(task), self.experiment.device)
         sums = progress.sums
         units = sums.units or float("nan")
         done = EpochDone(

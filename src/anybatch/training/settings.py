@@ -18,7 +18,7 @@ class Settings:
     """What was asked for; None leaves it to the task."""
 
     batch_size: int | None = None
-    micro_batch: int | None = None
+    micro_batch: int | Literal["auto"] | None = None
     epochs: int | None = None
     updates: int | None = None
     """Stop after so many updates; in place of `epochs`."""
@@ -40,7 +40,9 @@ class Settings:
     """How many checkpoints stay."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batch", "epochs", "updates", "base_batch", "save_every", "keep"):
+        if self.micro_batch != "auto":
+            _check_whole("micro_batch", self.micro_batch, least=1)
+        for name in ("batch_size", "epochs", "updates", "base_batch", "save_every", "keep"):
             _check_whole(name, getattr(self, name), least=1)
         _check_whole("warmup", self.warmup, least=0)
         _check_whole("seed", self.seed, least=0)

@@ -7,8 +7,9 @@ from typing import Any, get_args
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.batches import Split
 from anybatch.errors import TaskError
-from anybatch.gradients import Objective
+from anybatch.gradients import BatchNorm, Coupled, Objective
 from anybatch.training.settings import Decay, LRRule
 
 
@@ -22,7 +23,7 @@ class Task:
 
     model: nn.Module
     optimizer: Optimizer
-    objective: Objective
+    objective: Objective | Coupled
     training: Any
     """A map-style dataset: `len()` and `[row]`. Shuffled anew each epoch."""
     validation: Any
@@ -33,6 +34,11 @@ class Task:
     """How rows become a batch; None: as `torch.utils.data.default_collate` does."""
     batch_size: int = 64
     micro_batch: int = 16
+    """Rows that are held in memory at once."""
+    split: Split | None = None
+    """How a batch is cut where nobody asks for a number of rows; None: into `micro_batch` rows."""
+    batch_norm: BatchNorm | None = None
+    """What BatchNorm layers see of a batch that is cut, as in `Accumulator`; None warns of what is lost."""
     epochs: int = 10
     base_batch: int | None = None
     """The batch that the optimizer's learning rate was chosen for; None: `batch_size`."""
@@ -44,12 +50,17 @@ class Task:
     validation_batch: int = 256
     """Rows that are validated at a time; without gradients far more fit than while training."""
 
+    @property
+    def whole_objective(self) -> Objective:
+        """The objective of a batch that is not cut."""
+        return self.objective.whole() if isinstance(self.objective, Coupled) else self.objective
+
     def __post_init__(self) -> None:
-        for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("objective", Objective)):
+        for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("objective", Objective | Coupled)):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise TaskError(
-                    f"Task({name}=...) got a {type(value).__name__}: {_short(value)}; expected a {kind.__name__}."
+                    f"Task({name}=...) got a {type(value).__name__}: {_short(value)}; expected a {_spell(kind)}."
                 )
         for name in ("training", "validation"):
             _check_dataset(name, getattr(self, name))
@@ -72,6 +83,10 @@ def _check_dataset(name: str, dataset: Any) -> None:
         )
     if len(dataset) == 0:
         raise TaskError(f"Task({name}=...) got a dataset with 0 rows; give at least 1.")
+
+
+def _spell(kind: Any) -> str:
+    return str(getattr(kind, "__name__", "")) or " or ".join(one.__name__ for one in get_args(kind))
 
 
 def _short(value: object) -> str:

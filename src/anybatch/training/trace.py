@@ -125,7 +125,7 @@ class _Watcher:
 
 def _trace_layers(experiment: Experiment, batch: Batch) -> tuple[TracedLayer, ...]:
     """One row through every module that calls no other, in the order of the calls."""
-    model, objective = experiment.task.model, experiment.task.objective
+    model, objective = experiment.task.model, experiment.task.whole_objective
     layers: list[TracedLayer] = []
     calls: list[int] = []
 

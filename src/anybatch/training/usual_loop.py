@@ -31,7 +31,9 @@ def usual_updates(rows: int, micro_batch: int, accumulate: int) -> int:
 def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEpoch], None]) -> ArmRun:
     """Train for so many epochs the usual way."""
     task, plan, seed = experiment.task, experiment.plan, experiment.settings.seed
-    accumulate = plan.micro_batches_per_update
+    micro_batch, accumulate = plan.micro_batch, plan.micro_batches_per_update
+    assert isinstance(micro_batch, int), "arms of a comparison are cut by rows"
+    assert accumulate is not None
     updates, samples, peak = 0, 0, None
     done: list[ArmEpoch] = []
     seconds = 0.0
@@ -40,7 +42,7 @@ def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEp
         task.optimizer.zero_grad()
         total_loss = total_units = 0.0
         began = perf_counter()
-        for window in windows(training_loader(task, batch=plan.micro_batch, seed=seed, epoch=epoch), accumulate):
+        for window in windows(training_loader(task, batch=micro_batch, seed=seed, epoch=epoch), accumulate):
             if len(window) < accumulate:
                 break  # its gradients wait for a step that does not come
             if updates + 1 == MEMORY_AT and experiment.device.type == "cpu":
@@ -51,7 +53,7 @@ def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEp
             samples += sum(num_rows(micro_batch) for micro_batch in window)
             total_loss, total_units = total_loss + loss, total_units + units
         seconds += perf_counter() - began
-        validated = validate(task.model, task.objective, validation_loader(task), experiment.device)
+        validated = validate(task.model, task.whole_objective, validation_loader(task), experiment.device)
         done.append(
             ArmEpoch(
                 epoch=epoch,
@@ -72,7 +74,7 @@ def _learn(experiment: Experiment, micro_batches: Sequence[Batch]) -> tuple[floa
     total = units = 0.0
     for micro_batch in micro_batches:
         there = move(micro_batch, experiment.device)
-        loss, _ = evaluate(task.objective, task.model, there)
+        loss, _ = evaluate(task.whole_objective, task.model, there)
         (loss / len(micro_batches)).backward()
         counted = count_units(task.objective, task.model, [there])[0]
         weight = 1.0 if task.objective.reduction == "sum" else counted

@@ -1,7 +1,7 @@
 """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, and a small convolutional net with BatchNorm.
 
-BatchNorm makes the rows of a micro-batch look at each other: here each micro-batch is normalised by its own statistics, as
-every accumulation loop does, so this task's gradient is that of its micro-batches of 16, not that of 64 rows at once.
+BatchNorm makes the rows of a batch look at each other. The micro-batches of 16 go in lockstep and are normalised by the
+statistics of all 64 rows, so the gradient is that of 64 rows at once.
 """
 
 import torch
@@ -39,6 +39,7 @@ def task() -> Task:
         metric="accuracy",
         batch_size=64,
         micro_batch=16,
+        batch_norm="exact",
         epochs=12,
         warmup=10,
         decay="cosine",

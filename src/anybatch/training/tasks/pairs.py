@@ -1,7 +1,7 @@
 """Docstring and body of the standard library's functions: which belongs to which? A two-tower contrastive model.
 
-Every row is compared with the other rows of its micro-batch and no further: the loss of 64 rows in micro-batches of 16 is
-four contests among 16, as in every accumulation loop, not one among 64. The cut therefore changes what is learned.
+Every row is compared with all other rows of its batch, however it is cut: representations first, then the loss on all of
+them, then the towers again with its gradient (`Coupled`).
 """
 
 import re
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from anybatch.gradients import Mean, Objective
+from anybatch.gradients import Coupled, Mean
 from anybatch.training.task import Task
 from anybatch.training.tasks.sources import functions, is_held_out
 
@@ -33,7 +33,7 @@ def task() -> Task:
     return Task(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
-        objective=Objective(contrast),
+        objective=Coupled(encode, contrast),
         training=TensorDataset(docstrings[~is_kept], bodies[~is_kept]),
         validation=TensorDataset(docstrings[is_kept], bodies[is_kept]),
         metric="found",
@@ -55,10 +55,9 @@ class TwoTowers(nn.Module):
         self.body = Tower()
         self.scale = nn.Parameter(torch.tensor(10.0).log())
 
-    def forward(self, docstrings: Tensor, bodies: Tensor) -> Tensor:
-        """Similarity of every docstring (row) to every body (column)."""
-        similarities: Tensor = self.docstring(docstrings) @ self.body(bodies).T * self.scale.exp()
-        return similarities
+    def forward(self, docstrings: Tensor, bodies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Directions of docstrings and bodies, and how sharply they are told apart."""
+        return self.docstring(docstrings), self.body(bodies), self.scale.exp()
 
 
 class Tower(nn.Module):
@@ -74,9 +73,16 @@ class Tower(nn.Module):
         return F.normalize(self.head(self.words(words)), dim=-1)
 
 
-def contrast(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Mean]]:
-    """Each docstring must find its body among all of the micro-batch, and each body its docstring."""
-    similarities = model(*batch)
+def encode(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """What the loss needs of each row."""
+    encoded: tuple[Tensor, Tensor, Tensor] = model(*batch)
+    return encoded
+
+
+def contrast(encoded: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, Mean]]:
+    """Each docstring must find its body among all of the batch, and each body its docstring."""
+    docstrings, bodies, scale = encoded
+    similarities = docstrings @ bodies.T * scale
     right = torch.arange(len(similarities), device=similarities.device)
     loss = (F.cross_entropy(similarities, right) + F.cross_entropy(similarities.T, right)) / 2
     return loss, {"found": Mean((similarities.argmax(dim=1) == right).float().mean())}

@@ -1,14 +1,15 @@
 """A byte-level language model on the functions of Python's own standard library: real, ragged, heavy-tailed text.
 
 Rows are padded to the longest of their batch and the padding is ignored by the loss; units are the bytes that are
-predicted, so the gradient is exact however the rows are cut. That micro-batches of short rows carry the padding of long
-ones along costs time only.
+predicted, so the gradient is exact however the rows are cut. They are cut by `Tokens`: rows of like length together, and
+the padding off. Its cost is given, not learnt, so that the same seed makes the same weights to the bit.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anybatch.batches import Cost, Tokens
 from anybatch.gradients import Mean, supervised
 from anybatch.training.task import Task
 from anybatch.training.tasks.sources import functions, is_held_out
@@ -34,6 +35,7 @@ def task() -> Task:
         collate=pad,
         batch_size=32,
         micro_batch=8,
+        split=Tokens(8 * LONGEST, length=bytes_of_rows, cost=Cost()),
         epochs=2,
         warmup=10,
         decay="cosine",
@@ -77,6 +79,11 @@ class ByteLoss(nn.Module):
 def predicted_bytes(batch: tuple[Tensor, Tensor]) -> Tensor:
     """What the mean loss divides by."""
     return (batch[1] != IGNORED).count_nonzero()
+
+
+def bytes_of_rows(batch: tuple[Tensor, Tensor]) -> Tensor:
+    """How long each row is without its padding."""
+    return (batch[1] != IGNORED).sum(dim=1)
 
 
 def next_byte(logits: Tensor, targets: Tensor) -> dict[str, Mean]:
