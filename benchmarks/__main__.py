@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ["exactness", "peak", "overhead"]
+BENCHMARKS = ["exactness", "peak", "overhead", "coupled", "batchnorm"]
 
 
 def main() -> None:

@@ -8,10 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from anybatch.batches import join_rows, tensors
+from anybatch.errors import UpdateError
 from anybatch.gradients.batch_norm import Layers
 from anybatch.gradients.coupled import Coupled, Together, encode, load
 from anybatch.gradients.lockstep import Lockstep
@@ -49,6 +50,7 @@ class ExactNorm:
 
     def run(self) -> Together:
         """Add the gradient of the whole batch."""
+        _check_compiled(self.work.model, self.layers)
         replay = Replay(self.work.model) if self.drops else None
         before = None if replay is None else replay.now()
         self._load()
@@ -157,6 +159,18 @@ class ExactNorm:
             tracker.begin(Accumulate)
             tracker.end(Accumulate, parameters=tuple(self.gradient_sum.parameters))
         return is_finite
+
+
+def _check_compiled(model: nn.Module, layers: Layers) -> None:
+    inside = set(layers.values())
+    for name, module in model.named_modules():
+        is_compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        if is_compiled and not inside.isdisjoint(module.modules()):
+            raise UpdateError(
+                f"batch_norm='exact': {name or 'the model'} is compiled around BatchNorm layers, and a compiled forward cannot "
+                "stop at them to wait for the other micro-batches. Compile the parts between the BatchNorms, or none, or use "
+                "batch_norm='micro'."
+            )
 
 
 def _evaluate(work: "Work", index: int) -> tuple[Tensor, Metrics]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -66,6 +67,8 @@ class Keeper:
         """The block in which this thread's graph saves through the keeper."""
         if self._offload is None:
             return nullcontext()
+        if "torch._dynamo" in sys.modules:  # something may be compiled, and the hooks are not to be compiled into it
+            return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Load:
@@ -164,8 +167,8 @@ class _Stays:
     def __call__(self) -> Tensor:
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation: it is at "
-                f"version {self.tensor._version}, expected {self.version}. Use the operation that returns a new tensor."
+                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation: it is "
+                f"at version {self.tensor._version}, expected {self.version}. Use the operation that returns a new tensor."
             )
         return self.tensor
 
