@@ -21,6 +21,7 @@ from anybatch.gradients.objective import checked_loss
 from anybatch.gradients.offload import Keeper, Offload
 from anybatch.gradients.pooled import pooled
 from anybatch.gradients.replay import Replay
+from anybatch.gradients.spool import Spool
 from anybatch.gradients.summing import GradientSum
 from anybatch.stages import Accumulate, Backward, Forward, Load, Loss
 
@@ -43,7 +44,8 @@ class ExactNorm:
     layers: Layers
     gradient_sum: GradientSum
     coupled: Coupled | None = None
-    offload: Offload = None
+    offload: Offload
+    spool: Spool
     scaler: GradScaler | None = None
     drops: bool = False
     _not_finite: set[int] = field(default_factory=set)
@@ -119,7 +121,7 @@ class ExactNorm:
         model, parameters = self.work.model, self.work.parameters
         device = parameters[0].device if parameters else torch.device("cpu")
         stay = [*parameters, *model.buffers(), *tensors(self.work.micro_batches)]
-        return Keeper(self.offload, stay, device)
+        return Keeper(self.offload, stay, device, self.spool)
 
     def _forwards(self, indices: list[int], keeper: Keeper, forward: Callable[["Work", int], T]) -> list[T]:
         tracker = self.work.tracker
