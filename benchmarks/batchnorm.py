@@ -26,7 +26,7 @@ from benchmarks.meter import Timing, interleave, peak_bytes_of_all_threads
 from benchmarks.models import ResidualNet
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "batchnorm.json"
-MICRO_BATCH = 32
+NUM_MICRO_BATCHES = 4
 Step = Callable[[], None]
 
 
@@ -63,9 +63,8 @@ def checkpointed(model: ResidualNet, batch: tuple[Tensor, Tensor]) -> Step:
     return step
 
 
-def accumulated(
-    model: nn.Module, batch: tuple[Tensor, Tensor], micro_batch: int = MICRO_BATCH, **options: str | None
-) -> Step:
+def accumulated(model: nn.Module, batch: tuple[Tensor, Tensor], **options: str | None) -> Step:
+    micro_batch = len(batch[0]) // NUM_MICRO_BATCHES
     accumulator = Accumulator(model, supervised(nn.CrossEntropyLoss()), micro_batch=micro_batch, **options)
     return lambda: accumulator.backward(batch) and None
 

@@ -1,6 +1,7 @@
 """The models that the benchmarks train."""
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class SmallTransformer(nn.Module):
@@ -65,3 +66,19 @@ class ResidualNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(self.stem(x)))
+
+
+class SentenceEncoder(nn.Module):
+    """Four transformer layers of width 128 with dropout; the first position stands for the sentence, as in BERT."""
+
+    def __init__(self, vocabulary: int = 256, width: int = 128) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        layers = [nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True) for _ in range(4)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, tokens: Tensor, *, is_checkpointed: bool = False) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if is_checkpointed else layer(x)
+        return x[:, 0]

@@ -6,7 +6,7 @@ import pytest
 
 from anybatch import Cost
 from anybatch.batches import best_cut
-from benchmarks import exactness, peak, pictures, texts
+from benchmarks import batchnorm, coupled, exactness, peak, pictures, texts
 
 
 @pytest.mark.parametrize("case", exactness.cases(), ids=lambda case: case.name)
@@ -46,3 +46,18 @@ def test_the_picture_holds_every_case_and_contender():
     assert "log-normal, batch 128" in picture
     assert "2.85 x, 3% padding, 1 MB" in picture
     assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg")
+
+
+def test_exact_batch_norm_is_exact_in_a_fraction_of_the_memory_and_plain_accumulation_is_wrong():
+    measured = batchnorm.measure(rounds=2, rows=32)
+    assert measured["exact, offload to disk"].error < 1e-12
+    assert measured["exact, offload to disk"].memory < 0.35
+    assert measured["exact, nothing offloaded"].memory > 0.9
+    assert measured["plain accumulation (micro)"].error > 0.2
+
+
+def test_a_coupled_loss_is_exact_in_a_fraction_of_the_memory_and_plain_accumulation_is_wrong():
+    measured = coupled.measure(rounds=2, rows=32)
+    assert measured["anybatch Coupled"].error < 1e-13
+    assert measured["anybatch Coupled"].memory < 0.5
+    assert measured["plain accumulation"].error > 1e-2

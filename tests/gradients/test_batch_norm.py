@@ -518,6 +518,18 @@ def test_the_events_of_lockstep_are_one_forward_and_one_backward_for_all():
     assert sum(event.share for event in losses) == pytest.approx(1)
 
 
+def test_a_forward_compiled_around_batch_norm_layers_is_refused_and_one_compiled_between_them_is_not():
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double(), vectors()
+    reference = at_once(model, batch)
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    accumulator = Accumulator(compiled, supervised(nn.CrossEntropyLoss()), micro_batch=4, batch_norm="exact")
+    with pytest.raises(UpdateError, match=r"the model is compiled around BatchNorm layers.*'micro'"):
+        accumulator.backward(batch)
+    model[2].compile(backend="eager")
+    assert error(accumulated(model, batch, batch_norm="exact"), reference) <= 1e-13
+
+
 @pytest.mark.parametrize("options", [{"batch_norm": "Exact"}, {"offload": "cloud"}])
 def test_unknown_choices_are_refused(options):
     ((name, value),) = options.items()

@@ -1,5 +1,6 @@
 """Saved tensors kept elsewhere: the same gradient, less memory alive, nothing left behind."""
 
+import copy
 import gc
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from anybatch import Accumulator, UpdateError, supervised
 from anybatch.gradients import offload
 from anybatch.gradients.offload import Keeper
+from anybatch.gradients.spool import Spool
 from benchmarks.meter import LiveBytes, peak_bytes_of_all_threads
 from benchmarks.models import ResidualNet
 from tests.reference import gradient
@@ -44,8 +46,8 @@ def test_the_gradient_is_the_same_to_the_bit_and_no_file_is_left(where, tmp_path
 
 def test_auto_leaves_tensors_in_place_until_half_of_the_free_memory_is_taken_and_then_writes(monkeypatch):
     written = []
-    write = offload._File.write
-    monkeypatch.setattr(offload._File, "write", lambda self, flat: written.append(flat.nbytes) or write(self, flat))
+    write = Spool.write
+    monkeypatch.setattr(Spool, "write", lambda self, flat: written.append(flat.nbytes) or write(self, flat))
     run("auto")
     assert not written, "this fits"
     monkeypatch.setattr(offload, "_half_of_free", lambda device: 200_000)
@@ -87,7 +89,7 @@ def test_the_meter_counts_what_lives_once_and_forgets_what_died():
 
 def test_a_tensor_saved_by_several_operations_is_kept_once_and_one_that_changed_is_another():
     x = torch.randn(100, 100, requires_grad=True)
-    with Keeper("disk", [x], CPU) as keeper:
+    with Keeper("disk", [x], CPU, Spool()) as keeper:
         with keeper.hooks():
             y = x * 2
             z = y * y.tanh() + y.sin() + y.T.cos().T
@@ -96,9 +98,8 @@ def test_a_tensor_saved_by_several_operations_is_kept_once_and_one_that_changed_
             before = w.clone()
             w.add_(1)
             b = z * w
-        assert keeper._file is not None
         # y, tanh y, w, w + 1; what sin and cos save is y again, or a view of it
-        assert keeper._file._end == 4 * x.nbytes
+        assert keeper._spool.num_bytes == 4 * x.nbytes
         (a + b).sum().backward()
     plain = x.detach().clone().requires_grad_()
     y = plain * 2
@@ -108,7 +109,7 @@ def test_a_tensor_saved_by_several_operations_is_kept_once_and_one_that_changed_
 
 def test_a_tensor_that_stays_and_is_changed_before_backward_is_refused_as_torch_does():
     x, small = torch.randn(3, requires_grad=True), torch.randn(3)
-    with Keeper("disk", [], CPU) as keeper:
+    with Keeper("disk", [], CPU, Spool()) as keeper:
         with keeper.hooks():
             y = x * small
         small.add_(1)
@@ -123,19 +124,19 @@ def test_parameters_the_batch_small_tensors_and_slices_of_large_ones_stay():
         torch.randn(8),
         torch.randn(400, 80),
     )
-    with Keeper("disk", [weight, x], CPU) as keeper:
+    with Keeper("disk", [weight, x], CPU, Spool()) as keeper:
         with keeper.hooks():
             loss = (weight * x).sum() + (weight.sum() * small).sum() + (weight * large[:80]).sum()
-        assert keeper._file is None
+        assert keeper._spool.num_bytes == 0
         loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 def test_any_dtype_and_stride_comes_back_as_it_was(dtype):
     x = torch.randn(60, 50, 7).to(dtype).permute(2, 0, 1)
-    with Keeper("disk", [], CPU) as keeper:
+    with Keeper("disk", [], CPU, Spool()) as keeper:
         packed = keeper._pack(x)
-        assert keeper._file is not None
+        assert keeper._spool.num_bytes == x.nbytes
         back = packed()
         assert torch.equal(back, x)
         assert (back.stride(), back.dtype) == (x.stride(), x.dtype)
@@ -160,6 +161,21 @@ def test_an_error_in_forward_or_backward_closes_the_file(tmp_path, monkeypatch):
         del model
         assert open_files() == before
         assert os.listdir(tmp_path) == []
+
+
+def test_one_file_serves_all_batches_and_a_copy_has_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = open_files()
+    model = ResidualNet(width=4)
+    options = {"micro_batch": 4, "batch_norm": "exact", "offload": "disk"}
+    accumulator = Accumulator(model, supervised(nn.CrossEntropyLoss()), **options)
+    for rows in (16, 8, 16):
+        accumulator.backward((torch.randn(rows, 3, 16, 16), torch.randint(0, 10, (rows,))))
+        assert open_files() == before + 1
+    twin = copy.deepcopy(accumulator)
+    assert open_files() == before + 1
+    del accumulator, twin
+    assert open_files() == before
 
 
 def test_the_host_is_no_other_place_than_the_cpu():

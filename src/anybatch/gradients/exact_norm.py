@@ -8,10 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from anybatch.batches import MicroBatches, join_rows, tensors
+from anybatch.errors import UpdateError
 from anybatch.gradients.batch_norm import Layers
 from anybatch.gradients.coupled import Coupled, Together, encode, load
 from anybatch.gradients.lockstep import Lockstep
@@ -20,6 +21,7 @@ from anybatch.gradients.objective import checked_loss
 from anybatch.gradients.offload import Keeper, Offload
 from anybatch.gradients.pooled import pooled
 from anybatch.gradients.replay import Replay
+from anybatch.gradients.spool import Spool
 from anybatch.gradients.summing import GradientSum
 from anybatch.stages import Accumulate, Backward, Forward, Load, Loss
 
@@ -42,13 +44,15 @@ class ExactNorm:
     layers: Layers
     gradient_sum: GradientSum
     coupled: Coupled | None = None
-    offload: Offload = None
+    offload: Offload
+    spool: Spool
     scaler: GradScaler | None = None
     drops: bool = False
     _not_finite: set[int] = field(default_factory=set)
 
     def run(self) -> Together:
         """Add the gradient of the whole batch."""
+        _check_compiled(self.work.model, self.layers)
         replay = Replay(self.work.model) if self.drops else None
         before = None if replay is None else replay.now()
         self._load()
@@ -117,7 +121,7 @@ class ExactNorm:
         model, parameters = self.work.model, self.work.parameters
         device = parameters[0].device if parameters else torch.device("cpu")
         stay = [*parameters, *model.buffers(), *tensors(self.work.micro_batches)]
-        return Keeper(self.offload, stay, device)
+        return Keeper(self.offload, stay, device, self.spool)
 
     def _forwards(self, indices: list[int], keeper: Keeper, forward: Callable[["Work", int], T]) -> list[T]:
         tracker = self.work.tracker
@@ -157,6 +161,18 @@ class ExactNorm:
             tracker.begin(Accumulate)
             tracker.end(Accumulate, parameters=tuple(self.gradient_sum.parameters))
         return is_finite
+
+
+def _check_compiled(model: nn.Module, layers: Layers) -> None:
+    inside = set(layers.values())
+    for name, module in model.named_modules():
+        is_compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        if is_compiled and not inside.isdisjoint(module.modules()):
+            raise UpdateError(
+                f"batch_norm='exact': {name or 'the model'} is compiled around BatchNorm layers, and a compiled forward cannot "
+                "stop at them to wait for the other micro-batches. Compile the parts between the BatchNorms, or none, or use "
+                "batch_norm='micro'."
+            )
 
 
 def _evaluate(work: "Work", index: int) -> tuple[Tensor, Metrics]:

@@ -18,6 +18,7 @@ from anybatch.gradients.exact_norm import ExactNorm
 from anybatch.gradients.metrics import Metrics
 from anybatch.gradients.offload import Offload, check_offload
 from anybatch.gradients.replay import Replay
+from anybatch.gradients.spool import Spool
 from anybatch.gradients.summing import GradientSum
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class NormPolicy:
         check_offload(offload)
         self.mode = mode
         self.offload = offload
+        self._spool = Spool()
         self._layers = batch_norms(model)
         self._is_told = mode is not None
 
@@ -79,6 +81,7 @@ class NormPolicy:
                 gradient_sum=gradient_sum,
                 coupled=coupled,
                 offload=self.offload,
+                spool=self._spool,
                 scaler=scaler,
                 drops=drops,
             ).run()
@@ -143,6 +146,7 @@ class NormPolicy:
                     gradient_sum=scratch,
                     coupled=coupled,
                     offload=self.offload,
+                    spool=self._spool,
                     scaler=scaler,
                 ).run()
                 scale = 1.0 if coupled is not None else work.shares.left_over(work.shares.running)

@@ -1,12 +1,10 @@
 """What backward needs, kept elsewhere until it is needed: in the host's memory, or on disk."""
 
-import ctypes
 import os
-import tempfile
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from threading import Lock
 from types import TracebackType
 from typing import Literal, get_args
 
@@ -16,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch.errors import UpdateError
+from anybatch.gradients.spool import Spool
 
 Offload = Literal["auto", "host", "disk"] | None
 """Where saved tensors go: to `"host"` memory, to `"disk"`, `"auto"`: out once memory is half full; None: they stay."""
@@ -36,15 +35,14 @@ class Keeper:
     """Keeps what a graph saves out of the way. Use `hooks()` around the forwards, in each thread, and close after backward.
 
     Parameters, buffers and the batch itself (`stay`) are alive anyway and stay where they are. A tensor that several
-    operations save is kept once, and a tensor that changed between is another one. The file on disk has no name: it is gone
-    when it is closed, whatever ends the process.
+    operations save is kept once, and a tensor that changed between is another one.
     """
 
-    def __init__(self, offload: Offload, stay: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(self, offload: Offload, stay: Iterable[Tensor], device: torch.device, spool: Spool) -> None:
         self._offload = offload
+        self._spool = spool
         self._stay = {tensor.untyped_storage()._cdata for tensor in stay if type(tensor) in _PLAIN}
         self._budget = _half_of_free(device) if offload == "auto" else 0
-        self._file: _File | None = None
         self._kept: dict[int, _Kept] = {}
         if offload == "host" and device.type == "cpu":
             raise UpdateError(
@@ -59,13 +57,17 @@ class Keeper:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._kept.clear()
-        if self._file is not None:
-            self._file.close()
+        if kind is None:
+            self._spool.rewind()
+        else:
+            self._spool.close()
 
     def hooks(self) -> AbstractContextManager[object]:
         """The block in which this thread's graph saves through the keeper."""
         if self._offload is None:
             return nullcontext()
+        if "torch._dynamo" in sys.modules:  # something may be compiled, and the hooks are not to be compiled into it
+            return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Load:
@@ -94,11 +96,8 @@ class Keeper:
                 return _Once(lambda: host.to(device, non_blocking=True))
             host.copy_(flat)
             flat = host
-        if self._file is None:
-            self._file = _File()
-        place = self._file.write(flat)
-        file = self._file
-        return _Once(lambda: file.read(*place).to(device))
+        place = self._spool.write(flat)
+        return _Once(lambda: self._spool.read(*place).to(device))
 
     def _forget_the_dead(self) -> None:
         dead = [key for key, kept in self._kept.items() if kept.storage.expired()]
@@ -172,45 +171,6 @@ class _Stays:
 
 def _unpack(packed: Load) -> Tensor:
     return packed()
-
-
-class _File:
-    """A file without a name, in the directory for temporary files (TMPDIR)."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        self._end = 0
-        self._lock = Lock()  # backward has a thread per device
-
-    def write(self, flat: Tensor) -> tuple[int, int]:
-        """Append the bytes; where they are, and how many."""
-        place = self._end, flat.nbytes
-        self._transfer(self._file.write, flat, self._end)
-        self._end += flat.nbytes
-        return place
-
-    def read(self, offset: int, num_bytes: int) -> Tensor:
-        """The bytes written at `offset`, in a new tensor."""
-        flat = torch.empty(num_bytes, dtype=torch.uint8)
-        self._transfer(self._file.readinto, flat, offset)
-        return flat
-
-    def close(self) -> None:
-        """Give the disk back."""
-        self._file.close()
-
-    def _transfer(self, move: Callable[[memoryview], int], flat: Tensor, offset: int) -> None:
-        """Every byte of `flat`, to or from the file: the system may move fewer at a time."""
-        view = memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")
-        with self._lock:
-            self._file.seek(offset)
-            while view:
-                moved = move(view)
-                if not moved:
-                    raise OSError(
-                        f"the file of offloaded tensors ends {len(view)} bytes early, in {tempfile.gettempdir()}."
-                    )
-                view = view[moved:]
 
 
 def _half_of_free(device: torch.device) -> int:
