@@ -4,8 +4,8 @@
 
 A byte-level GPT of 4 layers x 256 learns from one batch at a time, the same for all, with the same cap on the padded tokens
 of a micro-batch: 8 of the batch's longest row. All take their turn on each batch in one process and one thread, by
-processor time; ratios are taken batch by batch, then their median. Padding waste and peak memory follow from the micro-batches; the gradient's error is
-against float64. Every weight stays as it is, so that all see the same model throughout.
+processor time; ratios are taken batch by batch, then their median. Padding waste and peak memory follow from the
+micro-batches; the gradient's error is against float64. Weights stay as they are, so that all see the same model.
 """
 
 import argparse
