@@ -3,9 +3,9 @@
     python -m benchmarks.ragged [--quick] [--sizes 32 128 512] [--laws stdlib bimodal ...]
 
 A byte-level GPT of 4 layers x 256 learns from one batch at a time, the same for all, with the same cap on the padded tokens
-of a micro-batch: 8 of the batch's longest row. All take their turn on each batch in one process and one thread; ratios are
-taken batch by batch, then their median. Padding waste and peak memory follow from the micro-batches; the gradient's error is
-against float64. Every weight stays as it is, so that all see the same model throughout.
+of a micro-batch: 8 of the batch's longest row. All take their turn on each batch in one process and one thread, by
+processor time; ratios are taken batch by batch, then their median. Padding waste and peak memory follow from the
+micro-batches; the gradient's error is against float64. Weights stay as they are, so that all see the same model.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Result:
     """One contender on one law of lengths and size of batch."""
 
     seconds: float
-    """Median time of an update."""
+    """Median processor time of an update."""
     speedup: float
     """How many times the rate of the loop by hand; the median over batches."""
     waste: float
@@ -65,10 +65,11 @@ def compare(law: str, rows: int, names: list[str], rounds: int) -> dict[str, Res
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gradients: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
-        for name, contender in contenders.items():
-            seconds[name].append(contender.run(batch))
+        # who begins changes from batch to batch
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            seconds[name].append(contenders[name].run(batch))
             if number == 0:
-                gradients[name] = contender.optimizer.gradient
+                gradients[name] = contenders[name].optimizer.gradient
     reference = float64_gradient(model, batches[0])
     return {
         name: Result(

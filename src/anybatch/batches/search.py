@@ -19,8 +19,8 @@ class Trial:
 
     @property
     def rate(self) -> float:
-        """The best of the rates: what disturbs a measurement only ever slows it."""
-        return max(self.rates)
+        """Their mean: the best of several would favour the lucky."""
+        return sum(self.rates) / len(self.rates)
 
 
 class Search:
@@ -95,7 +95,7 @@ class Search:
 
     def _above(self) -> int | None:
         highest = max(self._rates)
-        is_falling = max(self._rates[highest]) < CLEARLY * max(self._rates[self._best()])
+        is_falling = self._rate(highest) < CLEARLY * self._rate(self._best())
         if is_falling or highest >= self._top:
             return None
         return min(highest + self._stride, self._top)
@@ -108,29 +108,32 @@ class Search:
         neighbours = [known[beside] for beside in (place - 1, place + 1) if 0 <= beside < len(known)]
         if not neighbours:
             return None
-        beside = max(neighbours, key=lambda at: (abs(at - best), max(self._rates[at])))
+        beside = max(neighbours, key=lambda at: (abs(at - best), self._rate(at)))
         return (best + beside) // 2 if abs(best - beside) > 1 else None
 
     def _between(self) -> int | None:
         """The middle of the widest gap that may hide a second summit: one with an end near the best."""
-        if self.num_measured >= self._limit - 2:
+        if self.num_measured >= self._limit - 4:
             return None
-        near = CLEARLY * max(self._rates[self._best()])
+        near = CLEARLY * self._rate(self._best())
         gaps = [
             (high - low, (low + high) // 2)
             for low, high in pairwise(sorted(self._rates))
-            if high - low > 1 and max(*self._rates[low], *self._rates[high]) >= near
+            if high - low > 1 and max(self._rate(low), self._rate(high)) >= near
         ]
         return max(gaps)[1] if gaps else None
 
     def _again(self) -> int | None:
         """Whichever of the best two was measured fewer times, until both were measured twice."""
-        ranked = sorted(self._rates, key=lambda at: max(self._rates[at]), reverse=True)[:2]
+        ranked = sorted(self._rates, key=lambda at: self._rate(at), reverse=True)[:2]
         fewest = min(ranked, key=lambda at: len(self._rates[at]))
         return fewest if len(self._rates[fewest]) < 2 and len(ranked) > 1 else None
 
+    def _rate(self, at: int) -> float:
+        return sum(self._rates[at]) / len(self._rates[at])
+
     def _best(self) -> int:
-        return max(self._rates, key=lambda at: max(self._rates[at]), default=0)
+        return max(self._rates, key=lambda at: self._rate(at), default=0)
 
 
 def ladder(smallest: int, largest: int) -> list[int]:
