@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from time import process_time
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,9 @@ class Measured:
     memory: float
     """Peak live tensors as a ratio to the big batch's."""
     time: Timing
+    """By the clock on the wall."""
+    processor_time: Timing
+    """Of all threads, without waiting."""
 
 
 def images(rows: int = 128) -> tuple[Tensor, Tensor]:
@@ -95,6 +99,7 @@ def measure(rounds: int, rows: int = 128) -> dict[str, Measured]:
         peaks[name] = peak_bytes_of_all_threads(step, [*own.parameters(), *own.buffers(), *batch])
         steps[name] = afresh(own, step)
     times = interleave(steps, rounds=rounds, repeats=1)
+    processor_times = interleave(steps, rounds=rounds, repeats=1, clock=process_time)
     whole, wanted = peaks["big batch at once"], gradients["big batch at once"]
     return {
         name: Measured(
@@ -102,6 +107,7 @@ def measure(rounds: int, rows: int = 128) -> dict[str, Measured]:
             peak_bytes=peaks[name],
             memory=round(peaks[name] / whole, 4),
             time=times[name],
+            processor_time=processor_times[name],
         )
         for name in WAYS
     }
@@ -122,15 +128,17 @@ def gradient(model: nn.Module) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="5 rounds instead of 20: noisier")
+    parser.add_argument("--quick", action="store_true", help="4 rounds instead of 12: noisier")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    measured = measure(rounds=5 if options.quick else 20)
-    print(f"{'128 x 3 x 32 x 32, micro-batches of 32':38}  error    memory    time")
+    measured = measure(rounds=4 if options.quick else 12)
+    print(f"{'128 x 3 x 32 x 32, micro-batches of 32':38}  error    memory    time  processor")
     for name, one in measured.items():
         low, high = one.time.spread
+        on_processor = one.processor_time.ratio
         print(
-            f"{name:38}  {one.error:7.1e}  {one.memory:6.3f}  {one.time.ratio:6.3f}   quartiles {low:.3f} to {high:.3f}"
+            f"{name:38}  {one.error:7.1e}  {one.memory:6.3f}  {one.time.ratio:6.3f}  {on_processor:9.3f}"
+            f"   quartiles {low:.3f} to {high:.3f}"
             f"   {one.peak_bytes / 2**20:8.1f} MiB  {one.time.seconds:6.3f} s"
         )
     versions = {"python": platform.python_version(), "torch": torch.__version__}
