@@ -10,22 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch import Accumulator, LossError, Mean, MicroBatches, Objective, Rows, Sum, UnitsError, supervised, windows
+from benchmarks.models import TokenModel
 from tests.reference import gradient, mean_of_means, relative_error, whole_batch_gradient
 
 EXACT_FP32 = 5e-7
-
-
-class TokenModel(nn.Module):
-    """Embeds tokens, looks at the ones before, predicts the next: enough of a language model."""
-
-    def __init__(self, vocabulary: int = 50, width: int = 24) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.mix = nn.GRU(width, width, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.mix(self.embed(tokens))[0]).transpose(1, 2)
 
 
 def ragged_tokens(rows: int = 32) -> tuple[Tensor, Tensor]:
