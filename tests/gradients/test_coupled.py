@@ -421,6 +421,20 @@ def test_only_one_graph_is_alive_at_a_time():
     assert len(graphs) == 4, "one graph each: the last micro-batch's first pass is its only one"
 
 
+def test_a_representation_that_is_a_slice_does_not_keep_what_it_was_cut_from():
+    from benchmarks.meter import peak_bytes_of_all_threads
+
+    model, x = nn.Linear(4, 4), torch.randn(64, 200, 4)
+
+    def peak(encode: Any) -> int:
+        model.zero_grad()
+        accumulator = Accumulator(model, Coupled(encode, lambda y: y.var()), micro_batch=2)
+        return peak_bytes_of_all_threads(lambda: accumulator.backward(x), [x])
+
+    first_of_all, first_alone = peak(lambda model, x: model(x)[:, 0]), peak(lambda model, x: model(x)[:, 0].clone())
+    assert first_of_all <= 1.05 * first_alone
+
+
 @pytest.mark.parametrize(
     ("coupled", "message"),
     [

@@ -178,7 +178,7 @@ class _Passes:
         before = None if is_last else self.replay.now()
         with torch.set_grad_enabled(is_last and torch.is_grad_enabled()):
             representations = self._encode(index)
-        return _Part(index, before, representations)
+        return _Part(index, before, representations if is_last else map_tensors(representations, _alone))
 
     def _loss(self, parts: list[_Part]) -> tuple[Tensor, Metrics, bool]:
         """The loss of all rows, detached, with its gradient left in the parts' leaves; False where it is not finite."""
@@ -245,8 +245,13 @@ def encode(coupled: Coupled, work: "Work", index: int, loaded: Batch = None) -> 
         return coupled.encode(work.model, load(work, index) if loaded is None else loaded)
 
 
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor without what it was cut from: the first position of every row must not keep all positions alive."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
 def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+    return _alone(tensor.detach()).requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
 def _is_finite(representations: Batch) -> bool:
