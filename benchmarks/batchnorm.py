@@ -7,15 +7,9 @@ in one process, one thread. Memory is the peak of live tensors of every thread, 
 error is that of the gradient in float64: in fp32 a rounding may turn a ReLU on or off, in the big batch as in any other way.
 """
 
-import argparse
 import copy
-import json
-import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
-from time import process_time
 
 import torch
 import torch.nn.functional as F
@@ -23,27 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Accumulator, supervised
-from benchmarks.meter import Timing, interleave, peak_bytes_of_all_threads
+from benchmarks.meter import peak_bytes_of_all_threads
 from benchmarks.models import ResidualNet
+from benchmarks.ways import Measured, Step, afresh, compare_ways, gradient, run_and_write
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "batchnorm.json"
 NUM_MICRO_BATCHES = 4
-Step = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One way through the batch."""
-
-    error: float
-    """Of the gradient, relative to the big batch at once; both in float64."""
-    peak_bytes: int
-    memory: float
-    """Peak live tensors as a ratio to the big batch's."""
-    time: Timing
-    """By the clock on the wall."""
-    processor_time: Timing
-    """Of all threads, without waiting."""
 
 
 def images(rows: int = 128) -> tuple[Tensor, Tensor]:
@@ -98,56 +77,17 @@ def measure(rounds: int, rows: int = 128) -> dict[str, Measured]:
         step = way(own, batch)
         peaks[name] = peak_bytes_of_all_threads(step, [*own.parameters(), *own.buffers(), *batch])
         steps[name] = afresh(own, step)
-    times = interleave(steps, rounds=rounds, repeats=1)
-    processor_times = interleave(steps, rounds=rounds, repeats=1, clock=process_time)
-    whole, wanted = peaks["big batch at once"], gradients["big batch at once"]
-    return {
-        name: Measured(
-            error=float((gradients[name] - wanted).norm() / wanted.norm()),
-            peak_bytes=peaks[name],
-            memory=round(peaks[name] / whole, 4),
-            time=times[name],
-            processor_time=processor_times[name],
-        )
-        for name in WAYS
-    }
-
-
-def afresh(model: nn.Module, step: Step) -> Step:
-    def run() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        step()
-
-    return run
-
-
-def gradient(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
+    return compare_ways(steps, gradients, peaks, rounds=rounds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 rounds instead of 12: noisier")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    measured = measure(rounds=4 if options.quick else 12)
-    print(f"{'128 x 3 x 32 x 32, micro-batches of 32':38}  error    memory    time  processor")
-    for name, one in measured.items():
-        low, high = one.time.spread
-        on_processor = one.processor_time.ratio
-        print(
-            f"{name:38}  {one.error:7.1e}  {one.memory:6.3f}  {one.time.ratio:6.3f}  {on_processor:9.3f}"
-            f"   quartiles {low:.3f} to {high:.3f}"
-            f"   {one.peak_bytes / 2**20:8.1f} MiB  {one.time.seconds:6.3f} s"
-        )
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    results = {name: asdict(one) for name, one in measured.items()}
-    RESULTS.write_text(
-        json.dumps({"date": date.today().isoformat(), "versions": versions, "measured": results}, indent=1) + "\n"
+    run_and_write(
+        measure,
+        title="128 x 3 x 32 x 32, micro-batches of 32",
+        rounds=(4, 12),
+        results=RESULTS,
+        description=__doc__,
     )
-    print(f"\nwritten to docs/benchmarks/{RESULTS.name}")
 
 
 if __name__ == "__main__":

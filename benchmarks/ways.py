@@ -1,0 +1,103 @@
+"""Several ways through one batch, compared with the big batch at once: gradient error, live memory, time."""
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from time import process_time
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.meter import Timing, interleave
+
+BIG_BATCH = "big batch at once"
+"""The way that all others are compared with."""
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One way through the batch."""
+
+    error: float
+    """Of the gradient, relative to the big batch at once; both in float64."""
+    peak_bytes: int
+    memory: float
+    """Peak live tensors as a ratio to the big batch's."""
+    time: Timing
+    """By the clock on the wall."""
+    processor_time: Timing
+    """Of all threads, without waiting."""
+
+
+def compare_ways(
+    steps: Mapping[str, Step], gradients: Mapping[str, Tensor], peaks: Mapping[str, int], *, rounds: int
+) -> dict[str, Measured]:
+    """Time the steps in turn, and put beside it what is known of their gradients and peaks."""
+    times = interleave(steps, rounds=rounds, repeats=1)
+    processor_times = interleave(steps, rounds=rounds, repeats=1, clock=process_time)
+    whole, wanted = peaks[BIG_BATCH], gradients[BIG_BATCH]
+    return {
+        name: Measured(
+            error=float((gradients[name] - wanted).norm() / wanted.norm()),
+            peak_bytes=peaks[name],
+            memory=round(peaks[name] / whole, 4),
+            time=times[name],
+            processor_time=processor_times[name],
+        )
+        for name in steps
+    }
+
+
+def afresh(model: nn.Module, step: Step) -> Step:
+    """The step, from no gradients."""
+
+    def run() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        step()
+
+    return run
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """All gradients in one vector."""
+    return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
+
+
+def run_and_write(
+    measure: Callable[[int], dict[str, Measured]],
+    *,
+    title: str,
+    rounds: tuple[int, int],
+    results: Path,
+    description: str | None,
+    notes: Mapping[str, str] = {},
+) -> None:
+    """The command line of such a benchmark: measure (quick, full `rounds`), print a table, write the JSON."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{rounds[0]} rounds instead of {rounds[1]}: noisier")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    measured = measure(rounds[0] if options.quick else rounds[1])
+    print(f"{title:38}  error    memory    time  processor")
+    for name, one in measured.items():
+        low, high = one.time.spread
+        print(
+            f"{name:38}  {one.error:7.1e}  {one.memory:6.3f}  {one.time.ratio:6.3f}  {one.processor_time.ratio:9.3f}"
+            f"   quartiles {low:.3f} to {high:.3f}"
+            f"   {one.peak_bytes / 2**20:8.1f} MiB  {one.time.seconds:6.3f} s"
+        )
+    for name, note in notes.items():
+        print(f"{name:38}  {note}")
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    content = {name: asdict(one) for name, one in measured.items()} | dict(notes)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(
+        json.dumps({"date": date.today().isoformat(), "versions": versions, "measured": content}, indent=1) + "\n"
+    )
+    print(f"\nwritten to docs/benchmarks/{results.name}")
