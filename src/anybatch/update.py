@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anybatch.batches import Batch, MicroBatch
 from anybatch.errors import NonFiniteError, UpdateError
-from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast, check_model
+from anybatch.gradients.accumulator import Accumulated, Accumulator, check_model
 from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.nonfinite import find_culprit
 from anybatch.gradients.norm_policy import BatchNorm
@@ -21,6 +21,7 @@ from anybatch.gradients.objective import Objective
 from anybatch.gradients.offload import Offload
 from anybatch.gradients.precision import cast_gradients, takes_fp32_gradients
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
+from anybatch.gradients.work import Autocast
 from anybatch.stages import Clip, Observer, Step, Tracker, Zero, tracker_for
 
 OnNonFinite = Literal["raise", "skip", "drop", "ignore"]

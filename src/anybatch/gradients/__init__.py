@@ -1,6 +1,6 @@
 """The exact gradient: objectives, the window, the accumulator, precision."""
 
-from anybatch.gradients.accumulator import Accumulated, Accumulator, Autocast
+from anybatch.gradients.accumulator import Accumulated, Accumulator
 from anybatch.gradients.contrastive import InfoNCE, clip_loss, info_nce
 from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.criteria import supervised
@@ -10,6 +10,7 @@ from anybatch.gradients.norm_policy import BatchNorm
 from anybatch.gradients.objective import Objective
 from anybatch.gradients.sentence_transformers import sentence_transformers
 from anybatch.gradients.window import Window
+from anybatch.gradients.work import Autocast
 
 __all__ = [
     "Accumulated",

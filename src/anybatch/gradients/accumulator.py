@@ -8,21 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import Batch, Cut, MicroBatch, MicroBatches, as_split, move, tensors
+from anybatch.batches import Batch, Cut, MicroBatch, MicroBatches, as_split, tensors
 from anybatch.errors import LossError, UpdateError
 from anybatch.gradients.coupled import Coupled, Together
 from anybatch.gradients.metrics import Metrics, combine, detached
 from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
-from anybatch.gradients.objective import Objective, count_units, evaluate, metrics_alone
+from anybatch.gradients.objective import Objective, count_units
 from anybatch.gradients.offload import Offload
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
 from anybatch.gradients.timing import stopwatch_for
-from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss, Observer, Tracker, tracker_for
-
-Autocast = torch.dtype | torch.autocast | None
-"""A dtype to autocast to on the model's device, or an autocast context of the user's own; None for none."""
+from anybatch.gradients.work import Autocast, Work, autocast_context, common_device, passes_fp16
+from anybatch.stages import Accumulate, Backward, Observer, Tracker, tracker_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +142,7 @@ class Accumulator:
             watch.finish()
         return result
 
-    def _backward_together(self, work: "Work", scaler: GradScaler | None) -> Accumulated:
+    def _backward_together(self, work: Work, scaler: GradScaler | None) -> Accumulated:
         """`backward` of a batch whose rows look at each other."""
         drops = self.drop_nonfinite and not work.shares.is_empty
         isolate = drops and scaler is None
@@ -162,7 +160,7 @@ class Accumulator:
                 work.tracker.close()
         return result
 
-    def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> "Work":
+    def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> Work:
         """Cut the batch and count its units: all that comes before the first forward."""
         cut = batch if isinstance(batch, MicroBatches) else self.split.cut(batch)
         units = count_units(self.objective, self.model, cut.micro_batches)
@@ -172,8 +170,8 @@ class Accumulator:
             device = common_device(self.model.parameters())  # a loss's own parameters may lie elsewhere
             parameters += self.objective.parameters()
         is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches[0]))
-        autocast = _autocast_context(self.autocast, device)
-        underflows = scaler is None and _is_fp16(parameters, autocast)
+        autocast = autocast_context(self.autocast, device)
+        underflows = scaler is None and passes_fp16(parameters, autocast)
         shares = shares_of(units, self.objective.reduction, underflows=underflows)
         return Work(
             self.model,
@@ -185,60 +183,6 @@ class Accumulator:
             autocast,
             tracker,
         )
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A batch that is cut and counted, ready to run."""
-
-    model: nn.Module
-    objective: Objective
-    cut: MicroBatches
-    shares: Shares
-    parameters: list[nn.Parameter]
-    device: torch.device | None
-    """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
-    autocast: AbstractContextManager[object] | None
-    tracker: Tracker | None
-    forget: Callable[[], None] = _nothing
-    """What is to be called when the micro-batch that ran last is dropped."""
-
-    @property
-    def micro_batches(self) -> tuple[Batch, ...]:
-        """What runs, in order."""
-        return self.cut.micro_batches
-
-    def forward(self, index: int) -> tuple[Tensor, Metrics]:
-        """Bring one micro-batch to the device and evaluate the objective on it."""
-        if self.tracker is None:
-            return self._evaluate(self._load(index))
-        self.tracker.begin(Load)
-        micro_batch = self._load(index)
-        self.tracker.end(Load, micro_batch=index, batch=micro_batch)
-        with ForwardBoundary(self.tracker, self.model, index):
-            loss, metrics = self._evaluate(micro_batch)
-        facts = {"units": self.shares.units[index], "share": self.shares.each[index]}
-        self.tracker.end(Loss, micro_batch=index, loss=loss.detach(), **facts)
-        return loss, metrics
-
-    def metrics_of(self, index: int) -> Metrics:
-        """The metrics of a micro-batch that has no units and so no loss, but may have rows to count."""
-        with torch.no_grad():
-            return detached(metrics_alone(self.objective, self.model, self._load(index)))
-
-    def _load(self, index: int) -> Batch:
-        micro_batch = self.micro_batches[index]
-        return micro_batch if self.device is None else move(micro_batch, self.device)
-
-    def _evaluate(self, micro_batch: Batch) -> tuple[Tensor, Metrics]:
-        if self.autocast is None:
-            return evaluate(self.objective, self.model, micro_batch)
-        with self.autocast:
-            return evaluate(self.objective, self.model, micro_batch)
 
 
 def check_model(model: nn.Module) -> None:
@@ -253,12 +197,6 @@ def check_model(model: nn.Module) -> None:
                 f"{model.gradient_as_bucket_view}; this version is exact within one process only. Give the model itself, "
                 "in one process."
             )
-
-
-def common_device(parameters: Iterable[nn.Parameter]) -> torch.device | None:
-    """The device that all parameters share, if they do."""
-    devices = {parameter.device for parameter in parameters}
-    return devices.pop() if len(devices) == 1 else None
 
 
 def _backward(gradient_sum: GradientSum, loss: Tensor, start: Tensor, index: int, tracker: Tracker | None) -> bool:
@@ -352,16 +290,3 @@ def _check(model: nn.Module, objective: Objective | Coupled, autocast: Autocast)
         raise UpdateError(
             f"autocast={autocast!r}: expected a dtype, such as torch.bfloat16, a torch.autocast(...) of your own, or None."
         )
-
-
-def _autocast_context(autocast: Autocast, device: torch.device | None) -> AbstractContextManager[object] | None:
-    if isinstance(autocast, torch.dtype):
-        return torch.autocast(device.type if device is not None else "cpu", dtype=autocast)
-    return autocast
-
-
-def _is_fp16(parameters: Iterable[nn.Parameter], autocast: AbstractContextManager[object] | None) -> bool:
-    """True where gradients pass through fp16, whose smallest number is 6e-8."""
-    if isinstance(autocast, torch.autocast) and autocast.fast_dtype is torch.float16:
-        return True
-    return any(parameter.dtype is torch.float16 for parameter in parameters)

@@ -25,7 +25,7 @@ from anybatch.gradients.summing import GradientSum
 from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss
 
 if TYPE_CHECKING:
-    from anybatch.gradients.accumulator import Work
+    from anybatch.gradients.work import Work
 
 Encode = Callable[[nn.Module, Batch], Batch]
 FirstPass = Callable[[], AbstractContextManager[Callable[[], None]]]

@@ -26,7 +26,7 @@ from anybatch.gradients.summing import GradientSum
 from anybatch.stages import Accumulate, Backward, Forward, Load, Loss
 
 if TYPE_CHECKING:
-    from anybatch.gradients.accumulator import Work
+    from anybatch.gradients.work import Work
 
 T = TypeVar("T")
 

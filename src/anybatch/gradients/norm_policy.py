@@ -22,7 +22,7 @@ from anybatch.gradients.spool import Spool
 from anybatch.gradients.summing import GradientSum
 
 if TYPE_CHECKING:
-    from anybatch.gradients.accumulator import Work
+    from anybatch.gradients.work import Work
 
 BatchNorm = Literal["exact", "micro", "frozen"]
 

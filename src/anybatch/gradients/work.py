@@ -1,0 +1,90 @@
+"""A batch that is cut and counted, on its way to the model."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.batches import Batch, MicroBatches, move
+from anybatch.gradients.metrics import Metrics, detached
+from anybatch.gradients.objective import Objective, evaluate, metrics_alone
+from anybatch.gradients.shares import Shares
+from anybatch.stages import ForwardBoundary, Load, Loss, Tracker
+
+Autocast = torch.dtype | torch.autocast | None
+"""A dtype to autocast to on the model's device, or an autocast context of the user's own; None for none."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch that is cut and counted, ready to run."""
+
+    model: nn.Module
+    objective: Objective
+    cut: MicroBatches
+    shares: Shares
+    parameters: list[nn.Parameter]
+    device: torch.device | None
+    """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
+    autocast: AbstractContextManager[object] | None
+    tracker: Tracker | None
+    forget: Callable[[], None] = _nothing
+    """What is to be called when the micro-batch that ran last is dropped."""
+
+    @property
+    def micro_batches(self) -> tuple[Batch, ...]:
+        """What runs, in order."""
+        return self.cut.micro_batches
+
+    def forward(self, index: int) -> tuple[Tensor, Metrics]:
+        """Bring one micro-batch to the device and evaluate the objective on it."""
+        if self.tracker is None:
+            return self._evaluate(self._load(index))
+        self.tracker.begin(Load)
+        micro_batch = self._load(index)
+        self.tracker.end(Load, micro_batch=index, batch=micro_batch)
+        with ForwardBoundary(self.tracker, self.model, index):
+            loss, metrics = self._evaluate(micro_batch)
+        facts = {"units": self.shares.units[index], "share": self.shares.each[index]}
+        self.tracker.end(Loss, micro_batch=index, loss=loss.detach(), **facts)
+        return loss, metrics
+
+    def metrics_of(self, index: int) -> Metrics:
+        """The metrics of a micro-batch that has no units and so no loss, but may have rows to count."""
+        with torch.no_grad():
+            return detached(metrics_alone(self.objective, self.model, self._load(index)))
+
+    def _load(self, index: int) -> Batch:
+        micro_batch = self.micro_batches[index]
+        return micro_batch if self.device is None else move(micro_batch, self.device)
+
+    def _evaluate(self, micro_batch: Batch) -> tuple[Tensor, Metrics]:
+        if self.autocast is None:
+            return evaluate(self.objective, self.model, micro_batch)
+        with self.autocast:
+            return evaluate(self.objective, self.model, micro_batch)
+
+
+def common_device(parameters: Iterable[nn.Parameter]) -> torch.device | None:
+    """The device that all parameters share, if they do."""
+    devices = {parameter.device for parameter in parameters}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def autocast_context(autocast: Autocast, device: torch.device | None) -> AbstractContextManager[object] | None:
+    if isinstance(autocast, torch.dtype):
+        return torch.autocast(device.type if device is not None else "cpu", dtype=autocast)
+    return autocast
+
+
+def passes_fp16(parameters: Iterable[nn.Parameter], autocast: AbstractContextManager[object] | None) -> bool:
+    """True where gradients pass through fp16, whose smallest number is 6e-8."""
+    if isinstance(autocast, torch.autocast) and autocast.fast_dtype is torch.float16:
+        return True
+    return any(parameter.dtype is torch.float16 for parameter in parameters)
