@@ -10,7 +10,7 @@ one forward saved.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ from anybatch.gradients.metrics import Metrics
 from anybatch.gradients.objective import Objective, Units, checked_loss
 from anybatch.gradients.replay import Moment, Replay
 from anybatch.gradients.summing import GradientSum
+from anybatch.gradients.work import Work
 from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss
-
-if TYPE_CHECKING:
-    from anybatch.gradients.work import Work
 
 Encode = Callable[[nn.Module, Batch], Batch]
 FirstPass = Callable[[], AbstractContextManager[Callable[[], None]]]
@@ -111,7 +109,7 @@ class _Part:
 
 def run_coupled(
     coupled: Coupled,
-    work: "Work",
+    work: Work,
     gradient_sum: GradientSum,
     *,
     scaler: GradScaler | None = None,
@@ -144,7 +142,7 @@ class _Passes:
     """The two passes over the micro-batches of one batch."""
 
     coupled: Coupled
-    work: "Work"
+    work: Work
     gradient_sum: GradientSum
     scaler: GradScaler | None
     drops: bool
@@ -233,13 +231,13 @@ class _Passes:
             return encode(self.coupled, work, index, micro_batch)
 
 
-def load(work: "Work", index: int) -> Batch:
+def load(work: Work, index: int) -> Batch:
     """One micro-batch, where the model is."""
     micro_batch = work.micro_batches[index]
     return micro_batch if work.device is None else move(micro_batch, work.device)
 
 
-def encode(coupled: Coupled, work: "Work", index: int, loaded: Batch = None) -> Batch:
+def encode(coupled: Coupled, work: Work, index: int, loaded: Batch = None) -> Batch:
     """The representations of one micro-batch."""
     with work.autocast or nullcontext():
         return coupled.encode(work.model, load(work, index) if loaded is None else loaded)

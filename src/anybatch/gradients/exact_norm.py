@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from anybatch.gradients.pooled import pooled
 from anybatch.gradients.replay import Replay
 from anybatch.gradients.spool import Spool
 from anybatch.gradients.summing import GradientSum
+from anybatch.gradients.work import Work
 from anybatch.stages import Accumulate, Backward, Forward, Load, Loss
-
-if TYPE_CHECKING:
-    from anybatch.gradients.work import Work
 
 T = TypeVar("T")
 
@@ -40,7 +38,7 @@ class ExactNorm:
     statistics; where only the gradient is not finite nobody can say whose it is, and all are left out.
     """
 
-    work: "Work"
+    work: Work
     layers: Layers
     gradient_sum: GradientSum
     coupled: Coupled | None = None
@@ -123,7 +121,7 @@ class ExactNorm:
         stay = [*parameters, *model.buffers(), *tensors(self.work.micro_batches)]
         return Keeper(self.offload, stay, device, self.spool)
 
-    def _forwards(self, indices: list[int], keeper: Keeper, forward: Callable[["Work", int], T]) -> list[T]:
+    def _forwards(self, indices: list[int], keeper: Keeper, forward: Callable[[Work, int], T]) -> list[T]:
         tracker = self.work.tracker
         if tracker is not None:
             tracker.begin(Forward)
@@ -175,9 +173,9 @@ def _check_compiled(model: nn.Module, layers: Layers) -> None:
             )
 
 
-def _evaluate(work: "Work", index: int) -> tuple[Tensor, Metrics]:
+def _evaluate(work: Work, index: int) -> tuple[Tensor, Metrics]:
     return work.forward(index)
 
 
-def _encode(coupled: Coupled, work: "Work", index: int) -> object:
+def _encode(coupled: Coupled, work: Work, index: int) -> object:
     return encode(coupled, work, index)

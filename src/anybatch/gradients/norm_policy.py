@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -20,9 +20,7 @@ from anybatch.gradients.offload import Offload, check_offload
 from anybatch.gradients.replay import Replay
 from anybatch.gradients.spool import Spool
 from anybatch.gradients.summing import GradientSum
-
-if TYPE_CHECKING:
-    from anybatch.gradients.work import Work
+from anybatch.gradients.work import Work
 
 BatchNorm = Literal["exact", "micro", "frozen"]
 
@@ -40,18 +38,18 @@ class NormPolicy:
         self._layers = batch_norms(model)
         self._is_told = mode is not None
 
-    def layers(self, work: "Work") -> Layers:
+    def layers(self, work: Work) -> Layers:
         """The layers whose statistics the cut touches: none where the batch is one micro-batch, or the model has none."""
         if not self._layers or (len(work.micro_batches) == 1 and self.mode != "frozen"):
             return {}
         return {name: layer for name, layer in self._layers.items() if uses_batch_statistics(layer)}
 
-    def is_exact(self, work: "Work") -> bool:
+    def is_exact(self, work: Work) -> bool:
         """True where this batch has to go in lockstep."""
         return self.mode == "exact" and bool(self.layers(work))
 
     @contextmanager
-    def around(self, work: "Work", gradient_sum: GradientSum, scaler: GradScaler | None) -> Iterator["Work"]:
+    def around(self, work: Work, gradient_sum: GradientSum, scaler: GradScaler | None) -> Iterator[Work]:
         """The block in which micro-batches run one by one: statistics frozen, or merged at its end."""
         layers = self.layers(work)
         if not layers:
@@ -65,7 +63,7 @@ class NormPolicy:
 
     def run_together(
         self,
-        work: "Work",
+        work: Work,
         gradient_sum: GradientSum,
         *,
         coupled: Coupled | None,
@@ -104,7 +102,7 @@ class NormPolicy:
     def _measured(
         self,
         layers: Layers,
-        work: "Work",
+        work: Work,
         gradient_sum: GradientSum,
         scaler: GradScaler | None,
         coupled: Coupled | None,
@@ -131,7 +129,7 @@ class NormPolicy:
         )
 
     def _exact_gradient(
-        self, layers: Layers, work: "Work", scaler: GradScaler | None, coupled: Coupled | None
+        self, layers: Layers, work: Work, scaler: GradScaler | None, coupled: Coupled | None
     ) -> list[Tensor | None] | Exception:
         """What the exact pass would leave in `.grad`; gradients, buffers and random state are left as they are."""
         replay = Replay(work.model)
@@ -178,7 +176,7 @@ def _difference(gradient_sum: GradientSum, exact: list[Tensor | None]) -> float:
     return float((wrong / size) ** 0.5) if size else 0.0
 
 
-def _telling(work: "Work", merging: Merging) -> "Work":
+def _telling(work: Work, merging: Merging) -> Work:
     """The same work, which tells when a micro-batch begins, and when one is dropped."""
     objective = work.objective
 
