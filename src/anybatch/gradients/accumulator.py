@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from anybatch.batches import Batch, Cut, MicroBatch, MicroBatches, as_split, tensors
-from anybatch.errors import LossError, UpdateError
+from anybatch.errors import LossError, ParallelError, UpdateError
 from anybatch.gradients.agreement import Agreed, agree, has_rows
 from anybatch.gradients.coupled import Coupled, Together
 from anybatch.gradients.metrics import Metrics, combine, detached
@@ -95,6 +95,8 @@ class Accumulator:
         self.split = as_split(micro_batch)
         self.autocast = autocast
         self.norms = NormPolicy(model, batch_norm, offload)
+        if self.engine.is_even:
+            _check_sharded(drop_nonfinite, is_exact=batch_norm == "exact")
         self.drop_nonfinite = drop_nonfinite
         self.keep_fp32 = keep_fp32
         self.observer = observer
@@ -345,4 +347,17 @@ def _check(model: nn.Module, objective: Objective | Coupled, autocast: Autocast)
     if autocast is not None and not isinstance(autocast, torch.dtype | AbstractContextManager):
         raise UpdateError(
             f"autocast={autocast!r}: expected a dtype, such as torch.bfloat16, a torch.autocast(...) of your own, or None."
+        )
+
+
+def _check_sharded(drops: bool, *, is_exact: bool) -> None:
+    if drops:
+        raise ParallelError(
+            "a model sharded by fully_shard cannot leave single micro-batches out: no rank has one's gradient alone. Use "
+            "on_nonfinite='skip', which leaves the update out, or DistributedDataParallel."
+        )
+    if is_exact:
+        raise ParallelError(
+            "batch_norm='exact' holds all micro-batches half-way through the forward, where fully_shard frees parameters. Wrap "
+            "the model in DistributedDataParallel, or use batch_norm='micro' or 'frozen'."
         )
