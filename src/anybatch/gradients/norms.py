@@ -19,7 +19,8 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     if sharded:
         parts = [get_total_norm(sharded).full_tensor()]  # type: ignore[attr-defined]
         parts += [get_total_norm([value]) for value in values if not is_sharded(value)]
-        return torch.linalg.vector_norm(torch.stack(parts))
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(parts))
+        return whole
     if len({(value.device, value.dtype) for value in values}) != 1:
         return get_total_norm(values)
     # what get_total_norm does for one device and dtype, without its grouping: half the time on a tiny model
