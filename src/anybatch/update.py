@@ -19,6 +19,7 @@ from anybatch.gradients.norm_policy import BatchNorm
 from anybatch.gradients.norms import clip_to_norm, clip_to_value, gradient_norm
 from anybatch.gradients.objective import Objective
 from anybatch.gradients.offload import Offload
+from anybatch.gradients.out_of_memory import once_more
 from anybatch.gradients.precision import cast_gradients, found_overflow, takes_fp32_gradients
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.work import Autocast
@@ -49,6 +50,8 @@ class UpdateResult:
     """The objective's metrics, for the whole batch."""
     dropped: tuple[int, ...] = ()
     """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
+    retries: int = 0
+    """How often memory ran out and the batch was started again, in smaller micro-batches."""
 
 
 class Update:
@@ -121,7 +124,7 @@ class Update:
         An exception before the step leaves weights, optimizer, scheduler and running statistics as they were.
         """
         tracker = tracker_for(self.observer)
-        statistics = copy_statistics(self._tracking_layers)
+        statistics = once_more(lambda: copy_statistics(self._tracking_layers))
         lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))
         is_applied = False
         try:
@@ -130,7 +133,7 @@ class Update:
             stepped = self._stepped()
             if self.scaler is not None and accumulated.has_gradient:
                 self.scaler.unscale_(self.optimizer)
-            grad_norm = gradient_norm(stepped)
+            grad_norm = once_more(lambda: gradient_norm(stepped))
             is_applied = accumulated.has_gradient and self._is_finite(grad_norm)
             if not is_applied and accumulated.has_gradient and self.scaler is None and self.on_nonfinite == "raise":
                 statistics.restore()  # they may hold the nan that is looked for
@@ -152,6 +155,7 @@ class Update:
             lr=lr,
             metrics=accumulated.metrics,
             dropped=accumulated.dropped,
+            retries=accumulated.retries,
         )
 
     def _stepped(self) -> list[nn.Parameter]:
