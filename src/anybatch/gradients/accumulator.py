@@ -12,7 +12,7 @@ from anybatch.batches import AsGiven, Batch, Cut, MicroBatch, MicroBatches, Spli
 from anybatch.errors import LossError, MemoryLimitError, ParallelError, UpdateError
 from anybatch.gradients.agreement import Agreed, agree, has_rows
 from anybatch.gradients.coupled import Coupled, Together
-from anybatch.gradients.metrics import Metrics, combine, detached
+from anybatch.gradients.metrics import Metrics, PerRow, combine, detached
 from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
 from anybatch.gradients.objective import Objective, count_units
 from anybatch.gradients.offload import Offload
@@ -104,6 +104,11 @@ class Accumulator:
         self.norms = NormPolicy(model, batch_norm, offload)
         if self.engine.is_even:
             _check_sharded(drop_nonfinite, is_exact=batch_norm == "exact")
+        if drop_nonfinite and self.engine.ranks.size > 1 and (isinstance(objective, Coupled) or batch_norm == "exact"):
+            raise ParallelError(
+                f"on {self.engine.ranks.size} ranks, micro-batches whose rows look at each other are not left out one by one. "
+                "Use on_nonfinite='skip', which leaves the update out."
+            )
         self.drop_nonfinite = drop_nonfinite
         self.keep_fp32 = keep_fp32
         self.observer = observer
@@ -222,11 +227,12 @@ class Accumulator:
             with self._gradient_sum(work, isolate=isolate) as gradient_sum:
                 coupled = self.objective if isinstance(self.objective, Coupled) else None
                 together = self.norms.run_together(work, gradient_sum, coupled=coupled, scaler=scaler, drops=drops)
+                work.turn.close(gradient_sum.parameters)
+                result = _result_together(together, work)
                 if together.counted is not None:
-                    gradient_sum.scale = work.shares.left_over(work.shares.units_of(together.counted))
+                    gradient_sum.scale = work.shares.left_over(result.units)
                 if work.shares.is_empty:
                     gradient_sum.zero()
-                result = _result_together(together, work)
         except BaseException:
             work.turn.forget()
             raise
@@ -367,24 +373,39 @@ def _batch_loss(shares: Shares, losses: Sequence[Tensor], weights: Sequence[floa
 
 def _result_together(together: Together, work: Work) -> Accumulated:
     weights = shares_of(together.units, work.shares.reduction).each
+    loss = _batch_loss(work.shares, together.losses, weights)
     metrics = [detached(part) for part in together.metrics]
+    num_micro_batches = len(work.micro_batches) if work.agreed is None else sum(work.agreed.micro_batches)
+    if work.agreed is not None and together.counted is not None:
+        num_own = sum(index < work.shares.num_own for index in together.counted)  # a borrowed one is the last
+        parts = Parts(
+            metrics=metrics[:num_own],
+            units=together.units[:num_own],
+            indices=together.counted[:num_own],
+            dropped=(),
+        )
+        return Accumulated(micro_batches=num_micro_batches, **over_ranks(work, loss, parts))
     return Accumulated(
-        loss=_batch_loss(work.shares, together.losses, weights),
+        loss=loss,
         units=sum(together.units),
-        micro_batches=len(work.micro_batches),
-        metrics=combine(metrics, together.units, *_rows_together(together, work.cut)),
+        micro_batches=num_micro_batches,
+        metrics=combine(metrics, together.units, *_rows_together(together, work)),
         dropped=tuple(together.dropped),
     )
 
 
-def _rows_together(together: Together, cut: MicroBatches) -> tuple[MicroBatches | None, Sequence[int]]:
+def _rows_together(together: Together, work: Work) -> tuple[MicroBatches | None, Sequence[int]]:
     """Whose row is whose: by micro-batch, or for a loss that saw all rows joined, in the order they were joined."""
+    cut = work.cut
     if together.counted is not None:
         return cut, together.counted
-    if cut.cut is None or together.dropped:
+    has_rows = any(isinstance(metric, PerRow) for part in together.metrics for metric in part.values())
+    if not has_rows or together.dropped or (cut.cut is None and work.agreed is None):
         return None, ()
-    joined = tuple(row for rows in cut.cut.rows for row in rows)
-    return MicroBatches((cut,), Cut(rows=(joined,), lengths=(max(cut.cut.lengths),))), (0,)
+    joined: list[int] = []
+    for rows in work.ranks.gather_objects(cut.row_numbers):
+        joined += [len(joined) + row for numbers in rows for row in numbers]
+    return MicroBatches((cut,), Cut(rows=(tuple(joined),), lengths=(0,))), (0,)
 
 
 def _check(model: nn.Module, objective: Objective | Coupled, autocast: Autocast) -> None:

@@ -101,6 +101,10 @@ class Replicated:
                     "Leave the hook out, or use fp32 parameters, on_nonfinite other than 'drop', an objective that is not "
                     "coupled, and batch_norm other than 'exact'."
                 )
+            # once here, as DDP does in the first forward: ranks may run different numbers of forwards at a time
+            if module.will_sync_module_buffers():
+                module._sync_buffers()
+            module.require_forward_param_sync = False
         return _ByHand(self.modules, self.ranks)
 
 
@@ -133,6 +137,8 @@ class _ByHand:
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         sum_by_hand(self.ranks, parameters)
+        for module in self.modules:
+            module.require_forward_param_sync = True  # as after a synchronised pass
 
     def forget(self) -> None:
         pass
