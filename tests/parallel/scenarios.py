@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -584,7 +585,7 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.0), nn.Linear(12, 8))
-        self.scale = nn.Parameter(torch.tensor([1.5]))  # fully_shard takes no 0-dim parameter
+        self.scale = nn.Parameter(torch.tensor([6.0]))  # fully_shard takes no 0-dim parameter
 
     def forward(self, pair: Any) -> Any:
         return self.encoder(pair[0]), self.encoder(pair[1]), self.scale[0]
@@ -687,7 +688,7 @@ def exact_norm(wrap: Wrap, counts: list[int] | None = None) -> dict[str, float]:
     result = Accumulator(wrapped, objective, micro_batch=2 + 2 * dist.get_rank(), batch_norm="exact").backward(
         rows if len(rows[0]) else None
     )
-    plain = DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
+    plain = DistributedDataParallel(copy.deepcopy(model))
     own_part = own(batch, near_equal(14))
     F.cross_entropy(plain(own_part[0]), own_part[1]).backward()
     return {
@@ -741,6 +742,99 @@ def coupled_exact_norm() -> dict[str, float]:
     Accumulator(wrapped, objective, micro_batch=2, batch_norm="exact").backward(own(batch, near_equal(11)))
     got, wanted = torch.cat([whole(wrapped), whole(loss)]), torch.cat([whole(twin), whole(twin_loss)])
     return {"error": float((got - wanted).norm() / wanted.norm())}
+
+
+def out_of_memory(objective: str, failing: Callable[[int, int], bool]) -> dict[str, Any]:
+    """The last rank runs out of memory in micro-batches of more than 2 rows; all ranks start again, in smaller ones."""
+    torch.manual_seed(1)
+    model = (Towers() if objective == "coupled" else network()).double()
+    batch = (
+        pairs(20) if objective == "coupled" else tuple(t.double() if t.is_floating_point() else t for t in labelled(20))
+    )
+    own_loss = ScaledInfoNCE()
+    twin = copy.deepcopy(model)
+    if objective == "coupled":
+        copy.deepcopy(own_loss)(twin(batch))[0].backward()
+    else:
+        F.cross_entropy(twin(batch[0]), batch[1]).backward()
+    calls = [0]
+
+    def check(rows: Any) -> None:
+        calls[0] += 1
+        if dist.get_rank() == dist.get_world_size() - 1 and failing(calls[0], len(rows[0])):
+            raise torch.OutOfMemoryError("provoked")
+
+    def loss(model: nn.Module, rows: Any) -> Tensor:
+        check(rows)
+        return F.cross_entropy(model(rows[0]), rows[1])
+
+    def encode(model: nn.Module, rows: Any) -> Any:
+        check(rows)
+        return model(rows)
+
+    wrapped = DistributedDataParallel(model)
+    goal = Coupled(encode, own_loss) if objective == "coupled" else Objective(loss)
+    accumulator = Accumulator(wrapped, goal, micro_batch=5)
+    result = accumulator.backward(own(batch, near_equal(20)))
+    return {
+        "error": float((whole(wrapped) - whole(twin)).norm() / whole(twin).norm()),
+        "retries": result.retries,
+        "split": accumulator.split.size,
+    }
+
+
+def more_than_two(call: int, rows: int) -> bool:
+    return rows > 2
+
+
+def always(call: int, rows: int) -> bool:
+    return True
+
+
+def second_pass(call: int, rows: int) -> bool:
+    return rows > 2 and call > 2
+
+
+def error_of_one_rank() -> float:
+    """One rank alone fails in its second forward."""
+    calls = [0]
+
+    def loss(model: nn.Module, rows: Any) -> Tensor:
+        calls[0] += 1
+        if dist.get_rank() == 1 and calls[0] == 2:
+            raise ValueError("only here")
+        return F.cross_entropy(model(rows[0]), rows[1])
+
+    Accumulator(DistributedDataParallel(network()), Objective(loss), micro_batch=2).backward(
+        own(labelled(20), near_equal(20))
+    )
+    return 0.0
+
+
+def collectives(wrap: Wrap, micro_batch: int, reshard: bool = True) -> dict[str, int]:
+    """What the third update sends, by name; the first two set up buckets."""
+    model = wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = Update(
+        model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=micro_batch, clip_norm=1.0, reshard=reshard
+    )
+    rows = own(labelled(24), near_equal(24))
+    update(rows)
+    update(rows)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        update(rows)
+    return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
+
+
+def synchronising_every_micro_batch() -> dict[str, int]:
+    """The twin of counting: without no_sync there is one reduction per micro-batch."""
+    model = DistributedDataParallel(network())
+    rows = own(labelled(24), near_equal(24))
+    F.cross_entropy(model(rows[0]), rows[1]).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for start in range(0, len(rows[0]), 2):
+            F.cross_entropy(model(rows[0][start : start + 2]), rows[1][start : start + 2]).backward()
+    return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
 
 
 EVERYWHERE = (
@@ -801,4 +895,30 @@ NORMS = {
     "fsdp_micro_norm": partial(micro_norm, fsdp),
     "ddp_measured_norm": measured_norm,
 }
-ALL = {**DDP, **FSDP, **COUPLED, **NORMS}
+MEMORY = {
+    "ddp_out_of_memory": partial(out_of_memory, "rows", more_than_two),
+    "ddp_out_of_memory_coupled": partial(out_of_memory, "coupled", more_than_two),
+    "ddp_out_of_memory_second_pass": partial(out_of_memory, "coupled", second_pass),
+    "ddp_out_of_memory_always": partial(out_of_memory, "rows", always),
+    "ddp_error_of_one_rank": error_of_one_rank,
+}
+COUNTS = {
+    **{f"ddp_collectives_{size}": partial(collectives, ddp, size) for size in (12, 4, 1)},
+    **{f"fsdp_collectives_{size}": partial(collectives, fsdp, size) for size in (12, 4, 1)},
+    "fsdp_collectives_kept": partial(collectives, fsdp, 1, reshard=False),
+    "ddp_synchronising_every_micro_batch": synchronising_every_micro_batch,
+}
+ALL = {**DDP, **FSDP, **COUPLED, **NORMS, **MEMORY, **COUNTS}
+ON_THREE = (
+    "ddp_uneven_rows",
+    "fsdp_uneven_rows",
+    "ddp_uneven_tokens",
+    "fsdp_uneven_tokens",
+    "ddp_rank_without_rows",
+    "fsdp_rank_without_rows",
+    "ddp_metrics",
+    "ddp_drop",
+    "ddp_coupled",
+    "ddp_exact_norm_rank_without_rows",
+    "ddp_micro_norm",
+)

@@ -10,8 +10,9 @@ from torch.amp import GradScaler
 
 from anybatch.batches import AsGiven, Batch, Cut, MicroBatch, MicroBatches, Split, as_split, smaller, tensors
 from anybatch.errors import LossError, MemoryLimitError, ParallelError, UpdateError
-from anybatch.gradients.agreement import Agreed, agree, has_rows
+from anybatch.gradients.agreement import Agreed, agree, has_rows, size_of
 from anybatch.gradients.coupled import Coupled, Together
+from anybatch.gradients.meeting import Meeting
 from anybatch.gradients.metrics import Metrics, PerRow, combine, detached
 from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
 from anybatch.gradients.objective import Objective, count_units
@@ -24,7 +25,7 @@ from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
 from anybatch.gradients.timing import stopwatch_for
 from anybatch.gradients.work import Autocast, Work, autocast_context, common_device, passes_fp16
-from anybatch.parallel import Turn, engine_for
+from anybatch.parallel import engine_for
 from anybatch.stages import Accumulate, Backward, Observer, Retry, Tracker, tracker_for
 
 
@@ -116,6 +117,7 @@ class Accumulator:
         own_loss = objective.loss if isinstance(objective, Coupled) else None
         self._rewind = Rewind([model, own_loss] if isinstance(own_loss, nn.Module) else [model])
         self._given: Split = AsGiven()
+        self._proven = 0
 
     def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
         """Add to `.grad` what one backward pass over the whole batch would add.
@@ -134,12 +136,15 @@ class Accumulator:
         def attempt() -> Accumulated:
             nonlocal work
             work = None
-            work = once_more(lambda: self.prepare(batch, scaler, tracker))
-            return self._run(batch, work, scaler)
+            work = self.prepare(batch, scaler, tracker)
+            result = self._run(batch, work, scaler)
+            if work.agreed is not None:
+                self._proven = max(self._proven, *map(size_of, work.micro_batches))
+            return result
 
         def start_again(reason: str) -> None:
             lost = self._rewind.go_back(start)
-            if lost:
+            if self.engine.ranks.any(bool(lost)):
                 raise MemoryLimitError(
                     f"memory ran out ({reason}), and this batch cannot start again: it was the first to change "
                     f"{', '.join(lost)}, of which there is no copy. Give the next batch: from now on copies are made."
@@ -149,6 +154,10 @@ class Accumulator:
                 tracker.begin(Retry)
                 tracker.end(Retry, reason=reason)
 
+        if self.engine.ranks.size > 1 and (self.engine.is_even or self.norms.mode == "exact"):
+            return (
+                attempt()
+            )  # a rank that fails amid collectives cannot tell the others, and starts nothing again alone
         result, retries = until_it_fits(attempt, start_again)
         return replace(result, retries=retries) if retries else result
 
@@ -156,12 +165,14 @@ class Accumulator:
         """Cut in smaller micro-batches from now on; those that come cut already, too."""
         is_given = isinstance(batch, MicroBatches)
         found = None if work is None else smaller(self._given if is_given else self.split, work.cut)
-        if found is None:
+        if not self.engine.ranks.any(found is not None):
             where = "before the first micro-batch ran" if work is None else "with a single row in each micro-batch"
             raise MemoryLimitError(
                 f"memory ran out {where} ({reason}). Gradients, buffers and random state are as they were. Use shorter rows, "
                 "autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
             )
+        if found is None:
+            return  # other ranks can make theirs smaller
         if is_given:
             self._given = found
         else:
@@ -184,7 +195,10 @@ class Accumulator:
                 watch = stopwatch_for(self.split, batch, work.cut, work.parameters)
                 passes = work.passes
                 for place, (index, counts) in enumerate(passes, start=1):
-                    with work.turn.running(is_last=place == len(passes)):
+                    is_last = place == len(passes)
+                    if is_last and work.turn.is_synchronised:
+                        work.meeting.hold(is_final=True)
+                    with work.turn.running(is_last=is_last):
                         statistics = copy_statistics(layers)
                         loss, metrics = work.forward(index)
                         starts = starts or work.shares.tensors(loss, scaler)
@@ -202,6 +216,7 @@ class Accumulator:
                         done.add(index, loss.detach(), metrics, is_kept=is_kept)
                     has_metrics = bool(metrics)
                     del loss, metrics  # the next forward must not find this graph alive
+                work.meeting.hold(is_final=True)
                 work.turn.close(gradient_sum.parameters)
                 if done.has_metrics or has_metrics:
                     done.unweighted.update((index, work.metrics_of(index)) for index in work.shares.left_out)
@@ -209,8 +224,10 @@ class Accumulator:
                 gradient_sum.scale = work.shares.left_over(result.units)
                 if work.shares.is_empty:
                     gradient_sum.zero()
-        except BaseException:
+        except BaseException as error:
             work.turn.forget()
+            if isinstance(error, Exception):
+                work.meeting.fail(error)
             raise
         finally:
             if tracker is not None:
@@ -227,14 +244,17 @@ class Accumulator:
             with self._gradient_sum(work, isolate=isolate) as gradient_sum:
                 coupled = self.objective if isinstance(self.objective, Coupled) else None
                 together = self.norms.run_together(work, gradient_sum, coupled=coupled, scaler=scaler, drops=drops)
+                work.meeting.hold(is_final=True)
                 work.turn.close(gradient_sum.parameters)
                 result = _result_together(together, work)
                 if together.counted is not None:
                     gradient_sum.scale = work.shares.left_over(result.units)
                 if work.shares.is_empty:
                     gradient_sum.zero()
-        except BaseException:
+        except BaseException as error:
             work.turn.forget()
+            if isinstance(error, Exception):
+                work.meeting.fail(error)
             raise
         finally:
             if work.tracker is not None:
@@ -250,8 +270,10 @@ class Accumulator:
             parameters += self.objective.parameters()
         autocast = autocast_context(self.autocast, device)
         underflows = scaler is None and passes_fp16(parameters, autocast)
-        turn = self.engine.turn(by_hand=self._by_hand())
-        cut, shares, agreed = self._count(batch, turn, underflows=underflows)
+        cut, shares, agreed = self._count(batch, underflows=underflows)
+        turn = self.engine.turn(by_hand=self._by_hand(), is_proven=agreed is None or agreed.is_proven)
+        if agreed is not None:
+            shares = replace(shares, factor=turn.factor)
         is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches[0]))
         return Work(
             self.model,
@@ -265,9 +287,10 @@ class Accumulator:
             turn,
             self.engine.ranks,
             agreed,
+            Meeting(self.engine.ranks, is_over=agreed is None or self.engine.is_even or self.norms.mode == "exact"),
         )
 
-    def _count(self, batch: Batch, turn: Turn, *, underflows: bool) -> tuple[MicroBatches, Shares, Agreed | None]:
+    def _count(self, batch: Batch, *, underflows: bool) -> tuple[MicroBatches, Shares, Agreed | None]:
         """The micro-batches, and the share of each in the batch of all ranks."""
         reduction = self.objective.reduction
 
@@ -278,16 +301,21 @@ class Accumulator:
 
         ranks = self.engine.ranks
         if ranks.size == 1:
-            return *count(), None
+            return *once_more(count), None
         return agree(
             ranks,
-            count if has_rows(batch) else lambda: (None, shares_of((), reduction)),
+            (lambda: once_more(count)) if has_rows(batch) else (lambda: (None, shares_of((), reduction))),
             is_even=self.engine.is_even,
-            factor=turn.factor,
+            is_proven=self._is_proven,
             underflows=underflows,
             reduction=reduction,
             runs_all=isinstance(self.objective, Coupled),
         )
+
+    def _is_proven(self, cut: MicroBatches, shares: Shares) -> bool:
+        """True where the pass that would be synchronised is no larger than one before it, in this batch or an earlier one."""
+        *earlier, last = [size_of(cut[index]) for index in shares.running]
+        return last <= max([self._proven, *earlier])
 
     def _by_hand(self) -> str | None:
         """Why gradients of this batch cannot be summed over ranks while backward runs; None where they can."""

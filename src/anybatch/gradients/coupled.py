@@ -202,6 +202,7 @@ class _Passes:
             tracker.begin(Loss)
         for part in parts:
             part.leaves = map_tensors(part.representations, leaf)
+        self.work.meeting.hold()
         seen = [part.leaves if part.counts else no_rows(part.leaves) for part in parts]
         with self.work.autocast or nullcontext():
             loss, metrics = checked_loss(self.coupled.loss(rows_of_all(self.work.ranks, join_rows(seen))))
