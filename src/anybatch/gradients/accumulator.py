@@ -15,6 +15,7 @@ from anybatch.gradients.metrics import Metrics, combine, detached
 from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
 from anybatch.gradients.objective import Objective, count_units
 from anybatch.gradients.offload import Offload
+from anybatch.gradients.row_dropout import count_update, number_rows
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
@@ -100,6 +101,7 @@ class Accumulator:
         scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` as it
         was before the call.
         """
+        count_update(self.model)
         tracker = tracker_for(self.observer)
         work = self.prepare(batch, scaler, tracker)
         if isinstance(self.objective, Coupled) or self.norms.is_exact(work):
@@ -187,6 +189,7 @@ class Accumulator:
             None if is_there else device,
             autocast,
             tracker,
+            rows=number_rows(self.model, cut, dealt),
         )
 
 
