@@ -26,6 +26,7 @@ from anybatch.errors import (
     LockstepError,
     LossError,
     NonFiniteError,
+    ParallelError,
     RunError,
     SettingsError,
     SplitError,
@@ -51,6 +52,7 @@ from anybatch.gradients import (
     sentence_transformers,
     supervised,
 )
+from anybatch.parallel import Ranks
 from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
@@ -77,7 +79,9 @@ __all__ = [
     "MicroBatches",
     "NonFiniteError",
     "Objective",
+    "ParallelError",
     "PerRow",
+    "Ranks",
     "Resumed",
     "Rows",
     "RunError",

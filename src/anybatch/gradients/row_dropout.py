@@ -1,7 +1,7 @@
 """`row_dropout`: dropout whose masks depend on the row of the batch, and on neither the cut nor the ranks."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from anybatch.batches import Dealt, MicroBatches
+from anybatch.batches import Batch, Dealt, MicroBatches, num_rows
 from anybatch.errors import DropoutError
 from anybatch.gradients.replay import random_state
 from anybatch.gradients.row_masks import keep_mask, key_of
+from anybatch.parallel import Ranks
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -38,7 +39,8 @@ def row_dropout(model: Model, *, seed: int = 0, strict: bool = True) -> Model:
     A mask is a hash of (seed, update, layer, row of the batch, place in the row). So micro-batches of 64, 16 or 1 rows, rows
     sorted by length, two ranks or four, an out-of-memory retry, the second forward of a coupled loss and a resumed run all
     drop the same. The update's number is part of the model's `state_dict`; `Accumulator` and `Update` count it up, once per
-    batch, and say which rows a micro-batch holds. On several ranks give them `Dealt` batches, as `GlobalBatches` makes them.
+    batch, and say which rows a micro-batch holds. On several ranks these are as `Dealt` says (`GlobalBatches(...).loader()`
+    yields it); of plain batches, rank 0's rows come first, then rank 1's, and so on.
 
     Dim 0 of what a layer is given must be the rows; a multiple of their number is read as rows times something
     (`x.flatten(0, 1)`), which is wrong for two batches stacked with `torch.cat`. Rows padded on the left and cut by `Tokens`
@@ -221,28 +223,25 @@ def count_update(model: nn.Module) -> None:
         masks.update += 1
 
 
-def number_rows(model: nn.Module, cut: MicroBatches, dealt: Dealt | None) -> NumberedRows | None:
-    """Which rows each micro-batch holds, for a model with swapped layers; None for others.
+def number_rows(model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> NumberedRows | None:
+    """Which rows of the whole batch each micro-batch holds, for a model with swapped layers; None for others.
 
-    A stand-in row counts for nothing: it is numbered as the row it stands for.
+    On several ranks they are as `Dealt` says, else the ranks' rows follow one another, which takes a small collective. A
+    micro-batch that counts for nothing, because this rank has no row, may have any numbers.
     """
     masks = masks_of(model)
     if masks is None:
         return None
-    numbers = cut.row_numbers
-    if dealt is not None and not dealt.is_stand_in:
-        numbers = tuple(tuple(dealt.row_numbers[row] for row in rows) for rows in numbers)
-    elif dealt is None and _num_ranks() > 1:
-        raise DropoutError(
-            f"row_dropout on {_num_ranks()} ranks needs to know which rows of the batch this rank has. Give batches from "
-            "GlobalBatches(...).loader(), or Dealt(batch, row_numbers, num_rows)."
-        )
-    return NumberedRows(masks, numbers, {parameter.device for parameter in model.parameters()})
-
-
-def _num_ranks() -> int:
-    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_running else 1
+    own = [row for rows in cut.row_numbers for row in rows]
+    if isinstance(batch, Dealt) and not batch.is_stand_in:
+        numbers: Sequence[int] = batch.row_numbers
+    else:
+        counts = [] if isinstance(batch, Dealt) else ranks.gather([len(own)])[: ranks.rank]
+        offset = int(sum(count for (count,) in counts))
+        numbers = range(offset, offset + len(own))
+    placed = [tuple(numbers[row] for row in rows) for rows in cut.row_numbers]
+    parts = tuple(rows or tuple(range(num_rows(part))) for rows, part in zip(placed, cut, strict=True))
+    return NumberedRows(masks, parts, {parameter.device for parameter in model.parameters()})
 
 
 def _check(model: nn.Module) -> None:
