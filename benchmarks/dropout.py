@@ -65,8 +65,8 @@ class GPT(nn.Module):
 
 
 def law(swap: Swap, *, updates: int, sizes: tuple[int, ...] = (64, 16, 1)) -> dict[str, float]:
-    """How far the weights are, after some updates, from those of the first size: |w - w_0| / |w_0|."""
-    ends = []
+    """How far the weights end from those of the first size, as a share of how far those came: |w - w_0| / |w_0 - start|."""
+    start, ends = _weights(GPT(64, 2)), []
     for size in sizes:
         model = swap(GPT(64, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -75,10 +75,13 @@ def law(swap: Swap, *, updates: int, sizes: tuple[int, ...] = (64, 16, 1)) -> di
         for _ in range(updates):
             tokens = torch.randint(0, 256, (64, 17), generator=generator)
             update((tokens[:, :-1], tokens[:, 1:]))
-        ends.append(torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()]))
-    return {
-        str(size): float((end - ends[0]).norm() / ends[0].norm()) for size, end in zip(sizes[1:], ends[1:], strict=True)
-    }
+        ends.append(_weights(model))
+    moved = (ends[0] - start).norm()
+    return {str(size): float((end - ends[0]).norm() / moved) for size, end in zip(sizes[1:], ends[1:], strict=True)}
+
+
+def _weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
 
 
 def cost(rounds: int) -> dict[str, Timing]:
@@ -114,7 +117,7 @@ def main() -> None:
         "row_dropout": law(row_dropout, updates=updates),
         "torch's dropout": law(lambda model: model, updates=updates),
     }
-    print(f"weights after {updates} updates, relative to micro-batches of 64")
+    print(f"weights after {updates} updates: distance from those by 64 rows, as a share of how far they moved")
     for name, by_size in off.items():
         print(f"{name:18}" + "".join(f"  by {size}: {error:.1e}" for size, error in by_size.items()))
     timings = cost(10 if is_quick else 60)
