@@ -193,6 +193,23 @@ def test_a_checkpointed_block_runs_again_with_the_same_masks(whole):
     assert off(trained(4, is_checkpointed=True, count=50), whole) < 2e-6
 
 
+def test_a_batch_that_runs_out_of_memory_starts_again_with_the_same_masks(whole):
+    model = row_dropout(SmallGPT())
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.3), GPT, micro_batch=8)
+    forwards = 0
+
+    def run_out(*_):
+        nonlocal forwards
+        forwards += 1
+        if forwards in (4, 9):  # in mid-batch, twice
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.head.register_forward_pre_hook(run_out)
+    retries = sum(update(batch).retries for batch in batches(50))
+    assert retries == 2
+    assert off(flat(model), whole) < 2e-6
+
+
 def test_dropout_drops(whole):
     assert off(trained(16, p=0.0), whole) > 1e-2
 

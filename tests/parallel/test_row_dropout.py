@@ -1,5 +1,6 @@
 """Dropout by row over ranks: the weights of one process, however rows were dealt."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -18,7 +21,7 @@ ROWS, BATCH = 49, 12
 """The last batch has one row: with two ranks, one has none."""
 
 
-def learn(swap: bool, dealt: str) -> Tensor:
+def learn(swap: bool, dealt: str, wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel) -> Tensor:
     """The weights after two epochs, on as many ranks as there are."""
     torch.manual_seed(3)
     model: nn.Module = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -26,7 +29,7 @@ def learn(swap: bool, dealt: str) -> Tensor:
     data = TensorDataset(torch.randn(ROWS, 5, generator=generator), torch.randint(0, 3, (ROWS,), generator=generator))
     model = row_dropout(model) if swap else model
     if dist.is_initialized():
-        model = DistributedDataParallel(model)
+        model = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     update = Update(model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=4)
     lengths = [1 + row % 30 for row in range(ROWS)] if dealt == "work" else None
@@ -34,7 +37,8 @@ def learn(swap: bool, dealt: str) -> Tensor:
     for _ in range(2):
         for batch in batches.loader() if dealt != "by hand" else by_hand(batches, data):
             update(batch)
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    weights = [parameter.detach() for parameter in model.parameters()]
+    return torch.cat([(one.full_tensor() if isinstance(one, DTensor) else one).flatten() for one in weights])
 
 
 def by_hand(batches: GlobalBatches, data: TensorDataset) -> Any:
@@ -48,6 +52,7 @@ def by_hand(batches: GlobalBatches, data: TensorDataset) -> Any:
 CASES = {
     f"{dealt}, {swap}": partial(learn, swap, dealt) for dealt in ("rows", "work", "by hand") for swap in (True, False)
 }
+CASES["sharded"] = partial(learn, True, "work", fully_shard)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +66,12 @@ def test_two_ranks_end_with_the_weights_of_one_process(told: dict[str, list[Any]
     for weights in told[f"{dealt}, True"]:
         assert not isinstance(weights, str), weights
         assert (weights - alone).norm() / alone.norm() < 1e-6
+
+
+def test_sharded_over_two_ranks_too(told: dict[str, list[Any]]):
+    alone = learn(True, "work")
+    assert not isinstance(told["sharded"][0], str), told["sharded"]
+    assert (told["sharded"][0] - alone).norm() / alone.norm() < 1e-6
 
 
 def test_with_stock_dropout_they_do_not(told: dict[str, list[Any]]):
