@@ -388,15 +388,14 @@ def test_a_model_without_dropout_is_told_so():
 
 
 @pytest.mark.parametrize(
-    "draw",
+    ("name", "draw"),
     [
-        lambda x: F.dropout(x, 0.1),
-        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
-        lambda x: x + torch.rand(()),
+        ("dropout", lambda x: F.dropout(x, 0.1)),
+        ("scaled_dot_product_attention", lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)),
+        ("rand", lambda x: x + torch.rand(())),
     ],
-    ids=["F.dropout", "attention", "rand"],
 )
-def test_a_function_that_draws_for_itself_is_seen_and_raises_unless_it_is_allowed(draw):
+def test_a_function_that_draws_for_itself_is_named_with_its_line_unless_it_is_allowed(name, draw):
     class Drawing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -407,7 +406,8 @@ def test_a_function_that_draws_for_itself_is_seen_and_raises_unless_it_is_allowe
 
     objective = Objective(lambda model, x: model(x).square().mean())
     batch = torch.randn(6, 3, 4)
-    with pytest.raises(DropoutError, match=r"drew random numbers of its own.*strict=False"):
+    place = rf"\({name} in <lambda>, test_row_dropout.py:\d+\)"
+    with pytest.raises(DropoutError, match=rf"drew random numbers beside .* {place}.*strict=False"):
         Accumulator(row_dropout(Drawing()), objective, micro_batch=2).backward(batch)
     Accumulator(row_dropout(Drawing(), strict=False), objective, micro_batch=2).backward(batch)
 

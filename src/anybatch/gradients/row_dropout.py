@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from anybatch.batches import Batch, Dealt, MicroBatches, num_rows
 from anybatch.errors import DropoutError
+from anybatch.gradients.draws import DrawFinder
 from anybatch.gradients.replay import random_state
 from anybatch.gradients.row_masks import keep_mask, key_of
 from anybatch.parallel import Ranks
@@ -102,28 +103,33 @@ class Masks:
     """The rows that ran last: what a checkpointed layer runs again for, inside backward."""
     running: list[RowsNow] = field(default_factory=list)
     """Those whose forward has not ended: several in lockstep."""
+    is_watched: bool = False
+    """True when a whole forward was watched, function by function, and drew nothing."""
 
     @contextmanager
     def at(self, row_numbers: tuple[int, ...], devices: set[torch.device]) -> Iterator[None]:
         """The block in which the model runs on these rows of the batch."""
         before = random_state(devices) if self.strict else None
+        finder = DrawFinder(devices) if self.strict and not self.is_watched else None
         rows = self.last = RowsNow(row_numbers)
         self.running.append(rows)
         for one in self.running:
             one.has_company = one.has_company or len(self.running) > 1
         token = _ROWS.set(rows)
         try:
-            yield
+            with finder or nullcontext():
+                yield
         finally:
             _ROWS.reset(token)
             self.running.remove(rows)
         if before is not None and not before.is_now():
+            drawn = finder.found if finder is not None and finder.found is not None else "something in it"
             raise DropoutError(
-                "this forward drew random numbers of its own beside the layers that row_dropout swapped, so its result depends "
-                "on the cut. Likely F.dropout, or scaled_dot_product_attention(dropout_p=...), as in attention layers: make "
-                "them nn.Dropout modules, or set their p to 0 (for transformers models, the config's attention dropout). "
-                "row_dropout(model, strict=False) lets them be."
+                f"this forward drew random numbers beside the layers that row_dropout swapped ({drawn}), so that its result "
+                "depends on the cut. Make a dropout function an nn.Dropout module, or set its p to 0 (of transformers models, "
+                "the config's attention dropout). row_dropout(model, strict=False) lets it be."
             )
+        self.is_watched = True
 
 
 _ROWS: ContextVar[RowsNow | None] = ContextVar("anybatch_rows", default=None)
