@@ -1,16 +1,22 @@
-"""The Python in docs/ragged.md runs, and prints what is written below it."""
+"""The Python in docs/ragged.md and docs/dealing.md runs, and prints what is written below it."""
 
 import contextlib
 import io
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "ragged.md"
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_the_example_of_ragged_batches_prints_what_the_page_says():
-    code, printed = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL).groups()
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(compile(code, "ragged.md", "exec"), {})
-    assert output.getvalue() == printed
+@pytest.mark.parametrize("page", ["ragged.md", "dealing.md"])
+def test_the_examples_print_what_the_page_says(page):
+    names: dict[str, object] = {}
+    examples = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert examples
+    for code, printed in examples:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(compile(code, page, "exec"), names)
+        assert output.getvalue() == printed

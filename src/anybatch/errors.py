@@ -5,6 +5,7 @@ AnybatchError
 ├── SplitError       a micro-batch size or split that cannot cut the batch
 ├── UnitsError       what a mean loss divides by is not known, or makes no sense
 ├── LossError        an objective returned something that is not one differentiable number
+├── DropoutError     dropout whose masks would depend on the cut
 ├── LockstepError    micro-batches that were to meet at a layer came to different ones
 ├── WindowError      a window used out of order, or torn by a backward pass that died
 ├── ParallelError    a model wrapped for many ranks in a way that would not be exact, or ranks that failed
@@ -35,6 +36,10 @@ class UnitsError(AnybatchError, ValueError):
 
 class LossError(AnybatchError, ValueError):
     """An objective returned something that is not one differentiable number."""
+
+
+class DropoutError(AnybatchError, RuntimeError):
+    """Dropout whose masks would depend on the cut."""
 
 
 class LockstepError(AnybatchError, RuntimeError):

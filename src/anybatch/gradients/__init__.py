@@ -8,6 +8,7 @@ from anybatch.gradients.huggingface import huggingface
 from anybatch.gradients.metrics import Mean, Metric, Metrics, PerRow, Sum
 from anybatch.gradients.norm_policy import BatchNorm
 from anybatch.gradients.objective import Objective
+from anybatch.gradients.row_dropout import row_dropout
 from anybatch.gradients.sentence_transformers import sentence_transformers
 from anybatch.gradients.window import Window
 from anybatch.gradients.work import Autocast
@@ -29,6 +30,7 @@ __all__ = [
     "clip_loss",
     "huggingface",
     "info_nce",
+    "row_dropout",
     "sentence_transformers",
     "supervised",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import AsGiven, Batch, Cut, MicroBatch, MicroBatches, Split, as_split, smaller, tensors
+from anybatch.batches import AsGiven, Batch, Cut, Dealt, MicroBatch, MicroBatches, Split, as_split, smaller, tensors
 from anybatch.errors import LossError, MemoryLimitError, ParallelError, UpdateError
 from anybatch.gradients.agreement import Agreed, agree, has_rows, size_of
 from anybatch.gradients.coupled import Coupled, Together
@@ -20,6 +20,7 @@ from anybatch.gradients.offload import Offload
 from anybatch.gradients.out_of_memory import once_more, until_it_fits
 from anybatch.gradients.over_ranks import Parts, over_ranks
 from anybatch.gradients.rewind import Rewind
+from anybatch.gradients.row_dropout import count_update, number_rows
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
@@ -129,6 +130,7 @@ class Accumulator:
         scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` as it
         was before the call.
         """
+        count_update(self.model)
         tracker = tracker_for(self.observer)
         start = once_more(self._rewind.start)
         work: Work | None = None
@@ -288,18 +290,24 @@ class Accumulator:
             self.engine.ranks,
             agreed,
             Meeting(self.engine.ranks, is_over=agreed is None or self.engine.is_even or self.norms.mode == "exact"),
+            rows=number_rows(self.model, cut, batch, self.engine.ranks),
         )
 
     def _count(self, batch: Batch, *, underflows: bool) -> tuple[MicroBatches, Shares, Agreed | None]:
         """The micro-batches, and the share of each in the batch of all ranks."""
         reduction = self.objective.reduction
+        ranks = self.engine.ranks
+        is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
+        if isinstance(batch, Dealt):
+            batch = None if is_stand_in and ranks.size > 1 else batch.batch
 
         def count() -> tuple[MicroBatches, Shares]:
             cut = (self._given if isinstance(batch, MicroBatches) else self.split).cut(batch)
             units = count_units(self.objective, self.model, cut.micro_batches)
+            if is_stand_in:  # a mean over nothing: zero gradients, of a sum too
+                return cut, shares_of([0] * len(units), "mean", underflows=underflows)
             return cut, shares_of(units, reduction, underflows=underflows)
 
-        ranks = self.engine.ranks
         if ranks.size == 1:
             return *once_more(count), None
         return agree(

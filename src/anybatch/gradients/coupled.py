@@ -297,7 +297,7 @@ def load(work: Work, index: int) -> Batch:
 
 def encode(coupled: Coupled, work: Work, index: int, loaded: Batch = None) -> Batch:
     """The representations of one micro-batch."""
-    with work.autocast or nullcontext():
+    with work.autocast or nullcontext(), work.at(index):
         return coupled.encode(work.model, load(work, index) if loaded is None else loaded)
 
 

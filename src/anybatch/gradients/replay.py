@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
 
 Slot = tuple[nn.Module, str]
 """A module and the name of one of its buffers."""
@@ -23,6 +24,13 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         for device, state in self.accelerators:
             torch.get_device_module(device).set_rng_state(state, device)
+
+    def is_now(self) -> bool:
+        """True if nothing was drawn since."""
+        with _disable_current_modes():  # the states are real, also where a mode fakes the model's tensors
+            now = random_state(device for device, _ in self.accelerators)
+            pairs = zip(self.accelerators, now.accelerators, strict=True)
+            return torch.equal(self.cpu, now.cpu) and all(torch.equal(mine, other) for (_, mine), (_, other) in pairs)
 
 
 def random_state(devices: Iterable[torch.device]) -> RandomState:

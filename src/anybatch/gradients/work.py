@@ -1,7 +1,7 @@
 """A batch that is cut and counted, on its way to the model."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from anybatch.gradients.agreement import Agreed
 from anybatch.gradients.meeting import Meeting
 from anybatch.gradients.metrics import Metrics, detached
 from anybatch.gradients.objective import Objective, evaluate, metrics_alone
+from anybatch.gradients.row_dropout import NumberedRows
 from anybatch.gradients.shares import Shares
 from anybatch.parallel import ALONE, ONE_PROCESS, Ranks, Turn
 from anybatch.stages import ForwardBoundary, Load, Loss, Tracker
@@ -45,6 +46,8 @@ class Work:
     meeting: Meeting = field(default_factory=lambda: Meeting(ONE_PROCESS, is_over=True))
     forget: Callable[[], None] = _nothing
     """What is to be called when the micro-batch that ran last is dropped."""
+    rows: NumberedRows | None = None
+    """Which rows of the batch micro-batches hold, where the model's dropout asks."""
 
     @property
     def passes(self) -> list[tuple[int, bool]]:
@@ -63,32 +66,36 @@ class Work:
         """What runs, in order."""
         return self.cut.micro_batches
 
+    def at(self, index: int) -> AbstractContextManager[object]:
+        """The block in which the model runs on one micro-batch."""
+        return nullcontext() if self.rows is None else self.rows.at(index)
+
     def forward(self, index: int) -> tuple[Tensor, Metrics]:
         """Bring one micro-batch to the device and evaluate the objective on it."""
         if self.tracker is None:
-            return self._evaluate(self._load(index))
+            return self._evaluate(index, self._load(index))
         self.tracker.begin(Load)
         micro_batch = self._load(index)
         self.tracker.end(Load, micro_batch=index, batch=micro_batch)
         with ForwardBoundary(self.tracker, self.model, index):
-            loss, metrics = self._evaluate(micro_batch)
+            loss, metrics = self._evaluate(index, micro_batch)
         facts = {"units": self.shares.units[index], "share": self.shares.each[index]}
         self.tracker.end(Loss, micro_batch=index, loss=loss.detach(), **facts)
         return loss, metrics
 
     def metrics_of(self, index: int) -> Metrics:
         """The metrics of a micro-batch that has no units and so no loss, but may have rows to count."""
-        with torch.no_grad():
+        with torch.no_grad(), self.at(index):
             return detached(metrics_alone(self.objective, self.model, self._load(index)))
 
     def _load(self, index: int) -> Batch:
         micro_batch = self.micro_batches[index]
         return micro_batch if self.device is None else move(micro_batch, self.device)
 
-    def _evaluate(self, micro_batch: Batch) -> tuple[Tensor, Metrics]:
-        if self.autocast is None:
+    def _evaluate(self, index: int, micro_batch: Batch) -> tuple[Tensor, Metrics]:
+        if self.autocast is None and self.rows is None:
             return evaluate(self.objective, self.model, micro_batch)
-        with self.autocast:
+        with self.autocast or nullcontext(), self.at(index):
             return evaluate(self.objective, self.model, micro_batch)
 
 

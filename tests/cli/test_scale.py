@@ -1,0 +1,71 @@
+"""What `anybatch plan --ranks` prints: numbers with units in, tables and JSON out."""
+
+import json
+
+import pytest
+
+from anybatch.cli.scale import parse_bandwidth, parse_flops, parse_latency, scale_lines, scale_record, scale_task
+from anybatch.errors import SettingsError
+from anybatch.parallel.scale import Network
+from anybatch.training.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second"),
+    [("25GB/s", 25e9), ("200Gbit/s", 25e9), ("100Gb/s", 12.5e9), ("800 MB/s", 8e8), ("1GiB/s", 2**30), ("10GBs", 1e10)],
+)
+def test_a_bandwidth_is_read_with_its_unit(text, bytes_per_second):
+    assert parse_bandwidth(text) == bytes_per_second
+
+
+def test_rates_and_latencies_too():
+    assert parse_flops("85TFLOP/s") == parse_flops("85 TFLOPS") == 85e12
+    assert parse_latency("10us") == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "example"),
+    [
+        (parse_bandwidth, "fast", "25GB/s"),
+        (parse_bandwidth, "0GB/s", "25GB/s"),
+        (parse_flops, "85", "150TFLOP/s"),
+        (parse_latency, "10", "10us"),
+    ],
+)
+def test_what_cannot_be_read_is_shown_with_an_example(parse, text, example):
+    with pytest.raises(SettingsError, match=rf"'{text}': expected .*{example}"):
+        parse(text)
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    network = Network(ranks=64, bandwidth=25e9)
+    return scale_task("textbook", Settings(micro_batch=16, batch_size=4096, device="cpu"), network=network, flops=None)
+
+
+def test_a_task_is_timed_here_and_the_batch_asked_for_is_among_the_rows(scaled):
+    lines = scale_lines(scaled)
+    assert lines[0].startswith("one micro-batch of 16 rows: forward ")
+    assert "(the median of 5 measured here, on cpu)" in lines[0]
+    assert "64 ranks, 25 GB/s each, 10.0 us per message" in lines[1]
+    assert any(line.startswith("4 ") and " 4,096 " in line for line in lines)
+    assert scaled.timed.one_pass.gradient_bytes == scaled.timed.one_pass.parameter_bytes > 0
+
+
+def test_the_record_is_plain_and_holds_the_same_numbers(scaled):
+    record = json.loads(json.dumps(scale_record(scaled)))
+    assert record["ranks"] == 64
+    assert [update["micro_batches"] for update in record["updates"]] == [1, 2, 4, 8, 16, 32]
+    first, last = record["updates"][0], record["updates"][-1]
+    assert first["seconds"] == first["seconds_each"]
+    assert last["efficiency"] > last["efficiency_each"]
+    assert record["batch_for"]["0.95"] % (64 * 16) == 0
+
+
+def test_with_a_rate_nothing_is_timed_and_the_source_says_so():
+    network = Network(ranks=8, bandwidth=25e9)
+    timed = scale_task("digits", Settings(device="cpu"), network=network, flops=1e12).timed
+    again = scale_task("digits", Settings(device="cpu"), network=network, flops=2e12).timed
+    assert "FLOPs at 1e+12 FLOP/s" in timed.source
+    assert timed.one_pass.forward == pytest.approx(2 * again.one_pass.forward)
+    assert timed.one_pass.backward > timed.one_pass.forward
