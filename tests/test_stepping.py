@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import MemoryLimitError, Update, supervised
-from anybatch.gradients.spool import Spool
-from anybatch.stepping import Stepping, _kept
+from anybatch.stepping import Stepping
 from tests.injection import OutOfMemoryAt
 
 OPTIMIZERS = {
@@ -137,19 +136,9 @@ def test_a_later_step_that_runs_out_says_that_it_is_torn():
         stepping.step(fails)
 
 
-def test_large_copies_go_to_disk_and_come_back():
-    tensor = torch.randn(1200, 500, dtype=torch.bfloat16).T
-    spool = Spool()
-    read = _kept(tensor, spool)
-    assert spool.num_bytes == tensor.nbytes
-    assert torch.equal(read(), tensor)
-    assert _kept(tensor[:1], spool)().shape == (1, 1200)
-    assert spool.num_bytes == tensor.nbytes
-
-
 def test_only_the_first_step_is_copied(monkeypatch):
     copied = []
-    monkeypatch.setattr("anybatch.stepping._kept", lambda tensor, spool: copied.append(tensor) or tensor.clone)
+    monkeypatch.setattr("anybatch.stepping.kept", lambda tensor, spool: copied.append(tensor) or tensor.clone)
     model, optimizer = two_groups(lambda groups: torch.optim.SGD(groups, lr=0.1))
     fill(model)
     stepping = Stepping(optimizer)

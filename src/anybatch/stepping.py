@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.errors import MemoryLimitError
+from anybatch.gradients.keeping import kept
 from anybatch.gradients.out_of_memory import first_line, free_memory, is_out_of_memory, once_more
 from anybatch.gradients.replay import RandomState, random_state
 from anybatch.gradients.spool import Spool
-
-LARGE = 2**20
-"""Bytes from which a copy of a tensor on the CPU goes to disk: it must not take the memory that the step needs."""
 
 
 class Stepping:
@@ -90,10 +88,10 @@ class _Before:
         moving = list(parameters)
         spool = Spool()
         state = {key: dict(held) if isinstance(held, dict) else held for key, held in optimizer.state.items()}
-        kept = [value for held in state.values() if isinstance(held, dict) for value in held.values()]
-        changing = [*(p.detach() for p in moving), *(value for value in kept if isinstance(value, Tensor))]
+        values = [value for held in state.values() if isinstance(held, dict) for value in held.values()]
+        changing = [*(p.detach() for p in moving), *(value for value in values if isinstance(value, Tensor))]
         return _Before(
-            tensors=[(tensor, _kept(tensor, spool)) for tensor in changing],
+            tensors=[(tensor, kept(tensor, spool)) for tensor in changing],
             state=state,
             groups=[dict(group) for group in optimizer.param_groups],
             random=random_state({parameter.device for parameter in moving}),
@@ -112,18 +110,3 @@ class _Before:
             group.clear()
             group.update(was)
         self.random.restore()
-
-
-def _kept(tensor: Tensor, spool: Spool) -> Callable[[], Tensor]:
-    """What gives back a copy of `tensor` as it is now."""
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    if is_plain and tensor.device.type != "cpu":
-        host = tensor.to("cpu")
-        return lambda: host
-    if not is_plain or tensor.nbytes < LARGE:
-        copy = tensor.clone()
-        return lambda: copy
-    flat = tensor.contiguous().view(torch.uint8).flatten()
-    place = spool.write(flat)
-    dtype, shape = tensor.dtype, tensor.shape
-    return lambda: spool.read(*place).view(dtype).view(shape)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -110,6 +110,9 @@ class Update:
             keep_fp32=True,
             observer=observer,
         )
+        clips = {"clip_norm": clip_norm, "clip_value": clip_value}
+        purpose = self.accumulator.purpose
+        self.accumulator.purpose = replace(purpose, optimizer=optimizer, options={**purpose.options, **clips})
         self._tracking_layers = tracking_layers(model)
         self._stepping = Stepping(optimizer)
 

@@ -8,7 +8,7 @@ from anybatch.batches.joining import join_rows
 from anybatch.batches.nesting import Batch, map_tensors, tensors
 from anybatch.batches.shrinking import AsGiven, smaller
 from anybatch.batches.spelling import MicroBatch, as_split
-from anybatch.batches.splits import Learner, MicroBatches, Rows, Split
+from anybatch.batches.splits import Learner, MicroBatches, Purpose, Rows, Split
 from anybatch.batches.tokens import Tokens
 from anybatch.batches.windows import Windows, windows
 
@@ -22,6 +22,7 @@ __all__ = [
     "Learner",
     "MicroBatch",
     "MicroBatches",
+    "Purpose",
     "RowNumbers",
     "Rows",
     "Split",

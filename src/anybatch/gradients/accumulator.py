@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import AsGiven, Batch, Cut, MicroBatch, MicroBatches, Split, as_split, smaller, tensors
+from anybatch.batches import AsGiven, Batch, Cut, MicroBatch, MicroBatches, Purpose, Split, as_split, smaller, tensors
 from anybatch.errors import LossError, MemoryLimitError, UpdateError
 from anybatch.gradients.coupled import Coupled, Together
 from anybatch.gradients.metrics import Metrics, combine, detached
@@ -99,6 +99,11 @@ class Accumulator:
         own_loss = objective.loss if isinstance(objective, Coupled) else None
         self._rewind = Rewind([model, own_loss] if isinstance(own_loss, nn.Module) else [model])
         self._given: Split = AsGiven()
+        self.purpose = Purpose(
+            model=model,
+            objective=objective,
+            options={"autocast": autocast, "batch_norm": batch_norm, "offload": offload},
+        )
 
     def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
         """Add to `.grad` what one backward pass over the whole batch would add.
@@ -141,9 +146,11 @@ class Accumulator:
         found = None if work is None else smaller(self._given if is_given else self.split, work.cut)
         if found is None:
             where = "before the first micro-batch ran" if work is None else "with a single row in each micro-batch"
+            need = getattr(self.split, "need", None)
+            predicted = "" if need is None else f" An update with one row needs {need}, as predicted."
             raise MemoryLimitError(
-                f"memory ran out {where} ({reason}). Gradients, buffers and random state are as they were. Use shorter rows, "
-                "autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
+                f"memory ran out {where} ({reason}).{predicted} Gradients, buffers and random state are as they were. Use "
+                "shorter rows, autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
             )
         if is_given:
             self._given = found
@@ -212,7 +219,11 @@ class Accumulator:
 
     def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> Work:
         """Cut the batch and count its units: all that comes before the first forward."""
-        cut = (self._given if isinstance(batch, MicroBatches) else self.split).cut(batch)
+        split = self._given if isinstance(batch, MicroBatches) else self.split
+        settle = getattr(split, "settle", None)
+        if settle is not None:
+            settle(self.purpose, batch)
+        cut = split.cut(batch)
         units = count_units(self.objective, self.model, cut.micro_batches)
         parameters = list(self.parameters())
         device = common_device(parameters)
