@@ -23,6 +23,7 @@ from anybatch.errors import (
     LockstepError,
     LossError,
     NonFiniteError,
+    PlanError,
     RunError,
     SettingsError,
     SplitError,
@@ -47,6 +48,7 @@ from anybatch.gradients import (
     sentence_transformers,
     supervised,
 )
+from anybatch.memory import Breakdown, Checkpointing, Plan, SizePeak, measure_peak, plan
 from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
@@ -59,7 +61,9 @@ __all__ = [
     "Auto",
     "Batch",
     "BatchError",
+    "Breakdown",
     "CheckpointError",
+    "Checkpointing",
     "Choice",
     "Cost",
     "Coupled",
@@ -71,11 +75,14 @@ __all__ = [
     "NonFiniteError",
     "Objective",
     "PerRow",
+    "Plan",
+    "PlanError",
     "Resumed",
     "Rows",
     "RunError",
     "Scaling",
     "SettingsError",
+    "SizePeak",
     "Split",
     "SplitError",
     "Sum",
@@ -92,7 +99,9 @@ __all__ = [
     "clip_loss",
     "huggingface",
     "info_nce",
+    "measure_peak",
     "num_rows",
+    "plan",
     "resume",
     "rows",
     "save",

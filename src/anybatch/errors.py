@@ -8,6 +8,7 @@ AnybatchError
 ├── LockstepError    micro-batches that were to meet at a layer came to different ones
 ├── WindowError      a window used out of order, or torn by a backward pass that died
 ├── UpdateError      an `Update` that was put together from parts that do not fit
+├── PlanError        an update whose memory cannot be predicted
 ├── ReportError      a folder that holds no results to make a page of
 └── NonFiniteError   a gradient or a loss is inf or nan
 
@@ -45,6 +46,10 @@ class WindowError(AnybatchError, RuntimeError):
 
 class UpdateError(AnybatchError, ValueError):
     """An `Update` that was put together from parts that do not fit."""
+
+
+class PlanError(AnybatchError, ValueError):
+    """An update whose memory cannot be predicted."""
 
 
 class ReportError(AnybatchError, ValueError):
