@@ -13,11 +13,13 @@ from anybatch import api
 SOURCE = Path(anybatch.__file__).parent
 ROOMS = [
     "errors",
+    "sizes",
     "stages",
     "batches",
     "gradients",
     "stepping",
     "update",
+    "memory",
     "training",
     "api",
     "report",

@@ -24,6 +24,7 @@ from anybatch.errors import (
     LossError,
     MemoryLimitError,
     NonFiniteError,
+    PlanError,
     RunError,
     SettingsError,
     SplitError,
@@ -48,6 +49,7 @@ from anybatch.gradients import (
     sentence_transformers,
     supervised,
 )
+from anybatch.memory import Breakdown, Checkpointing, Plan, SizePeak, measure_peak, plan
 from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
@@ -60,7 +62,9 @@ __all__ = [
     "Auto",
     "Batch",
     "BatchError",
+    "Breakdown",
     "CheckpointError",
+    "Checkpointing",
     "Choice",
     "Cost",
     "Coupled",
@@ -73,11 +77,14 @@ __all__ = [
     "NonFiniteError",
     "Objective",
     "PerRow",
+    "Plan",
+    "PlanError",
     "Resumed",
     "Rows",
     "RunError",
     "Scaling",
     "SettingsError",
+    "SizePeak",
     "Split",
     "SplitError",
     "Sum",
@@ -94,7 +101,9 @@ __all__ = [
     "clip_loss",
     "huggingface",
     "info_nce",
+    "measure_peak",
     "num_rows",
+    "plan",
     "resume",
     "rows",
     "save",

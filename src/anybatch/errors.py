@@ -9,6 +9,7 @@ AnybatchError
 ├── WindowError      a window used out of order, or torn by a backward pass that died
 ├── MemoryLimitError memory ran out where nothing could be made smaller
 ├── UpdateError      an `Update` that was put together from parts that do not fit
+├── PlanError        an update whose memory cannot be predicted
 ├── ReportError      a folder that holds no results to make a page of
 └── NonFiniteError   a gradient or a loss is inf or nan
 
@@ -50,6 +51,10 @@ class MemoryLimitError(AnybatchError, MemoryError):
 
 class UpdateError(AnybatchError, ValueError):
     """An `Update` that was put together from parts that do not fit."""
+
+
+class PlanError(AnybatchError, ValueError):
+    """An update whose memory cannot be predicted."""
 
 
 class ReportError(AnybatchError, ValueError):

@@ -1,0 +1,7 @@
+"""Predicting the memory of an update before it runs, and measuring it when it does."""
+
+from anybatch.memory.meter import measure_peak
+from anybatch.memory.plan import Breakdown, Checkpointing, Plan, SizePeak
+from anybatch.memory.planning import plan
+
+__all__ = ["Breakdown", "Checkpointing", "Plan", "SizePeak", "measure_peak", "plan"]
