@@ -49,7 +49,7 @@ from anybatch.gradients import (
     sentence_transformers,
     supervised,
 )
-from anybatch.memory import Breakdown, Checkpointing, Plan, SizePeak, measure_peak, plan
+from anybatch.memory import Breakdown, Checkpointing, Fit, Fitted, Plan, SizePeak, measure_peak, plan
 from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
@@ -68,6 +68,8 @@ __all__ = [
     "Choice",
     "Cost",
     "Coupled",
+    "Fit",
+    "Fitted",
     "InfoNCE",
     "LockstepError",
     "LossError",

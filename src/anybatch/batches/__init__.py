@@ -4,6 +4,7 @@ from anybatch.batches.auto import Auto, Choice
 from anybatch.batches.costs import Cost
 from anybatch.batches.counting import RowNumbers, move, num_rows, rows, take_rows
 from anybatch.batches.cutting import Cut, best_cut
+from anybatch.batches.doubling import Doubling
 from anybatch.batches.joining import join_rows
 from anybatch.batches.nesting import Batch, map_tensors, tensors
 from anybatch.batches.shrinking import AsGiven, smaller
@@ -19,6 +20,7 @@ __all__ = [
     "Choice",
     "Cost",
     "Cut",
+    "Doubling",
     "Learner",
     "MicroBatch",
     "MicroBatches",

@@ -18,6 +18,8 @@ class Settings:
 
     batch_size: int | None = None
     micro_batch: int | Literal["auto"] | None = None
+    memory: int | None = None
+    """Bytes that an update may take: micro-batches are as large as fits."""
     epochs: int | None = None
     updates: int | None = None
     """Stop after so many updates; in place of `epochs`."""
@@ -41,7 +43,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.micro_batch != "auto":
             _check_whole("micro_batch", self.micro_batch, least=1)
-        for name in ("batch_size", "epochs", "updates", "base_batch", "save_every", "keep"):
+        for name in ("batch_size", "memory", "epochs", "updates", "base_batch", "save_every", "keep"):
             _check_whole(name, getattr(self, name), least=1)
         _check_whole("warmup", self.warmup, least=0)
         _check_whole("seed", self.seed, least=0)
