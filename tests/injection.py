@@ -23,18 +23,17 @@ class OutOfMemoryAt(TorchDispatchMode):
 
 
 class OutOfMemoryAbove(TorchDispatchMode):
-    """Raises whenever one operation returns more than `limit` numbers: what does not fit, does not fit again."""
+    """Raises whenever a linear layer is given more than `rows` rows: what does not fit, does not fit again."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.limit = limit
+        self.rows = rows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor._base is None and tensor.numel() > self.limit:
-                raise RuntimeError(
-                    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
-                    f"to allocate {4 * tensor.numel()} bytes. Error code 12 (Cannot allocate memory)"
-                )
+        if func is torch.ops.aten.addmm.default and len(result) > self.rows:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+                f"allocate {4 * result.numel()} bytes. Error code 12 (Cannot allocate memory)"
+            )
         return result

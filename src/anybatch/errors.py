@@ -11,6 +11,7 @@ AnybatchError
 ├── ParallelError    a model wrapped for many ranks in a way that would not be exact, or ranks that failed
 ├── MemoryLimitError memory ran out where nothing could be made smaller
 ├── UpdateError      an `Update` that was put together from parts that do not fit
+├── PlanError        an update whose memory cannot be predicted
 ├── ReportError      a folder that holds no results to make a page of
 └── NonFiniteError   a gradient or a loss is inf or nan
 
@@ -60,6 +61,10 @@ class MemoryLimitError(AnybatchError, MemoryError):
 
 class UpdateError(AnybatchError, ValueError):
     """An `Update` that was put together from parts that do not fit."""
+
+
+class PlanError(AnybatchError, ValueError):
+    """An update whose memory cannot be predicted."""
 
 
 class ReportError(AnybatchError, ValueError):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anybatch.batches import Batch, MicroBatch
-from anybatch.errors import NonFiniteError, UpdateError
+from anybatch.errors import MemoryLimitError, NonFiniteError, UpdateError
 from anybatch.gradients.accumulator import Accumulated, Accumulator, check_model
 from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.nonfinite import find_culprit
@@ -24,6 +24,7 @@ from anybatch.gradients.precision import cast_gradients, found_overflow, takes_f
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.work import Autocast
 from anybatch.stages import Clip, Observer, Step, Tracker, Zero, tracker_for
+from anybatch.stepping import Stepping
 
 OnNonFinite = Literal["raise", "skip", "drop", "ignore"]
 SMALLEST_SCALE = 2.0**-24
@@ -51,7 +52,7 @@ class UpdateResult:
     dropped: tuple[int, ...] = ()
     """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
     retries: int = 0
-    """How often memory ran out and the batch was started again, in smaller micro-batches."""
+    """How often memory ran out: the batch was started again in smaller micro-batches, or the step was."""
 
 
 class Update:
@@ -112,7 +113,11 @@ class Update:
             reshard=reshard,
             observer=observer,
         )
+        clips = {"clip_norm": clip_norm, "clip_value": clip_value}
+        purpose = self.accumulator.purpose
+        self.accumulator.purpose = replace(purpose, optimizer=optimizer, options={**purpose.options, **clips})
         self._tracking_layers = tracking_layers(model)
+        self._stepping = Stepping(optimizer)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients this update clears and fills: the model's and the optimizer's."""
@@ -140,7 +145,13 @@ class Update:
                 raise NonFiniteError(self._explain(batch, grad_norm))
             if is_applied:
                 self._clip(stepped, grad_norm, tracker)
-            self._step(stepped, accumulated, is_applied, tracker)
+            retries = accumulated.retries + self._step(stepped, accumulated, is_applied, tracker)
+        except MemoryLimitError:
+            is_applied = False
+            if self.scaler is not None:
+                # what was unscaled is not stepped: the next update unscales its own
+                self.scaler._per_optimizer_states.pop(id(self.optimizer), None)
+            raise
         finally:
             if tracker is not None:
                 tracker.close()
@@ -155,7 +166,7 @@ class Update:
             lr=lr,
             metrics=accumulated.metrics,
             dropped=accumulated.dropped,
-            retries=accumulated.retries,
+            retries=retries,
         )
 
     def _stepped(self) -> list[nn.Parameter]:
@@ -189,16 +200,18 @@ class Update:
 
     def _step(
         self, stepped: list[nn.Parameter], accumulated: Accumulated, is_applied: bool, tracker: Tracker | None
-    ) -> None:
+    ) -> int:
+        """The step, the scale and the schedule; how often memory ran out in it."""
+        retries = 0
         if tracker is not None:
             tracker.begin(Step)
         if is_applied:
             if not takes_fp32_gradients(self.optimizer):
-                cast_gradients(stepped)
-            if self.scaler is not None:
-                self.scaler.step(self.optimizer)
-            else:
-                self.optimizer.step()
+                once_more(lambda: cast_gradients(stepped))
+            scaler = self.scaler
+            retries = self._stepping.step(
+                self.optimizer.step if scaler is None else lambda: scaler.step(self.optimizer)
+            )
         if self.scaler is not None and accumulated.has_gradient:
             if not is_applied:
                 found_overflow(self.scaler, self.optimizer)
@@ -207,6 +220,7 @@ class Update:
             self.scheduler.step()
         if tracker is not None:
             tracker.end(Step, applied=is_applied)
+        return retries
 
     def _update_scale(self, scaler: GradScaler, is_applied: bool) -> None:
         scaler.update()

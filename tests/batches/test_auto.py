@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from anybatch import Accumulator, Auto, Cost, Rows, SplitError, Tokens, supervised
-from anybatch.batches import as_split, num_rows
+from anybatch import Accumulator, Auto, Cost, Fit, Rows, SplitError, Tokens, supervised
+from anybatch.batches import num_rows
 from anybatch.batches.search import LIMIT, Search, ladder
 from anybatch.batches.splits import near_equal
 from tests.reference import relative_error, whole_batch_gradient
@@ -151,9 +151,8 @@ def test_token_budgets_are_tuned_too(slower_above):
     assert total(max(choice.size, longest)) <= 1.03 * best
 
 
-def test_auto_by_name_takes_tokens_for_a_masked_batch_and_rows_for_any_other():
-    auto = as_split("auto")
-    assert isinstance(auto, Auto)
+def test_tokens_are_taken_for_a_masked_batch_and_rows_for_any_other():
+    auto = Auto()
     auto.cut(torch.zeros(10, 2))
     assert auto.choice is not None
     assert auto.choice.kind == "rows"
@@ -200,8 +199,8 @@ def test_real_updates_are_tuned_and_every_one_of_them_is_exact():
         model.zero_grad()
         counts.add(accumulator.backward(batch).micro_batches)
         assert relative_error(model, reference) < 5e-7
-    assert isinstance(accumulator.split, Auto)
-    assert accumulator.split.choice is not None
-    assert accumulator.split.choice.is_settled
+    assert isinstance(accumulator.split, Fit)
+    choice = accumulator.split.choice.fastest
+    assert choice.is_settled
     assert len(counts) > 3
-    assert math.isfinite(accumulator.split.choice.trials[0].rate)
+    assert math.isfinite(choice.trials[0].rate)

@@ -23,7 +23,11 @@ def test_an_unknown_task_is_told_which_there_are(capsys, command):
         (["--batch-size", "0"], "--batch-size 0: expected a whole number, 1 or more"),
         (["--batch-size", "many"], "'--batch-size'"),
         (["--micro-batch", "3 bananas"], "--micro-batch '3 bananas': expected a number of rows"),
-        (["--micro-batch", "2GiB"], "2GiB (2,147,483,648 bytes): choosing the rows by memory needs a later version"),
+        (["--memory", "2 bananas"], "'2 bananas' is no memory size: expected a number above 0 with its unit"),
+        (
+            ["--memory", "2GiB", "--micro-batch", "1GiB"],
+            "--micro-batch 1GiB and --memory 2GiB both say what may be taken",
+        ),
         (["--epochs", "0"], "--epochs 0"),
         (["--epochs", "1", "--updates", "2"], "give one of them"),
         (["--lr", "-1"], "--lr -1.0: expected a number above 0"),

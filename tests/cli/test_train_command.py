@@ -34,7 +34,7 @@ def test_digits_reaches_97_percent(tmp_path, capsys):
 def test_a_micro_batch_chosen_by_itself_is_said_with_the_reason(tmp_path, capsys):
     assert run(["train", "textbook", "--micro-batch", "auto", "--updates", "20", "--out", "out"]) == 0
     text = capsys.readouterr().out
-    assert "64 rows cut by Auto(" in text
+    assert "64 rows cut by Fit(fastest=True)" in text
     assert "micro-batch: " in text
     assert "rows per micro-batch" in text.split("micro-batch: ")[1]
 

@@ -5,12 +5,13 @@ from anybatch.batches.costs import Cost
 from anybatch.batches.counting import RowNumbers, move, num_rows, rows, take_rows
 from anybatch.batches.cutting import Cut, best_cut
 from anybatch.batches.dealing import Dealt, deal_rows, deal_work
+from anybatch.batches.doubling import Doubling
 from anybatch.batches.global_batches import GlobalBatches
 from anybatch.batches.joining import join_rows
 from anybatch.batches.nesting import Batch, map_tensors, tensors
 from anybatch.batches.shrinking import AsGiven, smaller
 from anybatch.batches.spelling import MicroBatch, as_split
-from anybatch.batches.splits import Learner, MicroBatches, Rows, Split
+from anybatch.batches.splits import Learner, MicroBatches, Purpose, Rows, Split
 from anybatch.batches.tokens import Tokens
 from anybatch.batches.windows import Windows, windows
 
@@ -22,10 +23,12 @@ __all__ = [
     "Cost",
     "Cut",
     "Dealt",
+    "Doubling",
     "GlobalBatches",
     "Learner",
     "MicroBatch",
     "MicroBatches",
+    "Purpose",
     "RowNumbers",
     "Rows",
     "Split",

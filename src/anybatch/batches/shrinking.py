@@ -1,10 +1,11 @@
 """Smaller micro-batches after some that did not fit."""
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from anybatch.batches.cutting import Cut
 from anybatch.batches.nesting import Batch
-from anybatch.batches.splits import MicroBatches, Rows, Shrinking, Split
+from anybatch.batches.splits import MicroBatches, Rows, Shrinking, Split, near_equal
 from anybatch.errors import BatchError
 
 
@@ -33,22 +34,17 @@ class Within:
     def cut(self, batch: Batch) -> MicroBatches:
         """Every micro-batch of the other split, in its order, in near-equal parts of at most `size` rows."""
         whole = self.split.cut(batch)
-        pieces = [Rows(self.size).cut(micro_batch).micro_batches for micro_batch in whole]
-        parts = [part for together in pieces for part in together]
-        if whole.cut is None:
-            return MicroBatches(parts)
-        numbers = [Rows(self.size).cut(list(rows)).micro_batches for rows in whole.cut.rows]
-        return MicroBatches(
-            parts,
-            Cut(
-                rows=tuple(tuple(part) for together in numbers for part in together),
-                lengths=tuple(
-                    length
-                    for together, length in zip(numbers, whole.cut.lengths, strict=True)
-                    for _ in range(len(together))
-                ),
-            ),
-        )
+        parts = [part for micro_batch in whole for part in Rows(self.size).cut(micro_batch)]
+        return MicroBatches(parts, None if whole.cut is None else self._further(whole.cut))
+
+    def _further(self, cut: Cut) -> Cut:
+        rows: list[tuple[int, ...]] = []
+        lengths: list[int] = []
+        for numbers, length in zip(cut.rows, cut.lengths, strict=True):
+            stops = [0, *accumulate(near_equal(len(numbers), self.size))]
+            rows += [numbers[start:stop] for start, stop in pairwise(stops)]
+            lengths += [length] * (len(stops) - 1)
+        return Cut(rows=tuple(rows), lengths=tuple(lengths))
 
 
 def smaller(split: Split, ran: MicroBatches) -> Split | None:

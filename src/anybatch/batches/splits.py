@@ -1,10 +1,10 @@
 """Splits: policies that cut a batch into micro-batches."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from numbers import Integral
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from anybatch.batches.counting import num_rows, split_rows
 from anybatch.batches.cutting import Cut
@@ -66,6 +66,25 @@ class Learner(Split, Protocol):
 
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
         """Called when the batch last cut has run; None stands for a micro-batch that did not have to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purpose:
+    """What micro-batches are cut for: all that the memory of an update depends on. The values are those of `Update`."""
+
+    model: Any
+    objective: Any
+    optimizer: Any = None
+    """None where somebody else steps."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Settling(Split, Protocol):
+    """A split that has to know what its micro-batches are for."""
+
+    def settle(self, purpose: Purpose, batch: Batch) -> None:
+        """Called before each batch is cut."""
 
 
 @runtime_checkable

@@ -84,6 +84,12 @@ class Tokens:
             return self.cut_to(self.budget, batch, rows)
         return self.cut_to(max(self._fits, min(max(rows.lengths), self.budget)), batch, rows)
 
+    def with_budget(self, budget: int) -> "Tokens":
+        """The same split under another budget; what is learned is shared."""
+        other = copy.copy(self)
+        other.budget, other._fits = budget, None
+        return other
+
     def shrink(self, ran: MicroBatches) -> "Tokens | None":
         """The same split with half of what the largest micro-batch held as its budget, but room for the longest row.
 

@@ -40,6 +40,7 @@ def train(
     task: Annotated[str | None, typer.Argument(metavar="TASK", help=opt.TASK_HELP, show_default=False)] = None,
     batch_size: opt.BatchSize = None,
     micro_batch: opt.MicroBatch = None,
+    memory: opt.Memory = None,
     lr: opt.LR = None,
     lr_rule: opt.Rule = None,
     base_batch: opt.BaseBatch = None,
@@ -87,9 +88,11 @@ def train(
     """
     from anybatch.cli.train import Request, train_command
 
+    size, room = opt.size_and_room(micro_batch, memory)
     settings = Settings(
         batch_size=batch_size,
-        micro_batch=opt.rows_of(micro_batch),
+        micro_batch=size,
+        memory=room,
         epochs=epochs,
         updates=updates,
         lr=lr,

@@ -10,6 +10,7 @@ from anybatch.cli.folders import check_installed, first_record, new_folder, shor
 from anybatch.cli.screen import say
 from anybatch.cli.tables import table
 from anybatch.errors import SettingsError
+from anybatch.sizes import show_bytes
 from anybatch.training.find_task import check_task_exists, find_task
 from anybatch.training.records import Arm, ArmEpoch, Comparison, plain
 from anybatch.training.settings import Settings
@@ -49,7 +50,7 @@ def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path 
 
 def lines_of(comparison: Comparison) -> list[str]:
     """The comparison as text: what the arms are, their numbers, epoch by epoch, and what was found."""
-    from anybatch.training.findings import over_seeds, show_bytes, show_spread
+    from anybatch.training.findings import over_seeds, show_spread
 
     metric = None if comparison.metric == "validation loss" else comparison.metric
     arms = comparison.arms

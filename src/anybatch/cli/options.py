@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from anybatch.errors import SettingsError
+from anybatch.sizes import parse_bytes
 from anybatch.training.settings import Decay, LRRule, MemoryLimit, Precision, parse_micro_batch
 
 TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."
@@ -23,7 +24,16 @@ MicroBatch = Annotated[
         "--micro-batch",
         "-m",
         metavar="ROWS|auto",
-        help="Rows that are held in memory at once, such as 16; auto: the fastest, found while training.",
+        help="Rows that are held in memory at once, such as 16; auto: the fastest that fit, found while training.",
+        rich_help_panel=HOW,
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="What an update may take, such as 2GiB: micro-batches are as large as is predicted to fit.",
         rich_help_panel=HOW,
     ),
 ]
@@ -111,16 +121,29 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but er
 
 
 def rows_of(micro_batch: str | None) -> int | Literal["auto"] | None:
-    """What `--micro-batch` asks for; what later versions will understand is named as such."""
+    """What `--micro-batch` asks for, where it must be rows."""
     if micro_batch is None:
         return None
     parsed = parse_micro_batch(micro_batch)
     if not isinstance(parsed, MemoryLimit):
         return parsed
     raise SettingsError(
-        f"--micro-batch {micro_batch} ({parsed.bytes:,} bytes): choosing the rows by memory needs a later version of anybatch. "
-        "Give a number of rows, such as --micro-batch 16, or auto for the fastest."
+        f"--micro-batch {micro_batch} ({parsed.bytes:,} bytes): rows are chosen by memory in anybatch train only. Give a "
+        "number of rows, such as --micro-batch 16."
     )
+
+
+def size_and_room(micro_batch: str | None, memory: str | None) -> tuple[int | Literal["auto"] | None, int | None]:
+    """What `--micro-batch` and `--memory` ask for: the most rows, and the bytes of an update."""
+    parsed = None if micro_batch is None else parse_micro_batch(micro_batch)
+    room = None if memory is None else parse_bytes(memory)
+    if not isinstance(parsed, MemoryLimit):
+        return parsed, room
+    if room is not None:
+        raise SettingsError(
+            f"--micro-batch {micro_batch} and --memory {memory} both say what may be taken; give one of them."
+        )
+    return None, parsed.bytes
 
 
 def given_options(context: typer.Context) -> set[str]:

@@ -133,6 +133,11 @@ def _close(
     choice = getattr(experiment.update.accumulator.split, "choice", None)
     if choice is not None:
         say(f"micro-batch: {choice.describe()}", is_quiet=is_quiet)
+    if summary.get("retries"):
+        say(
+            f"memory ran out {summary['retries']} times: those batches were started again in smaller micro-batches",
+            is_quiet=is_quiet,
+        )
     if is_finished:
         say(f"done: {summary_line(summary)}", is_quiet=is_quiet)
     else:
@@ -152,5 +157,8 @@ def _summary(folder: RunFolder, experiment: "Experiment", progress: "Progress") 
         judge = experiment.task.metric
         summary["lowest_valid_loss" if judge is None else f"best_{judge}"] = progress.best
     summary["rows_seen"] = sum(line["rows"] for line in updates)
+    retries = sum(line.get("retries", 0) for line in updates)
+    if retries:
+        summary["retries"] = retries
     summary["seconds"] = round(sum(line["seconds"] for line in updates), 3)
     return summary

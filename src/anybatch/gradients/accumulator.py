@@ -8,7 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import AsGiven, Batch, Cut, Dealt, MicroBatch, MicroBatches, Split, as_split, smaller, tensors
+from anybatch.batches import (
+    AsGiven,
+    Batch,
+    Cut,
+    Dealt,
+    MicroBatch,
+    MicroBatches,
+    Purpose,
+    Split,
+    as_split,
+    smaller,
+    tensors,
+)
 from anybatch.errors import LossError, MemoryLimitError, ParallelError, UpdateError
 from anybatch.gradients.agreement import Agreed, agree, has_rows, size_of
 from anybatch.gradients.coupled import Coupled, Together
@@ -119,6 +131,11 @@ class Accumulator:
         self._rewind = Rewind([model, own_loss] if isinstance(own_loss, nn.Module) else [model])
         self._given: Split = AsGiven()
         self._proven = 0
+        self.purpose = Purpose(
+            model=model,
+            objective=objective,
+            options={"autocast": autocast, "batch_norm": batch_norm, "offload": offload},
+        )
 
     def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
         """Add to `.grad` what one backward pass over the whole batch would add.
@@ -169,9 +186,11 @@ class Accumulator:
         found = None if work is None else smaller(self._given if is_given else self.split, work.cut)
         if not self.engine.ranks.any(found is not None):
             where = "before the first micro-batch ran" if work is None else "with a single row in each micro-batch"
+            need = getattr(self.split, "need", None)
+            predicted = "" if need is None else f" An update with one row needs {need}, as predicted."
             raise MemoryLimitError(
-                f"memory ran out {where} ({reason}). Gradients, buffers and random state are as they were. Use shorter rows, "
-                "autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
+                f"memory ran out {where} ({reason}).{predicted} Gradients, buffers and random state are as they were. Use "
+                "shorter rows, autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
             )
         if found is None:
             return  # other ranks can make theirs smaller
@@ -302,7 +321,11 @@ class Accumulator:
             batch = None if is_stand_in and ranks.size > 1 else batch.batch
 
         def count() -> tuple[MicroBatches, Shares]:
-            cut = (self._given if isinstance(batch, MicroBatches) else self.split).cut(batch)
+            split = self._given if isinstance(batch, MicroBatches) else self.split
+            settle = getattr(split, "settle", None)
+            if settle is not None:
+                settle(self.purpose, batch)
+            cut = split.cut(batch)
             units = count_units(self.objective, self.model, cut.micro_batches)
             if is_stand_in:  # a mean over nothing: zero gradients, of a sum too
                 return cut, shares_of([0] * len(units), "mean", underflows=underflows)

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from anybatch.batches import Batch
 from anybatch.errors import BatchError, LossError, UnitsError
@@ -34,7 +35,7 @@ def huggingface(*, units: Units | None = None) -> Objective:
     checked: WeakSet[nn.Module] = WeakSet()
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        if units is not None or model in checked or hasattr(model, "_orig_mod"):
+        if units is not None or model in checked or hasattr(model, "_orig_mod") or _has_no_numbers(model):
             return _loss_of(model, batch)
         with ObservedMeans() as observed:
             value = _loss_of(model, batch)
@@ -121,6 +122,11 @@ def _check_whole(model: nn.Module, loss: Tensor, means: list[Tensor]) -> None:
             "it adds or scales something (a router's balance, say) that is no mean over labels. Switch it off, or "
             "write Objective(loss, units)."
         )
+
+
+def _has_no_numbers(model: nn.Module) -> bool:
+    """True of the fake copies that memory is planned with: what a loss divides by cannot be read off them."""
+    return isinstance(next(model.parameters(), None), FakeTensor)
 
 
 def _predicts_next_token(base: nn.Module) -> bool:

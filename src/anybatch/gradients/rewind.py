@@ -1,13 +1,17 @@
 """Going back to the start of a batch: random draws and buffers, for nearly nothing as long as nobody goes back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from anybatch.gradients.keeping import kept
 from anybatch.gradients.replay import RandomState, Slot, random_state
+from anybatch.gradients.spool import Spool
+
+Copy = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +19,16 @@ class Start:
     """Where generators and buffers stood when a batch began."""
 
     random: RandomState
-    buffers: dict[Slot, tuple[Tensor | None, Tensor | None]]
-    """The tensor that was in the slot, and a copy of what it held, where one was made."""
+    buffers: dict[Slot, tuple[Tensor | None, Copy | None]]
+    """The tensor that was in the slot, and what gives a copy of what it held, where one was made."""
 
 
 class Rewind:
     """Starts of batches of the same modules, taken before each batch and seldom gone back to.
 
-    Buffers are copied before the first batch, and from then on only those that were seen to change: running statistics and
-    power iterations, but no masks or tables of positions. State that is neither a buffer nor torch's random state is out of
-    sight.
+    Buffers are copied before the first batch, to where memory is not short, and from then on only those that were seen to
+    change, in place: running statistics and power iterations, but no masks or tables of positions. State that is neither
+    a buffer nor torch's random state is out of sight.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -35,13 +39,13 @@ class Rewind:
     def start(self) -> Start:
         """This moment, to go back to."""
         known: dict[Slot, tuple[Tensor | None, int]] = {}
-        buffers: dict[Slot, tuple[Tensor | None, Tensor | None]] = {}
+        buffers: dict[Slot, tuple[Tensor | None, Copy | None]] = {}
+        spool = Spool()
         for module in (module for top in self._modules for module in top.modules() if module._buffers):
             for name, tensor in module._buffers.items():
                 slot = (module, name)
                 known[slot] = (tensor, -1 if tensor is None else _version(tensor))
-                is_copied = tensor is not None and self._is_moving(slot, known[slot])
-                buffers[slot] = (tensor, tensor.clone() if tensor is not None and is_copied else None)
+                buffers[slot] = (tensor, None if tensor is None else self._copy(slot, tensor, known[slot][1], spool))
         self._known = known
         return Start(random_state(self._devices()), buffers)
 
@@ -52,17 +56,20 @@ class Rewind:
         for (module, name), (tensor, copy) in start.buffers.items():
             module._buffers[name] = tensor
             if tensor is not None and copy is not None:
-                tensor.data.copy_(copy)
+                tensor.data.copy_(copy())
             elif tensor is not None and _version(tensor) != self._known[module, name][1]:
                 lost.append(f"{type(module).__name__}.{name}")
         return lost
 
-    def _is_moving(self, slot: Slot, now: tuple[Tensor | None, int]) -> bool:
-        """True of a buffer never seen before, or seen to change, or BatchNorm's, which changes unseen."""
+    def _copy(self, slot: Slot, tensor: Tensor, version: int, spool: Spool) -> Copy | None:
+        """A copy of a buffer never seen before, or seen to change, or BatchNorm's, which changes unseen."""
         before = self._known.get(slot)
-        if before is not None and (before[0] is not now[0] or before[1] != now[1]):
+        if before is not None and (before[0] is not tensor or before[1] != version):
             self._moving.add(slot)
-        return before is None or slot in self._moving or isinstance(slot[0], _NormBase)
+        if isinstance(slot[0], _NormBase) or slot in self._moving:
+            copy = tensor.clone()
+            return lambda: copy
+        return kept(tensor.detach(), spool) if before is None else None
 
     def _devices(self) -> set[torch.device]:
         if not torch.accelerator.is_available():

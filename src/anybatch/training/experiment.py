@@ -7,8 +7,9 @@ import torch
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from anybatch.batches import Auto, Rows, Split, Tokens
+from anybatch.batches import Rows, Split, Tokens
 from anybatch.errors import SettingsError, TaskError
+from anybatch.memory import Fit
 from anybatch.training.randomness import seed_all
 from anybatch.training.schedules import beta2_of, lr_factor, scale_lr, warmup
 from anybatch.training.settings import Settings
@@ -144,8 +145,10 @@ def num_inexact_norms(task: Task) -> int:
 
 def find_split(task: Task, settings: Settings, batch: int) -> Split:
     """How batches are cut: as asked for, else as the task has it."""
-    if settings.micro_batch == "auto":
-        return Auto(most=task.split if isinstance(task.split, Rows | Tokens) else None)
+    of_task = task.split if isinstance(task.split, Rows | Tokens) else None
+    if settings.memory is not None or settings.micro_batch == "auto":
+        most = settings.micro_batch if isinstance(settings.micro_batch, int) else of_task
+        return Fit(settings.memory, most=most, fastest=settings.micro_batch == "auto")
     if settings.micro_batch is None and task.split is not None:
         return task.split
     return Rows(min(settings.micro_batch or task.micro_batch, batch))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from anybatch.sizes import show_bytes
 from anybatch.training.records import Arm, ArmRun
 
 
@@ -178,17 +179,3 @@ def _batch_norm(exact: Arm, num_batch_norms: int) -> str:
         f"The exact batch is not quite exact here: BatchNorm ({layers}) takes its statistics from each micro-batch of "
         f"{exact.micro_batch}, in all arms."
     )
-
-
-def show_bytes(number: int) -> str:
-    """Bytes in the unit that reads best.
-
-    >>> show_bytes(900), show_bytes(5_033_165)
-    ('900 B', '4.8 MiB')
-    """
-    size = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

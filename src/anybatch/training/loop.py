@@ -181,6 +181,7 @@ class Loop:
                 applied=result.applied,
                 seconds=seconds,
                 metrics=metrics,
+                retries=result.retries,
             )
         )
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch
-from anybatch.stages import Event, Observer
+from anybatch.stages import Event, Observer, Retry, Zero
 from anybatch.training.records import MemoryPoint, MemorySeen, StageTime, WindowSeen
 from anybatch.update import Update, UpdateResult
 
@@ -40,6 +40,11 @@ def with_timeline(update: Update, batch: Batch, number: int) -> tuple[UpdateResu
     begin = perf_counter()
     with observed(update, events.append):
         result = update(batch)
+    is_void = [isinstance(event, Retry) for event in events]
+    if any(is_void):  # of the attempts that did not fit, nothing counts
+        events = [event for event in events if isinstance(event, Zero)] + events[
+            len(events) - is_void[::-1].index(True) :
+        ]
     stages = tuple(
         StageTime(stage=event.stage, micro_batch=event.micro_batch, start=event.started - begin, seconds=event.seconds)
         for event in events

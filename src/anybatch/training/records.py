@@ -58,6 +58,8 @@ class UpdateDone:
     seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The objective's metrics on the batch, before its step."""
+    retries: int = 0
+    """How often memory ran out in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

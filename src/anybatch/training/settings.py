@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from anybatch.errors import SettingsError
+from anybatch.sizes import parse_bytes
 
 LRRule = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine"]
 Precision = Literal["fp32", "bf16", "fp16"]
-
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +18,8 @@ class Settings:
 
     batch_size: int | None = None
     micro_batch: int | Literal["auto"] | None = None
+    memory: int | None = None
+    """Bytes that an update may take: micro-batches are as large as fits."""
     epochs: int | None = None
     updates: int | None = None
     """Stop after so many updates; in place of `epochs`."""
@@ -42,7 +43,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.micro_batch != "auto":
             _check_whole("micro_batch", self.micro_batch, least=1)
-        for name in ("batch_size", "epochs", "updates", "base_batch", "save_every", "keep"):
+        for name in ("batch_size", "memory", "epochs", "updates", "base_batch", "save_every", "keep"):
             _check_whole(name, getattr(self, name), least=1)
         _check_whole("warmup", self.warmup, least=0)
         _check_whole("seed", self.seed, least=0)
@@ -78,17 +79,13 @@ def parse_micro_batch(text: str) -> int | Literal["auto"] | MemoryLimit:
         return "auto"
     if re.fullmatch(r"\d+", word) and int(word) > 0:
         return int(word)
-    size = _MEMORY.fullmatch(word)
-    if size is not None:
-        number, unit = float(size[1]), size[2].upper()
-        base = 1024 if "I" in unit else 1000
-        limit = int(number * base ** " KMGT".index(unit[0].replace("B", " ")))
-        if limit > 0:
-            return MemoryLimit(limit)
-    raise SettingsError(
-        f"--micro-batch {text!r}: expected a number of rows, 1 or more (16), auto, or a memory size with its unit "
-        "(2GiB, 800MB)."
-    )
+    try:
+        return MemoryLimit(parse_bytes(word))
+    except SettingsError:
+        raise SettingsError(
+            f"--micro-batch {text!r}: expected a number of rows, 1 or more (16), auto, or a memory size with its unit "
+            "(2GiB, 800MB)."
+        ) from None
 
 
 def _check_whole(name: str, value: Any, least: int) -> None:

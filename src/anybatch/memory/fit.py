@@ -1,0 +1,231 @@
+"""`Fit`: the largest micro-batch that fits, by prediction; the fastest of those that do, if asked for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from anybatch.batches import (
+    Auto,
+    Batch,
+    Choice,
+    Doubling,
+    MicroBatches,
+    Purpose,
+    Rows,
+    Split,
+    Tokens,
+    num_rows,
+    smaller,
+    tensors,
+)
+from anybatch.errors import MemoryLimitError, SplitError
+from anybatch.gradients.out_of_memory import first_line
+from anybatch.memory.plan import Plan
+from anybatch.memory.planning import MARGIN, plan
+from anybatch.sizes import parse_bytes, show_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The micro-batch that fits, and how that is known."""
+
+    kind: Literal["rows", "tokens"]
+    """What `size` counts."""
+    size: int
+    """At most this many rows, or tokens with padding, per micro-batch."""
+    plan: Plan | None
+    """The prediction; None where there could be none."""
+    reason: str
+    """Why there could be none."""
+    fastest: Choice | None
+    """What was found to be the fastest within `size`, where it was asked for."""
+    retries: int
+    """How often memory ran out all the same, and the micro-batch was halved."""
+
+    def describe(self) -> str:
+        """In words: what was chosen, and why."""
+        size = f"{self.size} {self.kind} per micro-batch"
+        if self.plan is None:
+            text = f"{size}, found by doubling until memory ran out, because it could not be predicted: {self.reason}"
+        else:
+            peak = self.plan.peak_bytes if self.size == self.plan.micro_batch else self.plan.peak(self.size)
+            room = f"{show_bytes(self.plan.memory)} less {self.plan.margin:.0%}"
+            text = f"{size} at most, predicted to need {show_bytes(peak)} of {room} ({self.plan.method})"
+        if self.retries:
+            text += f"; memory ran out {self.retries} times all the same"
+        return f"{text}. " + self.fastest.describe() if self.fastest is not None else f"{text}."
+
+
+class Fit:
+    """The largest micro-batch whose update is predicted to fit into `memory`, less `margin` of it.
+
+    `memory` is all that the update may take, weights and optimizer included: "6GiB", or bytes; None: what the device has
+    free when the first batch comes. `most` bounds the micro-batch besides, and says how to cut: `Rows(n)`, or
+    `Tokens(budget, ...)`; without it, a batch with `attention_mask` is cut by tokens and any other by rows. With `fastest`,
+    sizes within what fits are tried on real updates and the fastest is kept; "auto" stands for `Fit(fastest=True)`.
+
+    Predicting takes seconds, once: it is repeated only for batches with more rows, or longer ones, than any before. Where
+    an update cannot be predicted, rows double from batch to batch until memory runs out; `choice` says which way it went.
+    """
+
+    def __init__(
+        self,
+        memory: str | int | None = None,
+        *,
+        most: "int | Rows | Tokens | None" = None,
+        fastest: bool = False,
+        margin: float = MARGIN,
+    ) -> None:
+        if most is not None and (isinstance(most, bool) or not isinstance(most, (int, Rows, Tokens))):
+            raise SplitError(
+                f"Fit(most={most!r}): give the largest micro-batch allowed, as a number of rows, such as 64, or as "
+                "Tokens(8192), or None."
+            )
+        if not 0 <= margin < 1:
+            raise SplitError(f"Fit(margin={margin!r}): expected a share of the memory to leave free, such as 0.05.")
+        self.memory = None if memory is None else parse_bytes(memory)
+        self.most = Rows(most) if isinstance(most, int) else most
+        self.fastest = fastest
+        self.margin = margin
+        self._fits: list[_Fitting] = []
+        self._last: _Fitting | None = None
+
+    def __repr__(self) -> str:
+        given = [repr(show_bytes(self.memory))] if self.memory is not None else []
+        given += [f"most={self.most!r}"] if self.most is not None else []
+        return f"Fit({', '.join([*given, *(['fastest=True'] if self.fastest else [])])})"
+
+    @property
+    def choice(self) -> Fitted | None:
+        """What is chosen for batches like the last one; None before the first."""
+        last = self._last
+        if last is None:
+            return None
+        split = last.split
+        return Fitted(
+            kind=last.kind,
+            size=split.size if isinstance(split, Doubling) else last.size,
+            plan=last.plan,
+            reason=last.reason,
+            fastest=split.choice if isinstance(split, Auto) else None,
+            retries=last.retries,
+        )
+
+    @property
+    def need(self) -> str | None:
+        """What an update with a single row was predicted to take."""
+        return None if self._last is None or self._last.plan is None else show_bytes(self._last.plan.least_bytes)
+
+    def settle(self, purpose: Purpose, batch: Batch) -> None:
+        """Choose for a batch like this one, unless that was done."""
+        shape = self._shape_of(batch)
+        found = next((fitting for fitting in self._fits if fitting.shape.covers(shape)), None)
+        if found is None:
+            found = self._predict(purpose, batch, shape)
+            self._fits.append(found)
+        self._last = found
+
+    def cut(self, batch: Batch) -> MicroBatches:
+        """The micro-batches of `batch`, none larger than what fits."""
+        if self._last is None:
+            raise SplitError(
+                f"{self!r} chooses by the model and its optimizer, and has seen neither. Give it to Update or Accumulator as "
+                "micro_batch."
+            )
+        return self._last.split.cut(batch)
+
+    @property
+    def learn(self) -> Callable[[MicroBatches, Sequence[float | None]], None] | None:
+        """That of the split inside, if it has any: else nothing is timed."""
+        return None if self._last is None else getattr(self._last.split, "learn", None)
+
+    def shrink(self, ran: MicroBatches) -> "Fit | None":
+        """Half of what did not fit, for batches like this one; None where that was a single row."""
+        last = self._last
+        assert last is not None
+        shrunk = smaller(last.split, ran)
+        if shrunk is None:
+            return None
+        last.split = shrunk
+        last.retries += 1
+        largest = (
+            max(len(rows) for rows in ran.row_numbers) if last.kind == "rows" or ran.cut is None else ran.cut.largest
+        )
+        last.size = max(largest // 2, 1)
+        return self
+
+    def _shape_of(self, batch: Batch) -> "_Shape":
+        if isinstance(self.most, Tokens) and self.most.collate is not None:
+            lengths = self.most.measure(batch).lengths
+            return _Shape(len(lengths), ((torch.long, (max(lengths),)),))
+        return _Shape(num_rows(batch), tuple((tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors(batch)))
+
+    def _predict(self, purpose: Purpose, batch: Batch, shape: "_Shape") -> "_Fitting":
+        is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
+        tokens = self.most if isinstance(self.most, Tokens) else Tokens(1) if self.most is None and is_masked else None
+        try:
+            found = plan(
+                purpose.model,
+                purpose.optimizer,
+                purpose.objective,
+                batch,
+                memory=self.memory,
+                split=tokens,
+                margin=self.margin,
+                checkpointing=False,
+                **purpose.options,
+            )
+        except Exception as error:  # an odd model is no reason not to train it
+            most = self.most.size if isinstance(self.most, Rows) else None
+            return _Fitting(shape, Doubling(most), "rows", 1, reason=first_line(error))
+        if not found.fits and self.memory is not None:
+            raise MemoryLimitError(
+                f"an update with a single row is predicted to need {show_bytes(found.least_bytes)}, and {self!r} allows "
+                f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use shorter rows, "
+                "an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
+            )
+        return self._within(found, tokens, shape)
+
+    def _within(self, found: Plan, tokens: Tokens | None, shape: "_Shape") -> "_Fitting":
+        """The split for what was predicted; where free memory seems not to suffice for a row, a row is tried."""
+        if tokens is None:
+            most = self.most.size if isinstance(self.most, Rows) else found.rows
+            rows = Rows(max(min(found.micro_batch, most), 1))
+            return _Fitting(shape, Auto(most=rows) if self.fastest else rows, "rows", rows.size, found)
+        bound = tokens.budget if self.most is tokens else found.whole_size
+        budget = tokens.with_budget(max(min(found.micro_batch, bound), found.whole_size // found.rows))
+        return _Fitting(shape, Auto(most=budget) if self.fastest else budget, "tokens", budget.budget, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What of a batch decides its memory: rows, and what each tensor has per row."""
+
+    rows: int
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    def covers(self, other: "_Shape") -> bool:
+        """True if a batch of the other shape needs no more than one of this."""
+        return (
+            other.rows <= self.rows
+            and len(other.tensors) == len(self.tensors)
+            and all(
+                dtype == own_dtype and len(sizes) == len(own) and all(a <= b for a, b in zip(sizes, own, strict=True))
+                for (dtype, sizes), (own_dtype, own) in zip(other.tensors, self.tensors, strict=True)
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Fitting:
+    """What was chosen for batches up to one shape."""
+
+    shape: _Shape
+    split: Split
+    kind: Literal["rows", "tokens"]
+    size: int
+    plan: Plan | None = None
+    reason: str = ""
+    retries: int = 0

@@ -1,0 +1,96 @@
+"""The real meter: every allocation of the CPU as the profiler saw it; on a GPU the allocator's own counters."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+from anybatch.batches import Batch, tensors
+from anybatch.update import Update, UpdateResult
+
+_PREFIX = "anybatch."
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Metered(Generic[Result]):
+    """What an action returned, and what it allocated and freed, in order."""
+
+    result: Result
+    allocations: tuple[tuple[int, int], ...]
+    """(nanoseconds, bytes): more than 0 was allocated, less was freed."""
+    stages: tuple[tuple[int, str], ...]
+    """(nanoseconds, name) of the beginning of each stage of the updates inside."""
+
+    def peak(self, standing: int) -> int:
+        """The most in use at any moment, on top of `standing` bytes that were there before."""
+        live = peak = standing
+        for _, nbytes in self.allocations:
+            live += nbytes
+            peak = max(peak, live)
+        return peak
+
+
+def metered(action: Callable[[], Result], device_type: str = "cpu") -> Metered[Result]:
+    """Run `action` under the profiler. Byte-true and deterministic on the CPU, where resident memory is not.
+
+    Only this thread's allocations and those of the backward passes it starts are seen.
+    """
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        result = action()
+    events = profiler.profiler.kineto_results.events()
+    stages = sorted(
+        (event.start_ns(), event.name().removeprefix(_PREFIX)) for event in events if event.name().startswith(_PREFIX)
+    )
+    allocations = [
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and event.device_type().name.lower() == device_type
+    ]
+    allocations.sort(key=lambda allocation: allocation[0])
+    return Metered(result, tuple(allocations), tuple(stages))
+
+
+def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:
+    """Learn from `batch`, and say what the most memory in use was: weights, optimizer, gradients, activations and the batch.
+
+    On a GPU the allocator's counter is read, which knows of everything that this process holds there.
+    """
+    device = update.parameters()[0].device
+    drop_gradients(update.parameters())
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        result = update(batch)
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device)
+    held = bytes_of([*standing_tensors(update), *tensors(batch)])
+    seen = metered(lambda: update(batch))
+    return seen.result, seen.peak(held)
+
+
+def standing_tensors(update: Update) -> list[Tensor]:
+    """What lives from update to update: parameters, buffers, the optimizer's state."""
+    return [*update.parameters(), *update.model.buffers(), *optimizer_tensors(update.optimizer)]
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """The memory that these tensors hold together; views of one storage count once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The optimizer's state: moments, momentum buffers."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Free all gradients: the profiler would not see the end of what was there before it."""
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,0 +1,172 @@
+"""`plan()`: the largest micro-batch that fits, before anything runs."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.batches import Batch, Rows, Tokens, tensors
+from anybatch.errors import PlanError
+from anybatch.gradients import Autocast, BatchNorm, Coupled, Objective
+from anybatch.gradients.offload import Offload
+from anybatch.memory.available import available_bytes
+from anybatch.memory.checkpointing import checkpointed, repeated_blocks
+from anybatch.memory.copies import Parts, undisturbed
+from anybatch.memory.finding import Found, find
+from anybatch.memory.meter import bytes_of, optimizer_tensors
+from anybatch.memory.notes import notes_for
+from anybatch.memory.plan import Breakdown, Checkpointing, Plan, SizePeak
+from anybatch.memory.probe import Setup
+from anybatch.memory.source import Source, source_of
+from anybatch.memory.trials import Trials, start_trials
+from anybatch.sizes import parse_bytes
+
+MARGIN = 0.05
+"""The share of the memory that a plan leaves free, unless told otherwise."""
+
+
+def plan(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    objective: Objective | Coupled,
+    batch: Batch,
+    *,
+    memory: str | int | None = None,
+    device: str | torch.device | None = None,
+    split: Rows | Tokens | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    autocast: Autocast = None,
+    batch_norm: BatchNorm | None = None,
+    offload: Offload = "auto",
+    margin: float = MARGIN,
+    checkpointing: bool = True,
+) -> Plan:
+    """The peak memory of an update for any micro-batch size, and the largest that fits into `memory`.
+
+    Tries updates on a copy of fake tensors, which takes no memory and runs nothing, so that model and batch may lie on the
+    meta device and `device` need not be there; where fake tensors cannot see or run it, small real steps on a real copy.
+    `memory` is all there is for it, "6GiB" or bytes; None: what the device has free, with what this model already takes there.
+    Without an optimizer it is the gradient alone. With `split=Tokens(...)` sizes are budgets of tokens. The options are
+    those of `Update`. Parameters, buffers, gradients, the optimizer and random states stay as they are.
+    """
+    if not 0 <= margin < 1:
+        raise PlanError(f"plan(margin={margin!r}): expected a share of the memory to leave free, from 0 to below 1.")
+    parts = _unwrapped(model), optimizer, objective
+    there = _device_of(model, device)
+    room = parse_bytes(memory) if memory is not None else available_bytes(there) + _already(parts, there)
+    options: dict[str, Any] = {"autocast": autocast, "batch_norm": batch_norm or "micro", "offload": offload}
+    options |= {"clip_norm": clip_norm, "clip_value": clip_value}
+    with undisturbed():
+        source = source_of(batch, split if isinstance(split, Tokens) else None)
+        is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
+        setup = Setup(parts, there, 0 if is_elsewhere else source.nbytes, is_elsewhere, options)
+        trials = start_trials(setup, source)
+        limit = int(room * (1 - margin))
+        found = find(trials, limit)
+        breakdown = _breakdown(trials, found)
+        saved = _try_checkpointing(trials, found) if checkpointing else None
+    return Plan(
+        unit="rows" if source.row_length is None else "tokens",
+        micro_batch=found.size,
+        peak_bytes=found.peak,
+        rows=source.num_rows,
+        whole_size=source.num_rows * (source.row_length or 1),
+        whole_bytes=found.whole,
+        least_bytes=found.least,
+        memory=room,
+        margin=margin,
+        device=str(there),
+        sizes=_table(found, source, limit),
+        breakdown=breakdown,
+        checkpointing=saved,
+        method=trials.method,
+        reason=trials.reason,
+        is_confirmed=found.is_confirmed,
+        notes=notes_for(trials, setup, is_merged=batch_norm is None),
+        peaks=found.peaks,
+    )
+
+
+def _table(found: Found, source: Source, limit: int) -> tuple[SizePeak, ...]:
+    """Powers of two, the size chosen, and the whole batch in one piece."""
+    one, most = source.row_length or 1, source.num_rows * (source.row_length or 1)
+    sizes = {one * 2**power for power in range(source.num_rows.bit_length())} | {found.size}
+    if found.peaks.envelope is None:
+        sizes = {size for size, _ in found.peaks.tried}
+    table = [SizePeak(size=size, peak=found.peaks.peak(size), fits=False) for size in sorted(sizes) if 0 < size < most]
+    table.append(SizePeak(size=most, peak=found.whole, fits=False))
+    return tuple(replace(entry, fits=entry.peak <= limit) for entry in table)
+
+
+def _breakdown(trials: Trials, found: Found) -> Breakdown:
+    seen = trials.kinds.get(found.shape) if not found.is_whole else None
+    if seen is None:
+        tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
+        seen = None if tried is None else tried[1]
+    if seen is None:
+        return _known_parts(trials, found.peak)
+    rest = found.peak - sum(seen.values())  # what kernels allocate beside
+    return Breakdown(**{**seen, "temporaries": max(seen["temporaries"] + rest, 0)})
+
+
+def _known_parts(trials: Trials, peak: int) -> Breakdown:
+    """Without fake tensors: what stands is known, and the rest counts as activations."""
+    model, optimizer, _ = trials.setup.parts
+    parameters = bytes_of([*model.parameters(), *model.buffers()])
+    gradients = bytes_of(one for one in model.parameters() if one.requires_grad)
+    state = 0 if optimizer is None else bytes_of(optimizer_tensors(optimizer))
+    rest = peak - parameters - gradients - state - trials.setup.batch_bytes
+    return Breakdown(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=state,
+        activations=max(rest, 0),
+        inputs=trials.setup.batch_bytes,
+        temporaries=0,
+    )
+
+
+def _try_checkpointing(trials: Trials, found: Found) -> Checkpointing | None:
+    """The same update with the model's repeated blocks recomputed, on fake tensors; None where that cannot run."""
+    repeated = None if trials.fake is None else repeated_blocks(trials.fake.parts[0])
+    if repeated is None:
+        return None
+    path, blocks = repeated
+    without = trials.fake_peak(found.shape, is_whole=found.is_whole)
+    try:
+        with checkpointed(blocks):
+            tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
+    except Exception:  # blocks that cannot be run a second time have nothing to save
+        return None
+    if tried is None or without is None:
+        return None
+    saved = without[0] - tried[0]
+    return Checkpointing(
+        blocks=f"the {len(blocks)} {type(blocks[0]).__name__} of {path or 'the model'}",
+        size=found.size,
+        peak=found.peak - saved,
+        saved=max(saved, 0),
+    )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile: fake tensors follow its ops, which a compiler may fuse into fewer."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    own = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if own.type == "meta" else own
+
+
+def _already(parts: Parts, device: torch.device) -> int:
+    """What of this update lies there already, and so is not free, but will not be asked for again."""
+    model, optimizer, _ = parts
+    held = [*model.parameters(), *model.buffers(), *([] if optimizer is None else optimizer_tensors(optimizer))]
+    return bytes_of(tensor for tensor in held if tensor.device.type == device.type)

@@ -1,0 +1,149 @@
+"""Following tensor memory op by op: what each op left alive, and of what kind it was."""
+
+import bisect
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Kind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries"]
+ELSEWHERE = "meta"
+"""The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""
+_MOVE = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Bytes alive after each op of one update, in the order in which they ran."""
+
+    ops: tuple[str, ...]
+    live: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most at any moment."""
+        return max(self.live, default=0)
+
+
+@dataclass(slots=True)
+class _Held:
+    """One storage: its size, and the ops between which it lives."""
+
+    size: int
+    born: int
+    kind: Kind | None = None
+    """None until it is known; what backward finds alive is an activation, the rest is temporary."""
+    gradient_from: int | None = None
+    """The op from which it is a gradient."""
+    died: int | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Inside this block every storage that an op returns is followed by a weak reference until it dies.
+
+    It works on fake tensors as on real ones, in every thread that takes the mode along. Views of `uncounted` tensors are
+    not followed; `batch_bytes` stand for them. What a kernel allocates and frees inside is not seen.
+    """
+
+    def __init__(
+        self, standing: Iterable[tuple[Kind, Tensor]], *, uncounted: Iterable[Tensor] = (), batch_bytes: int = 0
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[str] = []
+        self.live: list[int] = []
+        self._backward_ops: list[int] = []
+        self._held: list[_Held] = []
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Held]] = {}
+        self._lock = threading.RLock()
+        self._now = self._batch_bytes = batch_bytes
+        self._uncounted = {tensor.untyped_storage()._cdata: tensor for tensor in uncounted}
+        for kind, tensor in standing:
+            self._follow(tensor, kind)
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was recorded."""
+        return Timeline(tuple(self.ops), tuple(self.live))
+
+    def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
+        """From the moment backward has added to `.grad`, its memory counts as gradients; returns the hooks, to remove."""
+        return [
+            parameter.register_post_accumulate_grad_hook(self._is_gradient)
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        with self._lock:
+            if isinstance(output, Tensor):
+                is_moved = func is _MOVE and args[0].device.type == ELSEWHERE
+                self._follow(output, "inputs" if is_moved else None)
+            elif isinstance(output, (tuple, list)):
+                for tensor in output:
+                    if isinstance(tensor, Tensor):
+                        self._follow(tensor)
+            if torch._C._current_graph_task_id() >= 0:
+                self._backward_ops.append(len(self.ops))
+            self.ops.append(func.name())
+            self.live.append(self._now)
+        return output
+
+    def breakdown(self) -> dict[Kind, int]:
+        """What the memory at the peak was made of."""
+        moment = max(range(len(self.live)), key=self.live.__getitem__)
+        totals: dict[Kind, int] = dict.fromkeys(Kind.__args__, 0)  # type: ignore[attr-defined]
+        totals["inputs"] = self._batch_bytes
+        for held in self._held:
+            if held.born <= moment and (held.died is None or held.died >= moment):
+                totals[self._kind_of(held, moment)] += held.size
+        return totals
+
+    def _kind_of(self, held: _Held, moment: int) -> Kind:
+        if held.gradient_from is not None and held.gradient_from <= moment:
+            return "gradients"
+        if held.kind is not None:
+            return held.kind
+        # the first op of backward after its birth: a forward's storage that lives until then was saved for it
+        index = bisect.bisect_left(self._backward_ops, held.born)
+        backward = self._backward_ops[index] if index < len(self._backward_ops) else None
+        is_saved = backward not in (None, held.born) and (held.died is None or held.died >= backward)
+        return "activations" if is_saved else "temporaries"
+
+    def _follow(self, tensor: Tensor, kind: Kind | None = None) -> None:
+        if tensor.device.type == ELSEWHERE:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._uncounted:
+            return
+        key, size = id(storage), storage.nbytes()
+        known = self._alive.get(key)
+        if known is not None and known[0]() is storage:
+            held = known[1]
+            if held.size != size:  # resized
+                self._now += size - held.size
+                held.size = size
+            return
+        held = _Held(size, len(self.ops), kind)
+        self._held.append(held)
+        self._now += size
+        self._alive[key] = weakref.ref(storage, lambda _, key=key: self._died(key)), held  # type: ignore[misc]
+
+    def _died(self, key: int) -> None:
+        with self._lock:
+            held = self._alive.pop(key)[1]
+            held.died = len(self.ops) - 1
+            self._now -= held.size
+
+    def _is_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        with self._lock:
+            known = self._alive.get(id(parameter.grad.untyped_storage()))
+            if known is not None and known[1].gradient_from is None:
+                known[1].gradient_from = len(self.ops)

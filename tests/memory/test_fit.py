@@ -1,0 +1,183 @@
+"""Fit: the largest micro-batch that is predicted to fit; predicted once, and inside the limit when measured."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import (
+    Accumulator,
+    Auto,
+    Fit,
+    MemoryLimitError,
+    Objective,
+    Rows,
+    SplitError,
+    Tokens,
+    Update,
+    measure_peak,
+    supervised,
+)
+from anybatch.batches import as_split
+from anybatch.memory import fit as fit_module
+from tests.injection import OutOfMemoryAbove
+from tests.reference import relative_error, whole_batch_gradient
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+def batch_of(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 16, generator=generator), torch.randint(0, 4, (rows,), generator=generator)
+
+
+def update_with(split: Any) -> Update:
+    model = wide()
+    return Update(model, torch.optim.AdamW(model.parameters()), supervised(nn.CrossEntropyLoss()), micro_batch=split)
+
+
+@pytest.fixture
+def num_plans(monkeypatch):
+    made: list[int] = []
+    real = fit_module.plan
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(fit_module, "plan", counted)
+    return made
+
+
+def test_the_measured_peak_stays_inside_and_that_of_one_micro_batch_fewer_would_not():
+    limit = 400_000
+    update = update_with(Fit(limit, margin=0))
+    peaks = [measure_peak(update, batch_of(512, seed))[1] for seed in range(3)]
+    chosen = update.accumulator.split.choice
+    assert max(peaks[1:]) <= limit
+    assert 1 < chosen.size < 512
+    larger = update_with(Rows(-(-512 // (-(-512 // chosen.size) - 1))))
+    larger(batch_of(512))
+    assert measure_peak(larger, batch_of(512))[1] > limit
+
+
+def test_a_batch_is_predicted_once_and_again_only_where_it_grows(num_plans):
+    fit = Fit("1MiB")
+    update = update_with(fit)
+    for rows in (256, 256, 100, 256):
+        update(batch_of(rows))
+    assert len(num_plans) == 1
+    update(batch_of(300))
+    assert len(num_plans) == 2
+    update(batch_of(256))
+    assert len(num_plans) == 2
+
+
+def test_longer_rows_get_a_smaller_micro_batch(num_plans):
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    objective = Objective(lambda twin, tokens: twin(tokens).square().mean())
+    accumulator = Accumulator(model, objective, micro_batch=Fit("200KiB"))
+    sizes = []
+    for length in (16, 8, 64, 32, 16):
+        accumulator.backward(torch.randint(0, 10, (64, length)))
+        sizes.append(accumulator.split.choice.size)
+    assert len(num_plans) == 2
+    assert sizes[0] == sizes[1] == sizes[4] > sizes[2] == sizes[3]
+
+
+def test_a_ragged_batch_is_fitted_by_tokens():
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss(twin: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        mask = batch["attention_mask"].unsqueeze(-1)
+        return ((twin(batch["input_ids"]) * mask).sum(1) / mask.sum(1)).square().mean()
+
+    lengths = torch.arange(64) % 30 + 2
+    mask = (torch.arange(31) < lengths[:, None]).long()
+    batch = {"input_ids": torch.randint(0, 10, (64, 31)), "attention_mask": mask}
+    reference = whole_batch_gradient(model, loss, batch)
+    for split in (Fit("150KiB"), Fit("150KiB", most=Tokens(200)), Fit("150KiB", fastest=True)):
+        accumulator = Accumulator(model, Objective(loss), micro_batch=split)
+        model.zero_grad()
+        result = accumulator.backward(batch)
+        assert relative_error(model, reference) < 5e-7
+        assert split.choice.kind == "tokens"
+        assert result.micro_batches > 1
+    assert Fit("150KiB", most=Tokens(200)).most.budget == 200
+
+
+def test_a_row_that_cannot_fit_is_refused_with_the_predicted_need():
+    with pytest.raises(
+        MemoryLimitError, match=r"single row is predicted to need \d+\.\d KiB, and Fit\('30\.0 KiB'\) allows"
+    ):
+        update_with(Fit("30KiB"))(batch_of(8))
+
+
+def test_out_of_memory_after_a_wrong_prediction_halves_and_says_so():
+    fit = Fit("1GiB")
+    update = update_with(fit)
+    with OutOfMemoryAbove(20):
+        results = [update(batch_of(64)) for _ in range(2)]
+    assert [result.retries for result in results] == [2, 0]
+    assert (fit.choice.size, fit.choice.retries) == (16, 2)
+    assert "memory ran out 2 times all the same" in fit.choice.describe()
+    with OutOfMemoryAbove(0), pytest.raises(MemoryLimitError, match=r"one row needs \d+\.\d KiB, as predicted"):
+        update(batch_of(64))
+
+
+def test_where_nothing_can_be_predicted_rows_double_until_they_do_not_fit(monkeypatch):
+    def refuses(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("data-dependent")
+
+    monkeypatch.setattr(fit_module, "plan", refuses)
+    fit = Fit()
+    update = update_with(fit)
+    with OutOfMemoryAbove(5):
+        counts = [update(batch_of(16)).micro_batches for _ in range(6)]
+    assert counts == [16, 8, 4, 4, 4, 4]
+    assert fit.choice.describe() == (
+        "4 rows per micro-batch, found by doubling until memory ran out, because it could not be predicted: RuntimeError: "
+        "data-dependent; memory ran out 1 times all the same."
+    )
+
+
+def test_auto_is_the_fastest_of_what_fits():
+    assert repr(as_split("auto")) == "Fit(fastest=True)"
+    fit = Fit(300_000, fastest=True)
+    update = update_with(fit)
+    for seed in range(14):
+        update(batch_of(256, seed))
+    choice = fit.choice
+    assert choice.fastest.is_settled
+    assert max(trial.size for trial in choice.fastest.trials) <= choice.size < 256
+    assert isinstance(fit._last.split, Auto)
+
+
+def test_predicting_leaves_weights_gradients_and_random_state_alone():
+    update = update_with(Fit("300KB"))
+    before = [parameter.detach().clone() for parameter in update.model.parameters()]
+    random = torch.get_rng_state()
+    update.accumulator.split.settle(update.accumulator.purpose, batch_of(64))
+    assert all(torch.equal(one, other) for one, other in zip(before, update.model.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not update.optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"most": "8"}, r"Fit\(most='8'\): give the largest"), ({"margin": 1}, r"Fit\(margin=1\): expected a share")],
+)
+def test_what_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(SplitError, match=message):
+        Fit("1GiB", **arguments)
+
+
+def test_alone_it_says_what_it_needs():
+    with pytest.raises(
+        SplitError, match=r"Fit\('1.0 GiB'\) chooses by the model and its optimizer, and has seen neither"
+    ):
+        Fit("1GiB").cut(batch_of(4))
