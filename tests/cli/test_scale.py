@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from anybatch.cli.main import run
 from anybatch.cli.scale import parse_bandwidth, parse_flops, parse_latency, scale_lines, scale_record, scale_task
 from anybatch.errors import SettingsError
 from anybatch.parallel.scale import Network
@@ -69,3 +70,13 @@ def test_with_a_rate_nothing_is_timed_and_the_source_says_so():
     assert "FLOPs at 1e+12 FLOP/s" in timed.source
     assert timed.one_pass.forward == pytest.approx(2 * again.one_pass.forward)
     assert timed.one_pass.backward > timed.one_pass.forward
+
+
+def test_the_command_prints_tables_or_json_and_a_bad_rate_is_usage(capsys):
+    assert run(["plan", "textbook", "--ranks", "64", "--bandwidth", "25GB/s", "--device", "cpu"]) == 0
+    assert "how large the batch must be" in capsys.readouterr().out
+    assert run(["plan", "textbook", "--ranks", "4", "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == 4
+    assert run(["plan", "textbook", "--bandwidth", "fast"]) == 2
+    assert "'fast': expected what a rank can send, such as 25GB/s" in capsys.readouterr().err
+    assert run(["plan", "textbook", "--ranks", "0"]) == 2

@@ -286,6 +286,16 @@ def test_exact_batch_norm_in_lockstep_keeps_the_masks():
     assert off(gradient_of(model, objective, batch, 5, batch_norm="exact"), reference) < 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, where a graph ends
+def test_a_compiled_model_keeps_the_masks():
+    batch = next(batches(1))
+    model = row_dropout(SmallGPT())
+    twin = torch.compile(copy.deepcopy(model), backend="eager")
+    for _ in range(2):
+        reference = gradient_of(model, GPT, batch, 16)
+        assert off(gradient_of(twin, GPT, batch, 5), reference) < 1e-6
+
+
 def test_micro_batches_that_come_cut_are_numbered_in_order():
     batch = next(batches(1))
     reference = gradient_of(row_dropout(SmallGPT()), GPT, batch, 32)

@@ -175,6 +175,37 @@ def trace(
 
 
 @app.command()
+def plan(
+    task: opt.TaskName,
+    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Processes that share each batch.")] = 8,
+    bandwidth: Annotated[
+        str, typer.Option("--bandwidth", metavar="RATE", help="What each rank can send, such as 25GB/s or 200Gbit/s.")
+    ] = "25GB/s",
+    latency: Annotated[str, typer.Option("--latency", metavar="TIME", help="Of one message.")] = "10us",
+    flops: Annotated[
+        str | None,
+        typer.Option(
+            "--flops", metavar="RATE", help="What a rank computes, such as 85TFLOP/s; else one is timed here."
+        ),
+    ] = None,
+    batch_size: opt.BatchSize = None,
+    micro_batch: opt.MicroBatch = None,
+    device: opt.Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> int:
+    """Say what many ranks would make of a task: what synchronising costs, and how large the batch must be. On paper.
+
+    Example: anybatch plan stdlib --ranks 64 --bandwidth 25GB/s
+    """
+    from anybatch.cli.scale import scale_command
+
+    settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
+    return scale_command(
+        task, settings, ranks=ranks, bandwidth=bandwidth, latency=latency, flops=flops, as_json=as_json
+    )
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
     quiet: opt.Quiet = False,

@@ -1,11 +1,13 @@
 """The part of `anybatch plan` that looks at many ranks: what one synchronisation per update saves, as text and as JSON."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anybatch.cli.folders import check_installed
+from anybatch.cli.screen import say
 from anybatch.cli.tables import table
 from anybatch.errors import SettingsError
 from anybatch.parallel.scale import Network, Pass, Projection, Sharding
@@ -66,6 +68,18 @@ class Scaled:
     timed: "PassTime"
     network: Network
     micro_batches: tuple[int, ...]
+
+
+def scale_command(
+    task: str, settings: Settings, *, ranks: int, bandwidth: str, latency: str, flops: str | None, as_json: bool
+) -> int:
+    """Print what ranks would make of a task."""
+    if ranks < 1:
+        raise SettingsError(f"--ranks {ranks}: expected 1 or more.")
+    network = Network(ranks=ranks, bandwidth=parse_bandwidth(bandwidth), latency=parse_latency(latency))
+    scaled = scale_task(task, settings, network=network, flops=None if flops is None else parse_flops(flops))
+    say(json.dumps(scale_record(scaled), indent=1) if as_json else "\n".join(scale_lines(scaled)))
+    return 0
 
 
 def scale_task(task: str, settings: Settings, *, network: Network, flops: float | None) -> Scaled:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from anybatch.gradients.replay import random_state
@@ -23,6 +24,7 @@ class DrawFinder(TorchFunctionMode):
         self.found: str | None = None
         """The function and where it was called; None while nobody drew."""
 
+    @_disable_dynamo
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.dropout import _DropoutNd
 
 from anybatch.batches import Batch, Dealt, MicroBatches, num_rows
@@ -168,6 +169,7 @@ class RowDropout(_DropoutNd):
         """Go on from there."""
         self.masks.update = int(state)
 
+    @_disable_dynamo  # a compiled forward stops here: compiled in, every update's number would be compiled anew
     def _keep(self, x: Tensor) -> Tensor:
         rows, call = self._rows()
         count = len(rows.numbers)
