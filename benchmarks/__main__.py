@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ["exactness", "peak", "overhead", "ragged", "tuning", "coupled", "batchnorm"]
+BENCHMARKS = ["exactness", "peak", "memory", "overhead", "ragged", "tuning", "coupled", "batchnorm"]
 
 
 def main() -> None:
