@@ -3,7 +3,18 @@
 import subprocess
 import sys
 
-BENCHMARKS = ["exactness", "peak", "overhead", "ragged", "tuning", "coupled", "batchnorm", "dropout", "scale"]
+BENCHMARKS = [
+    "exactness",
+    "peak",
+    "memory",
+    "overhead",
+    "ragged",
+    "tuning",
+    "coupled",
+    "batchnorm",
+    "dropout",
+    "scale",
+]
 
 
 def main() -> None:

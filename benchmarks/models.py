@@ -1,5 +1,6 @@
 """The models that the benchmarks train."""
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -82,3 +83,72 @@ class SentenceEncoder(nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if is_checkpointed else layer(x)
         return x[:, 0]
+
+
+class LongAttention(nn.Module):
+    """One layer of attention that keeps its matrix of length x length, as hand-written ones do."""
+
+    def __init__(self, vocabulary: int = 256, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.ask, self.answer, self.tell = (nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        seen = (self.ask(x) @ self.answer(x).transpose(1, 2)).softmax(-1) @ self.tell(x)
+        return self.head(x + seen).transpose(1, 2)
+
+
+class Recurrent(nn.Module):
+    """An embedding, an LSTM of two layers and a head."""
+
+    def __init__(self, vocabulary: int = 256, width: int = 128) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.mix = nn.LSTM(width, width, 2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.mix(self.embed(tokens))[0]).transpose(1, 2)
+
+
+class SmallUNet(nn.Module):
+    """Down twice, up twice, with the ways across; one number per pixel."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.down1, self.down2 = _twice(3, width), _twice(width, 2 * width)
+        self.bottom = _twice(2 * width, 4 * width)
+        self.up2, self.up1 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.join2, self.join1 = _twice(4 * width, 2 * width), _twice(2 * width, width)
+        self.head = nn.Conv2d(width, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down1(x)
+        second = self.down2(nn.functional.max_pool2d(first, 2))
+        lowest = self.bottom(nn.functional.max_pool2d(second, 2))
+        middle = self.join2(torch.cat([self.up2(lowest), second], 1))
+        return self.head(self.join1(torch.cat([self.up1(middle), first], 1)))
+
+
+def _twice(into: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(into, out, 3, 1, 1), nn.ReLU(), nn.Conv2d(out, out, 3, 1, 1), nn.ReLU())
+
+
+class SmallViT(nn.Module):
+    """Patches of 4 x 4, four transformer layers of width 64, a class token."""
+
+    def __init__(self, width: int = 64, patches: int = 64, classes: int = 10) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, width, 4, 4)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.place = nn.Parameter(torch.zeros(1, patches + 1, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.cut(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(patches), -1, -1), patches], 1) + self.place
+        return self.head(self.layers(x)[:, 0])

@@ -47,3 +47,57 @@ def ragged_picture(cases: Mapping[str, Mapping[str, Any]]) -> str:
             "</svg>\n",
         ]
     )
+
+
+CELL, TALL, ACROSS = 290, 190, 3
+PREDICTED, MEASURED = "#1a7f5a", "#c2410c"
+
+
+def memory_picture(cases: Mapping[str, Mapping[str, Any]]) -> str:
+    """A small chart per case: the predicted peak as a line, what was measured as dots, over the micro-batch size."""
+    width, height = ACROSS * CELL + 20, -(-len(cases) // ACROSS) * TALL + 60
+    charts = [
+        _peaks_chart(name, case, 10 + index % ACROSS * CELL, 50 + index // ACROSS * TALL)
+        for index, (name, case) in enumerate(cases.items())
+    ]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+            "<style>text{font:11px system-ui,sans-serif;fill:#222}.case{font-weight:600;font-size:13px}</style>",
+            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+            '<text x="12" y="22" class="case">Peak memory of an update by micro-batch size: predicted before it runs '
+            f'(<tspan fill="{PREDICTED}">line</tspan>), measured (<tspan fill="{MEASURED}">dots</tspan>)</text>',
+            *charts,
+            "</svg>\n",
+        ]
+    )
+
+
+def _peaks_chart(name: str, case: Mapping[str, Any], left: float, top: float) -> str:
+    sizes = sorted(int(size) for size in case["measured"])
+    predicted, measured = ({int(size): peak for size, peak in case[key].items()} for key in ("predicted", "measured"))
+    high = max([*predicted.values(), *measured.values()])
+    x0, y0, wide, tall = left + 46, top + 140, CELL - 76, 110
+
+    def place(size: int, peak: float) -> str:
+        return f"{x0 + wide * size / sizes[-1]:.1f},{y0 - tall * peak / high:.1f}"
+
+    line = " ".join(place(size, predicted[size]) for size in sizes)
+    dots = [
+        f'<circle cx="{x}" cy="{y}" r="3" fill="{MEASURED}"/>'
+        for x, y in (place(size, measured[size]).split(",") for size in sizes)
+    ]
+    return "\n".join(
+        [
+            f'<text x="{left + 4}" y="{top + 12}" class="case">{escape(name)}</text>',
+            f'<text x="{left + CELL - 30}" y="{top + 12}" text-anchor="end">{case["worst"]:.2%} off at worst</text>',
+            f'<path d="M{x0} {y0 - tall} V{y0} H{x0 + wide}" fill="none" stroke="#999"/>',
+            f'<text x="{x0 - 4}" y="{y0 - tall + 4}" text-anchor="end">{high / 2**20:.0f}</text>',
+            f'<text x="{x0 - 4}" y="{y0 - tall + 16}" text-anchor="end">MiB</text>',
+            f'<text x="{x0 - 4}" y="{y0}" text-anchor="end">0</text>',
+            f'<text x="{x0}" y="{y0 + 14}">0</text>',
+            f'<text x="{x0 + wide}" y="{y0 + 14}" text-anchor="end">{sizes[-1]} rows, by {escape(case["method"])}</text>',
+            f'<polyline points="{line}" fill="none" stroke="{PREDICTED}" stroke-width="2"/>',
+            *dots,
+        ]
+    )

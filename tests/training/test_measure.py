@@ -2,7 +2,8 @@ import torch
 from torch import nn
 
 from anybatch import Update, supervised
-from anybatch.training.measure import MOST_POINTS, bytes_of, thin_out, with_memory, with_timeline
+from anybatch.memory.meter import bytes_of
+from anybatch.training.measure import MOST_POINTS, thin_out, with_memory, with_timeline
 from anybatch.training.records import MemoryPoint
 
 

@@ -35,6 +35,9 @@ def find(trials: Trials, limit: int) -> Found:
     source, whole, peaks = trials.source, trials.whole(), _predict(trials)
     smallest = trials.smallest * (source.row_length or 1)
     if whole <= limit:
+        if peaks.envelope is None:
+            trials.peak((max(source.num_rows // 2, trials.smallest), source.longest))
+            peaks = _without_envelope(trials, peaks)
         size, shape, peak = source.num_rows * (source.row_length or 1), (source.num_rows, source.longest), whole
         is_confirmed = trials.method == "fake tensors"
     else:
@@ -64,9 +67,9 @@ def _predict(trials: Trials) -> Peaks:
     lengths: tuple[int, ...] = ()
     tried: tuple[tuple[int, int], ...] = ()
     if source.lengths is None or source.row_length is None:
-        least = trials.peak((trials.smallest, None))
-        tried = ((trials.smallest * (source.row_length or 1), least),)  # a single row runs other ops
         envelope = trials.envelope([(rows, None) for rows in few])
+        if envelope is not None:  # a single row runs other ops
+            tried = ((trials.smallest * (source.row_length or 1), trials.peak((trials.smallest, None))),)
     else:
         lengths = _some_of(sorted(set(source.lengths.lengths)))
         three = (source.row_length // 4, source.row_length // 2, source.row_length)
@@ -80,7 +83,7 @@ def _predict(trials: Trials) -> Peaks:
         envelope=envelope,
         lengths=lengths,
         row_length=source.row_length or 1,
-        per_micro_batch=trials.per_micro_batch(),
+        left_behind=trials.left_behind(),
     )
 
 
@@ -119,16 +122,12 @@ def _largest_tried(trials: Trials, limit: int) -> int:
 
 def _climb(tried: Callable[[int], int], limit: int, most: int, free: int) -> int:
     """The largest size that fits, by real trials from small to large; none that could need more than is free here."""
-    size = 0
-    while size < most:
-        if size and 2 * tried(size) > free:
+    size, following = 0, min(1, most)
+    while size < most and tried(following) <= limit:
+        size, following = following, min(2 * following, most)
+        if 2 * tried(size) > free:
             return size
-        following = min(2 * size or 1, most)
-        if tried(following) > limit:
-            below, known = size, following - size - 1
-            return below + largest_below(limit, lambda more: tried(below + more), known)
-        size = following
-    return size
+    return size + largest_below(limit, lambda more: tried(size + more), max(following - size - 1, 0))
 
 
 def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:

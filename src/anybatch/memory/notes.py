@@ -20,7 +20,7 @@ def notes_for(trials: Trials, setup: Setup, *, is_merged: bool) -> tuple[str, ..
     if has_norms and setup.options.get("batch_norm") == "exact" and setup.options.get("offload") is not None:
         notes.append("What batch_norm='exact' moves to the host or to disk is counted as if it stayed: an upper bound.")
     if trials.is_together:
-        notes.append("Rows of all micro-batches meet in this update, so each size was tried with the whole batch.")
+        notes.append("Micro-batches do not stand alone in this update, so each size was tried with the whole batch.")
     return tuple(notes)
 
 

@@ -18,12 +18,13 @@ class Peaks:
     """Of rows that differ in length, shortest first."""
     row_length: int = 1
     """What one row counts for, of rows that do not."""
-    per_micro_batch: int = 0
-    """What each micro-batch beyond the second leaves behind until the end of the update: BatchNorm's statistics."""
+    left_behind: int = 0
+    """What each micro-batch beyond the second leaves until the end of the update."""
 
     def peak(self, size: int) -> int:
         """The peak of an update in micro-batches of at most `size`; without an envelope, of the next larger one tried."""
-        return self._of_two(size) + self.per_micro_batch * max(self._num_micro_batches(size) - 2, 0)
+        rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
+        return self._of_two(size) + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
 
     def worst(self, size: int) -> Shape:
         """The largest micro-batch of this size."""
@@ -42,7 +43,3 @@ class Peaks:
         if self.envelope is not None:
             return self.envelope.peak(self.worst(size))
         return next((peak for tried, peak in self.tried if tried >= size), max(known.values()))
-
-    def _num_micro_batches(self, size: int) -> int:
-        rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
-        return -(-self.num_rows // rows)

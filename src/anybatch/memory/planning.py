@@ -146,7 +146,7 @@ def _try_checkpointing(trials: Trials, found: Found) -> Checkpointing | None:
     saved = without[0] - tried[0]
     return Checkpointing(
         blocks=f"the {len(blocks)} {type(blocks[0]).__name__} of {path or 'the model'}",
-        size=found.size,
+        size=found.size or (trials.source.row_length or 1) * trials.smallest,
         peak=found.peak - saved,
         saved=max(saved, 0),
     )

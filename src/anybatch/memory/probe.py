@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from anybatch.batches import Batch, MicroBatches, move, rows, tensors
 from anybatch.gradients import Accumulator, Coupled, Objective
+from anybatch.gradients.summing import LOW_PRECISION
 from anybatch.memory.copies import Parts, fake_batch, fake_copies, real_copies
 from anybatch.memory.meter import bytes_of, drop_gradients, metered, optimizer_tensors
 from anybatch.memory.recorder import Kind, Recorder, Timeline
@@ -84,6 +85,10 @@ class FakeProbe:
     @property
     def hidden(self) -> str | None:
         """What ran whose CPU kernels allocate more than tensors show."""
+        if self._setup.options.get("autocast") is not None or any(
+            parameter.dtype in LOW_PRECISION for parameter in self.parts[0].parameters()
+        ):
+            return "matrix products in bf16 or fp16"
         return next((HIDDEN[op.split(".")[0]] for op in self.recorder.ops if op.split(".")[0] in HIDDEN), None)
 
     def _fake(self, micro_batches: tuple[Batch, ...]) -> tuple[Batch, ...]:

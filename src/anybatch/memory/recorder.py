@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Kind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries"]
 ELSEWHERE = "meta"
 """The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""
+_ASK_DEVICE = torch.ops.prim.device.default
 _MOVE = torch.ops.aten._to_copy.default
 
 
@@ -80,6 +81,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        if func is _ASK_DEVICE:
+            return output
         with self._lock:
             if isinstance(output, Tensor):
                 is_moved = func is _MOVE and args[0].device.type == ELSEWHERE

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anybatch.batches import Batch, Tokens, num_rows, take_rows, tensors
+from anybatch.batches import Batch, Tokens, map_tensors, num_rows, take_rows, tensors
 from anybatch.batches.lengths import RowLengths
 from anybatch.batches.padding import narrow
 from anybatch.memory.envelope import Shape
@@ -32,8 +32,11 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """What the batch takes while it is learned from; cutting ragged rows copies them."""
-        return bytes_of(tensors(self.batch)) * (1 if self.lengths is None else 2)
+        """What the batch takes while it is learned from; cutting ragged rows copies what is no padding."""
+        whole = bytes_of(tensors(self.batch))
+        if self.lengths is None:
+            return whole
+        return whole + round(whole * sum(self.lengths.lengths) / (self.num_rows * self.lengths.width))
 
     def micro_batch(self, shape: Shape) -> Batch:
         """Rows of the batch, cut to a length if there is one."""
@@ -42,7 +45,8 @@ class Source:
         taken = take_rows(self.batch, chosen)
         if length is None or self.lengths is None:
             return taken
-        return narrow(taken, slice(0, length), width=self.lengths.width, count=rows)
+        trimmed = narrow(taken, slice(0, length), width=self.lengths.width, count=rows)
+        return map_tensors(trimmed, torch.Tensor.contiguous)  # as the split hands them over
 
     def all_rows(self, size: int) -> tuple[Batch, ...]:
         """The whole batch in micro-batches of `size` rows."""

@@ -30,7 +30,7 @@ class Trials:
     method: Method
     reason: str
     is_together: bool
-    """True where rows of all micro-batches meet, so that the whole batch has to be tried in each size."""
+    """True where micro-batches do not stand alone, so that the whole batch has to be tried in each size."""
     tried: dict[Shape, int] = field(default_factory=dict)
     kinds: dict[Shape, dict[Kind, int]] = field(default_factory=dict)
     """What fake tensors show the peak of a shape to be made of."""
@@ -48,14 +48,15 @@ class Trials:
         """The fewest rows that a micro-batch can have: 1, or 2 where BatchNorm has no variance over one."""
         if self._smallest == 0:
             self._smallest = 1
-            try:
-                self.peak((1, self.source.longest))
-            except ValueError:
-                self._smallest = 2
+            if not self.is_together:  # whole batches row by row are the slowest trial there is
+                try:
+                    self.peak((1, self.source.longest))
+                except ValueError:
+                    self._smallest = 2
         return self._smallest
 
-    def per_micro_batch(self) -> int:
-        """What each further micro-batch leaves until the end of the update: the statistics that BatchNorm merges."""
+    def left_behind(self) -> int:
+        """What each further micro-batch leaves until the end of the update: BatchNorm's statistics, waiting to be merged."""
         if self.is_together or not any(isinstance(module, _BatchNorm) for module in self.setup.parts[0].modules()):
             return 0
         shape = self.small_sizes[0], self.source.longest
@@ -95,7 +96,7 @@ class Trials:
     def whole(self) -> int:
         """The peak of the whole batch in one piece."""
         shape = self.source.num_rows, self.source.longest
-        if self.method == "fake tensors" or self.is_together:
+        if self.method == "fake tensors" or isinstance(self.setup.parts[2], Coupled):
             return self.probe(self.source.micro_batch(shape)).peak
         sizes: list[Shape] = [(size, None) for size in self.small_sizes]
         timelines = [self.probe(self.source.micro_batch((size, self.source.longest))) for size, _ in sizes]
@@ -131,12 +132,16 @@ def start_trials(setup: Setup, source: Source) -> Trials:
 
 
 def _meets(setup: Setup) -> tuple[bool, bool]:
-    """Whether rows of all micro-batches meet, and whether they do so in layers, in lockstep."""
+    """Whether what all micro-batches left meets before the step, and whether it does so in layers, in lockstep.
+
+    Sparse gradients do: those of all rows stand side by side until they are joined.
+    """
     model, _, objective = setup.parts
     is_exact = setup.options.get("batch_norm") == "exact" and any(
         isinstance(module, _BatchNorm) and uses_batch_statistics(module) for module in model.modules()
     )
-    return isinstance(objective, Coupled) or is_exact, is_exact
+    is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    return isinstance(objective, Coupled) or is_sparse or is_exact, is_exact
 
 
 def _why_not_real(setup: Setup, source: Source, *, is_exact: bool) -> str | None:

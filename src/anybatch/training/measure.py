@@ -2,24 +2,21 @@
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch
+from anybatch.memory.meter import bytes_of, drop_gradients, metered, standing_tensors
 from anybatch.stages import Event, Observer, Retry, Zero
 from anybatch.training.records import MemoryPoint, MemorySeen, StageTime, WindowSeen
 from anybatch.update import Update, UpdateResult
 
 MOST_POINTS = 400
 """A curve has no more points than this; each stands for the highest of its neighbours, so the peak stays."""
-_PREFIX = "anybatch."
 Result = TypeVar("Result")
 
 
@@ -61,37 +58,25 @@ def with_memory(update: Update, batch: Batch, number: int) -> tuple[UpdateResult
     drop_gradients(update.parameters())
     if update.parameters()[0].device.type == "cuda":
         return _on_cuda(update, batch, number)
-    standing = bytes_of([*update.parameters(), *update.model.buffers(), *optimizer_tensors(update.optimizer)])
+    standing = bytes_of(standing_tensors(update))
     result, points = profiled(lambda: update(batch), standing)
     peak = max((point.bytes for point in points), default=standing)
     return result, MemorySeen(update=number, points=thin_out(points), peak_bytes=peak)
 
 
-def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Free all gradients: the profiler would not see the end of what was there before it."""
-    for parameter in parameters:
-        parameter.grad = None
-
-
 def profiled(action: Callable[[], Result], standing: int) -> tuple[Result, list[MemoryPoint]]:
     """What `action` returns, and the memory of the CPU after each of its allocations, on top of `standing` bytes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        result = action()
-    events = profiler.profiler.kineto_results.events()
-    stages = sorted(
-        (event.start_ns(), event.name().removeprefix(_PREFIX)) for event in events if event.name().startswith(_PREFIX)
-    )
-    allocations = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    if not allocations:
-        return result, []
-    begin = min([allocations[0][0], *(start for start, _ in stages[:1])])
-    in_use = itertools.accumulate((nbytes for _, nbytes in allocations), initial=standing)
+    seen = metered(action)
+    if not seen.allocations:
+        return seen.result, []
+    begin = min([seen.allocations[0][0], *(start for start, _ in seen.stages[:1])])
+    in_use = itertools.accumulate((nbytes for _, nbytes in seen.allocations), initial=standing)
     next(in_use)
     points = [
-        MemoryPoint(seconds=(moment - begin) / 1e9, bytes=total, stage=_stage_at(moment, stages))
-        for (moment, _), total in zip(allocations, in_use, strict=True)
+        MemoryPoint(seconds=(moment - begin) / 1e9, bytes=total, stage=_stage_at(moment, seen.stages))
+        for (moment, _), total in zip(seen.allocations, in_use, strict=True)
     ]
-    return result, points
+    return seen.result, points
 
 
 def _on_cuda(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, MemorySeen]:
@@ -110,19 +95,7 @@ def _on_cuda(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, M
     return result, MemorySeen(update=number, points=thin_out(points), peak_bytes=peak)
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The memory that these tensors hold together; views of one storage count once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
-def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The optimizer's state: moments, momentum buffers."""
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _stage_at(moment: int, stages: list[tuple[int, str]]) -> str:
+def _stage_at(moment: int, stages: Sequence[tuple[int, str]]) -> str:
     """The stage that was running; between two, the one before, because what it left is freed there."""
     before = bisect.bisect_right(stages, moment, key=lambda stage: stage[0])
     return stages[max(before - 1, 0)][1] if stages else ""

@@ -11,10 +11,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from anybatch.batches import Batch, move, num_rows, windows
 from anybatch.gradients.objective import count_units, evaluate
+from anybatch.memory.meter import bytes_of, drop_gradients, optimizer_tensors
 from anybatch.training.data import training_loader, validation_loader
 from anybatch.training.experiment import Experiment
 from anybatch.training.loop import MEMORY_AT, judged
-from anybatch.training.measure import bytes_of, drop_gradients, optimizer_tensors, profiled
+from anybatch.training.measure import profiled
 from anybatch.training.records import ArmEpoch, ArmRun
 from anybatch.training.validation import validate
 
