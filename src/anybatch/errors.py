@@ -8,6 +8,8 @@ AnybatchError
 ├── LockstepError    micro-batches that were to meet at a layer came to different ones
 ├── WindowError      a window used out of order, or torn by a backward pass that died
 ├── UpdateError      an `Update` that was put together from parts that do not fit
+├── VerifyError      something that cannot be verified: no copy, no second row
+├── ExactnessError   the self-check of an `Update` found a gradient that is not the whole batch's
 ├── ReportError      a folder that holds no results to make a page of
 └── NonFiniteError   a gradient or a loss is inf or nan
 
@@ -45,6 +47,14 @@ class WindowError(AnybatchError, RuntimeError):
 
 class UpdateError(AnybatchError, ValueError):
     """An `Update` that was put together from parts that do not fit."""
+
+
+class VerifyError(AnybatchError, ValueError):
+    """Something that cannot be verified."""
+
+
+class ExactnessError(AnybatchError, ArithmeticError):
+    """The accumulated gradient is not the whole batch's; the message is the verdict, with the cause."""
 
 
 class ReportError(AnybatchError, ValueError):

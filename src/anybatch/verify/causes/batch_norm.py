@@ -1,0 +1,28 @@
+"""BatchNorm that sees micro-batches where it should see the batch."""
+
+from dataclasses import replace
+
+from anybatch.gradients.batch_norm import batch_norms, uses_batch_statistics
+from anybatch.verify.causes.state import Found
+from anybatch.verify.lab import Lab, Outcome
+from anybatch.verify.verdict import Cause
+
+
+def batch_norm(lab: Lab, before: Outcome) -> Found | None:
+    """Pool the statistics over the whole batch, and see whether the error goes."""
+    layers = [name for name, layer in batch_norms(lab.case.model).items() if uses_batch_statistics(layer)]
+    if not layers or lab.case.batch_norm in ("exact", "frozen"):
+        return None
+    repaired = replace(lab.case, batch_norm="exact")
+    after = lab.try_out(repaired)
+    if not after.explains(before):
+        return None
+    named = ", ".join(map(repr, layers[:3])) + (", ..." if len(layers) > 3 else "")
+    cause = Cause(
+        kind="batch_norm",
+        explanation=f"{len(layers)} BatchNorm layers ({named}) take the statistics of each micro-batch instead of the batch's. Pooled "
+        f"over the whole batch the error falls from {before.error:.1e} to {after.error:.1e}.",
+        fix="Use batch_norm='exact'; or batch_norm='frozen' where the running statistics are to be used; or GroupNorm, whose rows do "
+        "not look at each other.",
+    )
+    return cause, repaired, after
