@@ -20,6 +20,7 @@ from anybatch.errors import (
     AnybatchError,
     BatchError,
     CheckpointError,
+    ExactnessError,
     LockstepError,
     LossError,
     NonFiniteError,
@@ -29,6 +30,7 @@ from anybatch.errors import (
     TaskError,
     UnitsError,
     UpdateError,
+    VerifyError,
     WindowError,
 )
 from anybatch.gradients import (
@@ -51,6 +53,7 @@ from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
 from anybatch.update import Update, UpdateResult
+from anybatch.proof import Cause, CutResult, ParameterError, Verdict, verify
 
 __all__ = [
     "Accumulated",
@@ -59,10 +62,13 @@ __all__ = [
     "Auto",
     "Batch",
     "BatchError",
+    "Cause",
     "CheckpointError",
     "Choice",
     "Cost",
     "Coupled",
+    "CutResult",
+    "ExactnessError",
     "InfoNCE",
     "LockstepError",
     "LossError",
@@ -70,6 +76,7 @@ __all__ = [
     "MicroBatches",
     "NonFiniteError",
     "Objective",
+    "ParameterError",
     "PerRow",
     "Resumed",
     "Rows",
@@ -86,6 +93,8 @@ __all__ = [
     "Update",
     "UpdateError",
     "UpdateResult",
+    "Verdict",
+    "VerifyError",
     "Window",
     "WindowError",
     "Windows",
@@ -101,6 +110,7 @@ __all__ = [
     "stages",
     "supervised",
     "take_rows",
+    "verify",
     "warmup",
     "windows",
 ]

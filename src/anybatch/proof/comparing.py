@@ -10,15 +10,15 @@ from torch import nn
 from anybatch.batches import Batch, MicroBatch, MicroBatches, num_rows, take_rows
 from anybatch.errors import VerifyError
 from anybatch.gradients import Autocast, BatchNorm, Coupled, Objective
-from anybatch.verify.causes import explain
-from anybatch.verify.copies import Copy, copy_model, inner_model, untouched
-from anybatch.verify.cuts import cuts_of, uneven, whole_batch
-from anybatch.verify.fitting import parse_memory, rows_that_fit
-from anybatch.verify.floor import Floor, floor_of, most, relative
-from anybatch.verify.lab import Lab
-from anybatch.verify.precision import can_be_raised, roundoff
-from anybatch.verify.running import Case, Gradient, make_case
-from anybatch.verify.verdict import Cause, CutResult, Verdict
+from anybatch.proof.causes import explain
+from anybatch.proof.copies import Copy, copy_model, inner_model, untouched
+from anybatch.proof.cuts import cuts_of, uneven, whole_batch
+from anybatch.proof.fitting import parse_memory, rows_that_fit
+from anybatch.proof.floor import Floor, floor_of, most, relative
+from anybatch.proof.lab import Lab
+from anybatch.proof.precision import can_be_raised, roundoff
+from anybatch.proof.running import Case, Gradient, make_case
+from anybatch.proof.verdict import Cause, CutResult, Verdict
 
 
 def verify(
@@ -55,9 +55,7 @@ def verify(
     if given < 2:
         raise VerifyError(f"this batch has {given} row, which cannot be cut; give a batch of 2 rows or more.")
     with untouched(inner, objective):
-        case = make_case(
-            copy_model(inner, copy), objective, whole, batch_norm=batch_norm, autocast=autocast, copy=copy
-        )
+        case = make_case(copy_model(inner, copy), objective, whole, batch_norm=batch_norm, autocast=autocast, copy=copy)
         rows = None if limit is None else rows_that_fit(case, limit)
         if rows is not None and rows < given:
             whole = take_rows(whole, slice(0, rows))
@@ -79,7 +77,9 @@ class _Proof:
         if raised is not None:
             floors.append(self._floor(*raised, []))
             if floors[-1][1].unit > torch.finfo(torch.float64).eps:
-                notes.append("parts of the model compute in fp32 whatever they are given: float64 is no closer than that.")
+                notes.append(
+                    "parts of the model compute in fp32 whatever they are given: float64 is no closer than that."
+                )
         results = [
             self._result(name, cut, case, floor) for case, floor in reversed(floors) for name, cut in self.cuts.items()
         ]
@@ -110,7 +110,9 @@ class _Proof:
 
     def _floor(self, case: Case, whole: Gradient, references: list[Gradient]) -> tuple[Case, Floor]:
         tensors = chain(case.model.parameters(), case.model.buffers())
-        unit = roundoff(tensors, _autocast_dtype(case)) if case.precision == "own" else torch.finfo(torch.float64).eps / 2
+        unit = (
+            roundoff(tensors, _autocast_dtype(case)) if case.precision == "own" else torch.finfo(torch.float64).eps / 2
+        )
         permuted = list(_permuted(case))
         if case.precision == "float64":
             apart = min((relative(whole, other) for other in permuted), default=0.0)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, tensors
-from anybatch.verify.causes.units import best_weights
-from anybatch.verify.floor import most
-from anybatch.verify.lab import Lab
-from anybatch.verify.verdict import Cause
+from anybatch.proof.causes.units import best_weights
+from anybatch.proof.floor import most
+from anybatch.proof.lab import Lab
+from anybatch.proof.verdict import Cause
 
 
 def touched(lab: Lab) -> Cause | None:
@@ -40,7 +40,11 @@ def coupled(lab: Lab) -> Cause | None:
     if not math.isfinite(residual) or residual <= most(lab.floor.unit):
         return None
     layer = _first_layer_that_mixes(lab)
-    where = f" They do so in the model, first in {layer}." if layer else " The model's outputs do not, so it is the loss that does."
+    where = (
+        f" They do so in the model, first in {layer}."
+        if layer
+        else " The model's outputs do not, so it is the loss that does."
+    )
     in_loss = (
         "Give the loss as Coupled(encode, loss): encode(model, batch) returns the representations of the rows, loss(representations) "
         "one number for all of them. info_nce() and clip_loss() are there."
@@ -59,8 +63,9 @@ def unknown_weights(lab: Lab) -> str:
     weights, residual = best_weights(lab)
     if residual > most(lab.floor.unit):
         return ""
-    return f" Micro-batches of {', '.join(str(len(rows)) for rows in lab.cut.row_numbers)} rows should weigh " + ", ".join(
-        f"{weight:.4f}" for weight in weights
+    return (
+        f" Micro-batches of {', '.join(str(len(rows)) for rows in lab.cut.row_numbers)} rows should weigh "
+        + ", ".join(f"{weight:.4f}" for weight in weights)
     )
 
 

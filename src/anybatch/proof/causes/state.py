@@ -8,18 +8,22 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from anybatch.batches import map_tensors, tensors
 from anybatch.gradients import Coupled
-from anybatch.verify.lab import Lab, Outcome
-from anybatch.verify.running import Case
-from anybatch.verify.states import ModelState
-from anybatch.verify.verdict import Cause
+from anybatch.proof.lab import Lab, Outcome
+from anybatch.proof.running import Case
+from anybatch.proof.states import ModelState
+from anybatch.proof.verdict import Cause
 
+RANDOM_FIX = (
+    "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers into the batch, "
+    "one entry per row."
+)
 Found = tuple[Cause, Case, Outcome]
 """A cause, the case without it, and what came of that."""
 
 
 def model_state(lab: Lab, before: Outcome) -> Found | None:
     """Look at what a forward changes in the model; put it back before every micro-batch, and see whether the error goes."""
-    changed = _changed_by_forward(lab)
+    changed, _ = forward_changes(lab)
     if not changed:
         return None
     repaired = replace(lab.case, restores_state=True)
@@ -27,7 +31,7 @@ def model_state(lab: Lab, before: Outcome) -> Found | None:
     if not after.explains(before):
         return None
     cause = Cause(
-        kind="randomness" if all("rng" in name or "generator" in name.lower() for name in changed) else "state",
+        kind="state",
         explanation=f"A forward changes {', '.join(changed[:4])}, once per micro-batch instead of once per batch. With the state put "
         f"back before each micro-batch the error falls from {before.error:.1e} to {after.error:.1e}.",
         fix="Let forward depend on parameters, rows and torch's generators alone. Count updates outside the model, for example "
@@ -54,13 +58,29 @@ def changed_inputs(lab: Lab, before: Outcome) -> Found | None:
     return cause, repaired, after
 
 
-def _changed_by_forward(lab: Lab) -> list[str]:
+def own_generator(lab: Lab) -> Cause | None:
+    """Look for random generators that the model holds and that a forward moves."""
+    moved = sorted(forward_changes(lab)[1])
+    if not moved:
+        return None
+    return Cause(
+        kind="randomness",
+        explanation=f"The forward draws from {', '.join(moved)}, a random generator that the model holds and torch knows nothing of: what "
+        "a row draws depends on how many rows came before it.",
+        fix=RANDOM_FIX,
+    )
+
+
+def forward_changes(lab: Lab) -> tuple[list[str], set[str]]:
+    """What one forward changes in the model, running statistics apart; and which of it are random generators."""
     states: list[tuple[nn.Module, ModelState]] = []
     part, rows = lab.cut[0], lab.cut.row_numbers[0]
     lab.case.once(part, rows, lambda model: states.append((model, ModelState.of(model))))
     model, state = states[0]
     norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase)}
-    return [name for name in state.changed(model) if name.rpartition(".")[0] not in norms]
+    changed = {name: text for name, text in state.changed(model).items() if name.rpartition(".")[0] not in norms}
+    generators = state.generators() & set(changed)
+    return [text for name, text in changed.items() if name not in generators], generators
 
 
 def _written_inputs(lab: Lab) -> list[str]:

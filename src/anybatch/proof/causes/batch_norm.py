@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 from anybatch.gradients.batch_norm import batch_norms, uses_batch_statistics
-from anybatch.verify.causes.state import Found
-from anybatch.verify.lab import Lab, Outcome
-from anybatch.verify.verdict import Cause
+from anybatch.proof.causes.state import Found
+from anybatch.proof.floor import most
+from anybatch.proof.lab import Lab, Outcome
+from anybatch.proof.verdict import Cause
 
 
 def batch_norm(lab: Lab, before: Outcome) -> Found | None:
@@ -15,13 +16,14 @@ def batch_norm(lab: Lab, before: Outcome) -> Found | None:
         return None
     repaired = replace(lab.case, batch_norm="exact")
     after = lab.try_out(repaired)
-    if not after.explains(before):
+    # it is a cause whenever it changes the gradient, even where others hide what it takes away
+    if after.failure is not None or abs(after.error - before.error) <= most(lab.floor.unit):
         return None
     named = ", ".join(map(repr, layers[:3])) + (", ..." if len(layers) > 3 else "")
     cause = Cause(
         kind="batch_norm",
         explanation=f"{len(layers)} BatchNorm layers ({named}) take the statistics of each micro-batch instead of the batch's. Pooled "
-        f"over the whole batch the error falls from {before.error:.1e} to {after.error:.1e}.",
+        f"over the whole batch the error goes from {before.error:.1e} to {after.error:.1e}.",
         fix="Use batch_norm='exact'; or batch_norm='frozen' where the running statistics are to be used; or GroupNorm, whose rows do "
         "not look at each other.",
     )

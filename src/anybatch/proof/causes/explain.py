@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from anybatch.verify.causes.batch_norm import batch_norm
-from anybatch.verify.causes.coupling import coupled, touched, unknown_weights
-from anybatch.verify.causes.randomness import not_by_row, outside_torch
-from anybatch.verify.causes.state import Found, changed_inputs, model_state
-from anybatch.verify.causes.units import reduction, units
-from anybatch.verify.cuts import untrimmed
-from anybatch.verify.lab import Lab, Outcome
-from anybatch.verify.verdict import Cause
+from anybatch.proof.causes.batch_norm import batch_norm
+from anybatch.proof.causes.coupling import coupled, touched, unknown_weights
+from anybatch.proof.causes.randomness import not_by_row, outside_torch
+from anybatch.proof.causes.state import Found, changed_inputs, model_state, own_generator
+from anybatch.proof.causes.units import reduction, units
+from anybatch.proof.cuts import untrimmed
+from anybatch.proof.lab import Lab, Outcome
+from anybatch.proof.verdict import Cause
 
 REPAIRS: tuple[Callable[[Lab, Outcome], Found | None], ...] = (
     changed_inputs,
@@ -21,7 +21,7 @@ REPAIRS: tuple[Callable[[Lab, Outcome], Found | None], ...] = (
     units,
 )
 """Experiments that change one thing and look whether the error goes; what helped stays changed for the next."""
-SIGNS: tuple[Callable[[Lab], Cause | None], ...] = (not_by_row, touched, coupled)
+SIGNS: tuple[Callable[[Lab], Cause | None], ...] = (not_by_row, own_generator, touched, coupled)
 """Experiments that look for the mark of a cause that cannot be taken away."""
 
 

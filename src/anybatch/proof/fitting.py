@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from anybatch.batches import num_rows, take_rows
 from anybatch.errors import VerifyError
 from anybatch.gradients.work import common_device
-from anybatch.verify.precision import can_be_raised
-from anybatch.verify.running import Case, make_case
+from anybatch.proof.precision import can_be_raised
+from anybatch.proof.running import Case, make_case
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
@@ -26,7 +26,9 @@ def parse_memory(memory: int | str | None) -> int | None:
         return memory
     size = _SIZE.fullmatch(memory.strip()) if isinstance(memory, str) else None
     if size is None or not float(size[1]):
-        raise VerifyError(f"memory={memory!r}: expected a number of bytes, or a size with its unit, such as '2GiB' or '800MB'.")
+        raise VerifyError(
+            f"memory={memory!r}: expected a number of bytes, or a size with its unit, such as '2GiB' or '800MB'."
+        )
     return int(float(size[1]) * (1024 if size[3] else 1000) ** " KMGT".index(size[2].upper() or " "))
 
 

@@ -92,7 +92,8 @@ class _Replaying(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _SEEDED not in func.tags:
+        # outside a forward of known rows only what backward runs again is looked at
+        if _SEEDED not in func.tags or (self._rows is None and torch._C._current_graph_task_id() == -1):
             return func(*args, **kwargs)
         state = _state(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -138,12 +139,13 @@ def rows_of_draw(whole: Tensor, shape: tuple[int, ...], rows: Sequence[int], dra
     taken, is_found = whole, False
     for dim, (length, wanted) in enumerate(zip(whole.shape, shape, strict=True)):
         can_be_rows = length > 0 and length % draws.num_rows == 0 and wanted % len(rows) == 0
+        can_be_rows = can_be_rows and wanted // len(rows) <= length // draws.num_rows
         if not is_found and can_be_rows and (is_all or wanted < length):
             each = taken.unflatten(dim, (draws.num_rows, -1)).index_select(dim, torch.tensor(rows, device=whole.device))
             taken, is_found = _keep(each, dim + 1, wanted // len(rows), draws.is_left).flatten(dim, dim + 1), True
         else:
             taken = _keep(taken, dim, wanted, draws.is_left)
-    return taken
+    return taken if is_found or tuple(whole.shape) == shape else None
 
 
 def _keep(numbers: Tensor, dim: int, wanted: int, is_left: bool) -> Tensor:

@@ -14,10 +14,10 @@ from anybatch.gradients import Accumulator, Autocast, BatchNorm, Coupled, Object
 from anybatch.gradients.batch_norm import batch_norms
 from anybatch.gradients.objective import checked_loss
 from anybatch.gradients.work import autocast_context, common_device
-from anybatch.verify.copies import Copy, copy_batch, copy_model, copy_objective
-from anybatch.verify.draws import Draws, recomputing, recording, replaying
-from anybatch.verify.precision import Float64, Precision, raised
-from anybatch.verify.states import ModelState
+from anybatch.proof.copies import Copy, copy_batch, copy_model, copy_objective
+from anybatch.proof.draws import Draws, recomputing, recording, replaying
+from anybatch.proof.precision import Float64, Precision, raised
+from anybatch.proof.states import ModelState
 
 Watch = Callable[[nn.Module], Any]
 """Called with the copy before it runs."""

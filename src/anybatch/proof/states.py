@@ -12,6 +12,8 @@ from torch import Tensor, nn
 _PRIVATE = set(vars(nn.Module()))
 """What every module carries: its tables of parameters and buffers, its hooks."""
 
+_RANDOM = ("numpy", "random")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
@@ -29,19 +31,25 @@ class ModelState:
             {name: (module, key, _copied(value)) for name, module, key, value in _attributes(model)},
         )
 
-    def changed(self, model: nn.Module) -> list[str]:
-        """What is not as it was, each as name and values where they are short."""
-        changed = []
+    def changed(self, model: nn.Module) -> dict[str, str]:
+        """What is not as it was: its name, and the same with both values where they are short."""
+        changed = {}
         now = dict(_tensors(model))
         for name, (_, before) in self.tensors.items():
             if name in now and not _same(before, now[name]):
-                changed.append(f"{name}{_values(before, now[name])}")
+                changed[name] = f"{name}{_values(before, now[name])}"
         for name, module, key, value in _attributes(model):
             if name not in self.attributes:
-                changed.append(f"{name} (new)")
+                changed[name] = f"{name} (new)"
             elif not _same(self.attributes[name][2], value):
-                changed.append(f"{name}{_values(self.attributes[name][2], getattr(module, key))}")
+                changed[name] = f"{name}{_values(self.attributes[name][2], getattr(module, key))}"
         return changed
+
+    def generators(self) -> set[str]:
+        """Attributes that are random generators of Python or NumPy."""
+        return {
+            name for name, (_, _, value) in self.attributes.items() if type(value).__module__.split(".")[0] in _RANDOM
+        }
 
     def restore(self, model: nn.Module) -> None:
         """Make everything what it was."""

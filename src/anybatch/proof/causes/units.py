@@ -13,10 +13,10 @@ from anybatch.gradients import Objective
 from anybatch.gradients.criteria import FUNCTIONAL_RULES
 from anybatch.gradients.objective import count_units
 from anybatch.gradients.observed import ObservedMeans
-from anybatch.verify.causes.state import Found
-from anybatch.verify.lab import Lab, Outcome
-from anybatch.verify.running import Case
-from anybatch.verify.verdict import Cause
+from anybatch.proof.causes.state import Found
+from anybatch.proof.lab import Lab, Outcome
+from anybatch.proof.running import Case
+from anybatch.proof.verdict import Cause
 
 IGNORED = -100
 
@@ -42,7 +42,9 @@ def reduction(lab: Lab, before: Outcome) -> Found | None:
     if not after.is_exact:
         return None
     if other == "sum":
-        explanation = "The loss is a sum over rows, not a mean: losses of micro-batches add up to the whole batch's as they are"
+        explanation = (
+            "The loss is a sum over rows, not a mean: losses of micro-batches add up to the whole batch's as they are"
+        )
         fix = "Say so: Objective(loss, units, reduction='sum'), or supervised() with a criterion of reduction='sum'; or return the mean."
         return Cause(kind="sum", explanation=_falls(explanation, before, after), fix=fix), repaired, after
     explanation = "The objective says reduction='sum', but its loss is a mean: added up it is too large"
@@ -99,14 +101,11 @@ def counts(lab: Lab) -> Iterator[Count]:
 def _counted_tensors(batch: Batch, parts: Sequence[Batch]) -> Iterator[Count]:
     paths = [path for path, value in leaves(batch) if isinstance(value, Tensor) and value.dim() > 0]
     columns = {path: [dict(leaves(part))[path] for part in parts] for path in paths}
-    for path, column in columns.items():
-        if not column[0].is_floating_point():
-            for name, code, ignored in (("ignored", "!= -100", IGNORED), ("0", "!= 0", 0)):
-                yield _count(f"the entries of {path} that are not {name}", f"({path} {code}).sum()", column, ignored)
-                if column[0].dim() > 1:
-                    shifted = [tensor[:, 1:] for tensor in column]
-                    what = f"the entries of {path} that are not {name}, but for the first of each row, which nothing predicts"
-                    yield _count(what, f"({path}[:, 1:] {code}).sum()", shifted, ignored)
+    whole = {path: column for path, column in columns.items() if not column[0].is_floating_point()}
+    for ignored in (IGNORED, 0):
+        for path, column in whole.items():
+            if any(bool((tensor == ignored).any()) for tensor in column):
+                yield from _not_ignored(path, column, ignored)
     for path, column in columns.items():
         if column[0].is_floating_point() and all(bool((tensor >= 0).all()) for tensor in column):
             values = tuple(float(tensor.double().sum()) for tensor in column)
@@ -117,6 +116,15 @@ def _counted_tensors(batch: Batch, parts: Sequence[Batch]) -> Iterator[Count]:
             held = [dict(leaves(part))[path] for part in parts]
             sums = tuple(float(sum(len(item) for item in items if hasattr(item, "__len__"))) for items in held)
             yield Count(f"the elements of {path}", f"lambda batch: sum(len(row) for row in {path})", sums)
+
+
+def _not_ignored(path: str, column: list[Tensor], ignored: int) -> Iterator[Count]:
+    what = f"the entries of {path} that are not {ignored}"
+    if column[0].dim() > 1:
+        shifted = [tensor[:, 1:] for tensor in column]
+        more = f"{what}, but for the first of each row, which nothing predicts"
+        yield _count(more, f"({path}[:, 1:] != {ignored}).sum()", shifted, ignored)
+    yield _count(what, f"({path} != {ignored}).sum()", column, ignored)
 
 
 def _count(name: str, expression: str, column: list[Tensor], ignored: int) -> Count:
@@ -160,7 +168,10 @@ def _observed(lab: Lab) -> Iterator[Count]:
             name = "the summed class weights of its targets"
             code = "lambda batch: weight[targets(batch)].sum(), or use supervised(nn.CrossEntropyLoss(weight=weight)), which counts so"
         else:
-            name, code = "what its loss function was seen to divide by", "a count of exactly the targets that the loss function gets"
+            name, code = (
+                "what its loss function was seen to divide by",
+                "a count of exactly the targets that the loss function gets",
+            )
         yield Count(name, code, values)
 
 
@@ -183,7 +194,7 @@ class _Weighted(ObservedMeans):
 def best_weights(lab: Lab) -> tuple[list[float], float]:
     """The weights of the micro-batches' gradients that come nearest to the whole batch's, and how far away that still is.
 
-        min over w of |whole - sum_k w_k g_k| / |whole|
+    min over w of |whole - sum_k w_k g_k| / |whole|
     """
     names = list(lab.floor.whole.parameters)
     each = [lab.case.once(part, rows) for part, rows in zip(lab.cut, lab.cut.row_numbers, strict=True)]
@@ -198,7 +209,11 @@ def flat(lab: Lab, gradients: Any, names: list[str]) -> Tensor:
     shapes = dict(lab.case.model.named_parameters())
     return torch.cat(
         [
-            (torch.zeros(shapes[name].numel(), dtype=torch.float64) if gradients[name] is None else gradients[name].flatten())
+            (
+                torch.zeros(shapes[name].numel(), dtype=torch.float64)
+                if gradients[name] is None
+                else gradients[name].flatten()
+            )
             for name in names
         ]
     )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from anybatch.batches import MicroBatches
 from anybatch.gradients import Objective
-from anybatch.verify.floor import Floor, relative
-from anybatch.verify.running import Case
+from anybatch.proof.floor import Floor, relative
+from anybatch.proof.running import Case
 
 FEWER = 3.0
 """An experiment that does not make the gradient exact counts as one of several causes if it makes the error so many times less."""

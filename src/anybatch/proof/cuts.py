@@ -38,7 +38,9 @@ def cuts_of(
     elif micro_batch is not None:
         split = copy.deepcopy(as_split(micro_batch))  # one that learns must not learn from this
         raw = isinstance(split, Tokens) and split.collate is not None
-        cuts[f"as configured: {split!r}"] = split.cut([given[row] for row in rows] if raw and rows else given if raw else whole)
+        cuts[f"as configured: {split!r}"] = split.cut(
+            [given[row] for row in rows] if raw and rows else given if raw else whole
+        )
     for name, size in (("rows by 1", 1), ("rows by 3", 3), ("in half", -(-count // 2))):
         cuts[name] = Rows(size).cut(whole)
     by_tokens = _by_tokens(whole, micro_batch)
