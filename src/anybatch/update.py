@@ -22,6 +22,7 @@ from anybatch.gradients.offload import Offload
 from anybatch.gradients.precision import cast_gradients, takes_fp32_gradients
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.work import Autocast
+from anybatch.proof import self_check
 from anybatch.stages import Clip, Observer, Step, Tracker, Zero, tracker_for
 
 OnNonFinite = Literal["raise", "skip", "drop", "ignore"]
@@ -57,7 +58,8 @@ class Update:
     `on_nonfinite` says what an inf or nan in the gradient does: `"raise"` names the parameter and the micro-batch, `"skip"`
     leaves the update out, `"drop"` leaves the bad micro-batch out and renormalises the rest, `"ignore"` does not look (and so
     never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`.
-    `batch_norm` and `offload` are those of `Accumulator`.
+    `batch_norm` and `offload` are those of `Accumulator`. With `check`, some rows of the first batch run on a copy, in one go and
+    accumulated, before anything is learnt; where their gradients differ, `ExactnessError` names the cause.
 
     >>> import torch
     >>> from anybatch import supervised
@@ -83,6 +85,7 @@ class Update:
         batch_norm: BatchNorm | None = None,
         offload: Offload = "auto",
         on_nonfinite: OnNonFinite = "raise",
+        check: bool = False,
         observer: Observer | None = None,
     ) -> None:
         _check(model, optimizer, clip_norm, clip_value, scaler, scheduler, on_nonfinite)
@@ -107,6 +110,7 @@ class Update:
             observer=observer,
         )
         self._tracking_layers = tracking_layers(model)
+        self._is_to_check = check
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients this update clears and fills: the model's and the optimizer's."""
@@ -117,6 +121,9 @@ class Update:
 
         An exception before the step leaves weights, optimizer, scheduler and running statistics as they were.
         """
+        if self._is_to_check:
+            self_check(self.accumulator, batch)
+            self._is_to_check = False
         tracker = tracker_for(self.observer)
         statistics = copy_statistics(self._tracking_layers)
         lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))

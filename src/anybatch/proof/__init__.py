@@ -2,6 +2,7 @@
 
 from anybatch.proof.floor import ParameterError
 from anybatch.proof.comparing import verify
+from anybatch.proof.self_check import self_check
 from anybatch.proof.verdict import Cause, CutResult, Verdict
 
-__all__ = ["Cause", "CutResult", "ParameterError", "Verdict", "verify"]
+__all__ = ["Cause", "CutResult", "ParameterError", "Verdict", "self_check", "verify"]

@@ -109,10 +109,7 @@ class _Proof:
         return None, [f"the model does not run in float64 ({why}); only its own precision was compared."]
 
     def _floor(self, case: Case, whole: Gradient, references: list[Gradient]) -> tuple[Case, Floor]:
-        tensors = chain(case.model.parameters(), case.model.buffers())
-        unit = (
-            roundoff(tensors, _autocast_dtype(case)) if case.precision == "own" else torch.finfo(torch.float64).eps / 2
-        )
+        unit = unit_of(case)
         permuted = list(_permuted(case))
         if case.precision == "float64":
             apart = min((relative(whole, other) for other in permuted), default=0.0)
@@ -143,6 +140,13 @@ class _Proof:
             worst = max(failing, key=lambda result: (result.failure is None, result.error))
             lab = replace(lab, cut=self.cuts[worst.name])
         return explain(lab)
+
+
+def unit_of(case: Case) -> float:
+    """The unit roundoff of the precision that the case runs in."""
+    if case.precision == "float64":
+        return torch.finfo(torch.float64).eps / 2
+    return roundoff(chain(case.model.parameters(), case.model.buffers()), _autocast_dtype(case))
 
 
 def _permuted(case: Case) -> Iterator[Gradient]:
