@@ -49,11 +49,11 @@ from anybatch.gradients import (
     sentence_transformers,
     supervised,
 )
+from anybatch.proof import Cause, CutResult, ParameterError, Verdict, verify
 from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
 from anybatch.update import Update, UpdateResult
-from anybatch.proof import Cause, CutResult, ParameterError, Verdict, verify
 
 __all__ = [
     "Accumulated",

@@ -41,9 +41,7 @@ def verify_command(
     run = first_record("verify", task, settings)
     summary = {"exact": verdict.is_exact, "error": verdict.error, "causes": ", ".join(c.kind for c in verdict.causes)}
     found = verdict.as_json()
-    folder.write_run(
-        dataclasses.replace(run, plan=plain(experiment.plan), status="finished", summary=plain(summary))
-    )
+    folder.write_run(dataclasses.replace(run, plan=plain(experiment.plan), status="finished", summary=plain(summary)))
     folder.write_verdict(found)
     page = write_page(folder)
     if is_json:

@@ -35,7 +35,8 @@ def verify(
     """Whether accumulating this batch gives the gradient of the whole batch in one go; and if not, why not and what to do.
 
     The batch runs in one go by plain torch and accumulated in several cuts (by `micro_batch`, rows by 1 and by 3, in half, by
-    tokens where there is an attention mask), in the model's own precision and in float64 where the model allows. Every row has the
+    tokens where there is an attention mask), in the model's own precision and in float64 where the model allows.
+    Every row has the
     same random draws in all of them. Per parameter the error is held against the floor that the order of summation explains.
     Where it is above, experiments find the cause.
 
@@ -166,7 +167,8 @@ def _precision_cause(results: Sequence[CutResult], dtype: str) -> Cause:
         )
     return Cause(
         kind="precision",
-        explanation=f"In float64 every cut is exact; in {dtype} {worst.name!r} is {worst.error:.1e} off, more than the order of "
+        explanation=f"In float64 every cut is exact; in {dtype} {worst.name!r} is {worst.error:.1e} off, more than "
+        "the order of "
         "summation explains: numbers underflow, or lose digits before they are added up.",
         fix="Keep parameters in fp32 and use autocast; for fp16 use a GradScaler.",
     )

@@ -36,7 +36,8 @@ def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
         twin = copy.deepcopy(model) if make is None else make(model)
     except Exception as error:
         raise VerifyError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {str(error)[:200]}), and verifying must not touch "
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {str(error)[:200]}), and verifying "
+            "must not touch "
             "yours. Give copy=, a function of the model that returns another one with the same weights, for example "
             "copy=lambda model: load(build(), model.state_dict())."
         ) from error
@@ -54,7 +55,7 @@ def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
 def copy_objective(objective: Objective | Coupled) -> Objective | Coupled:
     """The objective with a copy of the loss, where that is a module that may hold parameters or state."""
     if isinstance(objective.loss, nn.Module):
-        return replace(objective, loss=copy.deepcopy(objective.loss))
+        return replace(objective, loss=copy.deepcopy(objective.loss))  # type: ignore[arg-type]
     return objective
 
 

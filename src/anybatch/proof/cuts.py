@@ -52,7 +52,8 @@ def cuts_of(
 def uneven(batch: Batch) -> MicroBatches:
     """A few micro-batches of 2, 3, 4, ... rows, so that no two weights are alike; of 1 row where there are too few."""
     count = num_rows(batch)
-    sizes, left, size = [], count, 2 if count >= 5 else 1
+    sizes: list[int] = []
+    left, size = count, 2 if count >= 5 else 1
     while len(sizes) < 3 and left - size > size:
         sizes.append(size)
         left, size = left - size, size + 1

@@ -73,7 +73,7 @@ def _visible() -> Iterator[None]:
 
 class _Recording(TorchDispatchMode):
     def __init__(self, draws: Draws) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +85,7 @@ class _Recording(TorchDispatchMode):
 
 class _Replaying(TorchDispatchMode):
     def __init__(self, draws: Draws, rows: tuple[int, ...] | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
         self._rows = rows
         self._next = 0
@@ -161,10 +161,30 @@ def _drawn(func: Any, result: Any) -> Tensor | None:
 
 _PURE = frozenset(
     f"aten::{name}"
-    for name in (
-        "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_ poisson rand "
-        "rand_like randint randint_like randn randn_like randperm random_ uniform_ _standard_gamma _sample_dirichlet"
-    ).split()
+    for name in [
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "randperm",
+        "random_",
+        "uniform_",
+        "_standard_gamma",
+        "_sample_dirichlet",
+    ]
 )
 """Operations whose result is the draw itself."""
 

@@ -52,7 +52,8 @@ def rows_that_fit(case: Case, limit: int) -> int:
         fits = size
     if fits == 0:
         raise VerifyError(
-            f"memory={limit:,} bytes: 2 rows in one go take {max(seen)[1]:,} bytes, with the weights and gradients of the copy. Give "
+            f"memory={limit:,} bytes: 2 rows in one go take {max(seen)[1]:,} bytes, with the weights and gradients "
+            "of the copy. Give "
             "more, or rows that are shorter."
         )
     return fits
@@ -85,9 +86,9 @@ def _measured(case: Case, run: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run()
-        return torch.cuda.max_memory_allocated(device) - before
+        return int(torch.cuda.max_memory_allocated(device) - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     events = profiler.profiler.kineto_results.events()
     allocated = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return max(itertools.accumulate((nbytes for _, nbytes in allocated), initial=0))
+    return int(max(itertools.accumulate((nbytes for _, nbytes in allocated), initial=0)))

@@ -1,5 +1,6 @@
 """One case, run in one go or accumulated: every run on a fresh copy, every row with the random draws it had in the first."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,7 +34,7 @@ class Gradient:
     @property
     def norm(self) -> float:
         """Of all gradients together."""
-        return sum(size(grad) ** 2 for grad in self.parameters.values()) ** 0.5
+        return math.sqrt(sum(size(grad) ** 2 for grad in self.parameters.values()))
 
 
 def size(grad: Tensor | None) -> float:
@@ -108,7 +109,7 @@ class Case:
             with recomputing(self.draws) if rows is not None else nullcontext():
                 with autocast or nullcontext():
                     loss, _ = checked_loss(self._forward(objective, model, self._own_batch(batch, model), rows))
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             return Gradient(float(loss.detach()), _gradients(model, objective))
 
     def _forward(

@@ -18,9 +18,11 @@ from anybatch.proof.running import make_case
 def self_check(accumulator: Accumulator, batch: Batch) -> None:
     """Raise `ExactnessError`, with the cause, unless rows of this batch give the same gradient in one go and accumulated.
 
-    As many rows as one micro-batch holds, spread over the batch: so it needs no more memory than the update, but for a copy of the
+    As many rows as one micro-batch holds, spread over the batch: so it needs no more memory than the update, but
+    for a copy of the
     model, and costs two passes over one micro-batch. Where these are too far apart, `verify` judges, and looks for the cause.
-    With `batch_norm="micro"` the user has chosen other statistics than the batch's; then all else is checked, with BatchNorm frozen.
+    With `batch_norm="micro"` the user has chosen other statistics than the batch's; then all else is checked, with
+    BatchNorm frozen.
     Everything is left as it was.
     """
     sample = _spread_rows(accumulator, batch)

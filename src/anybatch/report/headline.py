@@ -130,7 +130,11 @@ def _proof_figures(proof: Proof) -> tuple[Figure, ...]:
         for precision in dict.fromkeys(cut.precision for cut in proof.cuts)
     ]
     parameters = max((len(cut.parameters) for cut in proof.cuts), default=0)
-    return (verdict, *errors, Figure(label="compared", value=plural(proof.rows or 0, "row"), note=plural(parameters, "parameter")))
+    return (
+        verdict,
+        *errors,
+        Figure(label="compared", value=plural(proof.rows or 0, "row"), note=plural(parameters, "parameter")),
+    )
 
 
 def _comparison_figures(comparison: Comparison) -> tuple[Figure, ...]:

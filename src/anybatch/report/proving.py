@@ -38,8 +38,17 @@ def cuts_table(proof: Proof) -> Table:
                 "" if worst is None else number(worst.floor),
             )
         )
-    columns = ("cut", "precision", "micro-batches", "verdict", "error", "nearest to its floor", "its error", "its floor")
-    failures = [f"{cut.name} failed: {cut.failure}." for cut in proof.cuts if cut.failure]
+    columns = (
+        "cut",
+        "precision",
+        "micro-batches",
+        "verdict",
+        "error",
+        "nearest to its floor",
+        "its error",
+        "its floor",
+    )
+    failures = dict.fromkeys(f"{cut.name} failed: {cut.failure.rstrip('.')}." for cut in proof.cuts if cut.failure)
     return Table(
         columns=columns,
         rows=tuple(rows),
@@ -109,7 +118,7 @@ def _logarithmic(figure: Any, names: list[str]) -> dict[str, Any]:
     layout = figure["layout"]
     x_axis = dict(layout["xaxis"])
     if len(names) <= MOST_NAMES:
-        shown = [name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME:]}" for name in names]
+        shown = [name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}" for name in names]
         x_axis |= {"tickvals": list(range(1, len(names) + 1)), "ticktext": shown, "title": {"text": ""}}
     y_axis = layout["yaxis"] | {"type": "log", "exponentformat": "power", "dtick": 1}
     return {**figure, "layout": layout | {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}}

@@ -65,7 +65,8 @@ def _object(run_folder: Path, name: str, *, is_required: bool = False) -> Fields
             return {}
         what = "is a file" if run_folder.is_file() else f"has no {name}" if run_folder.is_dir() else "does not exist"
         raise ReportError(
-            f"{str(run_folder)!r} {what}; a run folder holds {name}, and metrics.jsonl, compare.json, trace.json or verify.json. "
+            f"{str(run_folder)!r} {what}; a run folder holds {name}, and metrics.jsonl, compare.json, trace.json or "
+            "verify.json. "
             f"Give the folder that `anybatch train`, `compare`, `trace` or `verify` named when it ended."
         )
     try:

@@ -22,12 +22,16 @@ def batch_norm(lab: Lab, before: Outcome) -> Found | None:
     named = ", ".join(map(repr, layers[:3])) + (", ..." if len(layers) > 3 else "")
     plural = "s" if len(layers) > 1 else ""
     is_seen = after.explains(before)
-    effect = f"the error falls from {before.error:.1e} to {after.error:.1e}" if is_seen else "the gradient is another one"
+    effect = (
+        f"the error falls from {before.error:.1e} to {after.error:.1e}" if is_seen else "the gradient is another one"
+    )
     cause = Cause(
         kind="batch_norm",
-        explanation=f"{len(layers)} BatchNorm layer{plural} ({named}) took the statistics of each micro-batch instead of the batch's. "
+        explanation=f"{len(layers)} BatchNorm layer{plural} ({named}) took the statistics of each micro-batch "
+        "instead of the batch's. "
         f"Pooled over the whole batch {effect}.",
-        fix="Use batch_norm='exact'; or batch_norm='frozen' where the running statistics are to be used; or GroupNorm, whose rows do "
+        fix="Use batch_norm='exact'; or batch_norm='frozen' where the running statistics are to be used; or "
+        "GroupNorm, whose rows do "
         "not look at each other.",
     )
     return cause, repaired, after

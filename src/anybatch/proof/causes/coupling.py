@@ -1,7 +1,7 @@
 """Rows that look at each other, and forwards that decide for all rows at once."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,11 @@ def touched(lab: Lab) -> Cause | None:
             takes = "none" if not by else f"micro-batches {', '.join(map(str, by))} of {len(each)}"
             return Cause(
                 kind="touched",
-                explanation=f"{name!r} gets a gradient from {takes}, and from the whole batch {'one' if grad is not None else 'none'}: "
+                explanation=f"{name!r} gets a gradient from {takes}, and from the whole batch "
+                f"{'one' if grad is not None else 'none'}: "
                 "the forward decides for all of its rows together which way they go.",
-                fix="Decide row by row, by torch.where or by indexing the rows that go each way, so that a row's way does not depend on "
+                fix="Decide row by row, by torch.where or by indexing the rows that go each way, so that a row's "
+                "way does not depend on "
                 "its neighbours.",
             )
     return None
@@ -36,7 +38,7 @@ def coupled(lab: Lab) -> Cause | None:
     numel = sum(grad.numel() for grad in lab.floor.whole.parameters.values() if grad is not None)
     if numel <= 2 * len(lab.cut):
         return None  # too few numbers: some weights always fit
-    weights, residual = best_weights(lab)
+    _, residual = best_weights(lab)
     if not math.isfinite(residual) or residual <= most(lab.floor.unit):
         return None
     layer = _first_layer_that_mixes(lab)
@@ -46,13 +48,16 @@ def coupled(lab: Lab) -> Cause | None:
         else " The model's outputs do not, so it is the loss that does."
     )
     in_loss = (
-        "Give the loss as Coupled(encode, loss): encode(model, batch) returns the representations of the rows, loss(representations) "
+        "Give the loss as Coupled(encode, loss): encode(model, batch) returns the representations of the rows, "
+        "loss(representations) "
         "one number for all of them. info_nce() and clip_loss() are there."
     )
-    in_model = "Take what looks across rows out of the model into the loss of Coupled(encode, loss), or use a layer that looks at one row at a time."
+    in_model = "Take what looks across rows out of the model into the loss of Coupled(encode, loss), or use a layer "
+    "that looks at one row at a time."
     return Cause(
         kind="coupled",
-        explanation=f"Rows look at each other: no weighting of the micro-batches' gradients gives the whole batch's (the best leaves "
+        explanation=f"Rows look at each other: no weighting of the micro-batches' gradients gives the whole batch's "
+        "(the best leaves "
         f"{residual:.2g} of it).{where}",
         fix=in_model if layer else in_loss,
     )
@@ -94,7 +99,7 @@ class _Outputs:
         for name, module in model.named_modules():
             module.register_forward_hook(self._hook(name))
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+    def _hook(self, name: str) -> Callable[[nn.Module, Sequence[Batch], Batch], None]:
         def hook(module: nn.Module, inputs: Sequence[Batch], output: Batch) -> None:
             for tensor in tensors(output):
                 if tensor.dim() > 0 and tensor.shape[0] == self._num_rows and tensor.is_floating_point():

@@ -60,7 +60,8 @@ def _trimming(lab: Lab) -> Cause | None:
         return None
     return Cause(
         kind="padding",
-        explanation="The gradient changes when padding is cut off, and is exact when the same rows keep it: the model or the loss looks "
+        explanation="The gradient changes when padding is cut off, and is exact when the same rows keep it: the "
+        "model or the loss looks "
         "at padding.",
         fix="Mask padding in the model and ignore it in the loss; or cut by rows, Rows(n), which leaves padding in.",
     )

@@ -1,12 +1,14 @@
 """What a forward changes: the model's own state, and the rows that it was given."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from anybatch.batches import map_tensors, tensors
+from anybatch.batches import Batch, map_tensors, tensors
 from anybatch.gradients import Coupled
 from anybatch.proof.lab import Lab, Outcome
 from anybatch.proof.running import Case
@@ -14,7 +16,8 @@ from anybatch.proof.states import ModelState
 from anybatch.proof.verdict import Cause
 
 RANDOM_FIX = (
-    "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers into the batch, "
+    "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers "
+    "into the batch, "
     "one entry per row."
 )
 Found = tuple[Cause, Case, Outcome]
@@ -32,7 +35,8 @@ def model_state(lab: Lab, before: Outcome) -> Found | None:
         return None
     cause = Cause(
         kind="state",
-        explanation=f"A forward changes {', '.join(changed[:4])}, once per micro-batch instead of once per batch. With the state put "
+        explanation=f"A forward changes {', '.join(changed[:4])}, once per micro-batch instead of once per batch. "
+        "With the state put "
         f"back before each micro-batch the error falls from {before.error:.1e} to {after.error:.1e}.",
         fix="Let forward depend on parameters, rows and torch's generators alone. Count updates outside the model, for example "
         "after update(batch), and keep running statistics out of the training forward's output.",
@@ -51,7 +55,8 @@ def changed_inputs(lab: Lab, before: Outcome) -> Found | None:
         return None
     cause = Cause(
         kind="inputs",
-        explanation=f"The forward writes into its input ({', '.join(written)}). Micro-batches are views of the batch, and what runs a "
+        explanation=f"The forward writes into its input ({', '.join(written)}). Micro-batches are views of the "
+        "batch, and what runs a "
         f"second time runs on changed rows. With copies the error falls from {before.error:.1e} to {after.error:.1e}.",
         fix="Do not change the batch in place: x = x * 2 instead of x *= 2, F.relu(x) instead of F.relu_(x).",
     )
@@ -65,7 +70,8 @@ def own_generator(lab: Lab) -> Cause | None:
         return None
     return Cause(
         kind="randomness",
-        explanation=f"The forward draws from {', '.join(moved)}, a random generator that the model holds and torch knows nothing of: what "
+        explanation=f"The forward draws from {', '.join(moved)}, a random generator that the model holds and torch "
+        "knows nothing of: what "
         "a row draws depends on how many rows came before it.",
         fix=RANDOM_FIX,
     )
@@ -87,8 +93,8 @@ def _written_inputs(lab: Lab) -> list[str]:
     """Paths are not known here: tensors are named by their shapes."""
     written: list[str] = []
 
-    def spy(function):  # type: ignore[no-untyped-def]
-        def spied(model, batch):  # type: ignore[no-untyped-def]
+    def spy(function: Callable[[nn.Module, Batch], Any]) -> Callable[[nn.Module, Batch], Any]:
+        def spied(model: nn.Module, batch: Batch) -> Any:
             before = map_tensors(batch, torch.clone)
             result = function(model, batch)
             for old, new in zip(tensors(before), tensors(batch), strict=True):
