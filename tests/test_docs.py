@@ -1,16 +1,20 @@
-"""The Python in docs/ragged.md runs, and prints what is written below it."""
+"""The Python in docs/ragged.md and docs/verify.md runs, and prints what is written below it."""
 
 import contextlib
 import io
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "ragged.md"
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_the_example_of_ragged_batches_prints_what_the_page_says():
-    code, printed = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL).groups()
+@pytest.mark.parametrize("page", ["ragged.md", "verify.md"])
+def test_the_first_example_of_a_page_prints_what_the_page_says(page):
+    text = (DOCS / page).read_text()
+    code, printed = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", text, re.DOTALL).groups()
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        exec(compile(code, "ragged.md", "exec"), {})
+        exec(compile(code, page, "exec"), {})
     assert output.getvalue() == printed
