@@ -18,7 +18,15 @@ def python(*arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["compare", "--help"], ["trace", "--help"], ["verify", "--help"], ["report", "--help"], ["--version"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["compare", "--help"],
+        ["trace", "--help"],
+        ["verify", "--help"],
+        ["report", "--help"],
+        ["--version"],
+    ],
 )
 def test_help_loads_no_torch(arguments):
     done = python("-c", SEES_TORCH, *arguments)

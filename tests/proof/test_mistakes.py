@@ -141,6 +141,43 @@ def test_a_layer_that_mixes_rows_is_named():
     assert "'1' (Centred)" in cause.explanation
 
 
+class Experts(nn.Module):
+    """Every row goes to one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 2), nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(1).max(1)
+        out = torch.zeros(len(x), 3).to(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return out
+
+
+def balanced(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    load = model.gate(batch[0]).softmax(1).mean(0)
+    return F.cross_entropy(model(batch[0]), batch[1]) + load.square().sum()
+
+
+def test_experts_that_some_micro_batches_do_not_meet_are_exact_and_balancing_them_is_coupled():
+    model, batch = Experts(), rows_of_numbers()
+    assert verify(model, supervised(nn.CrossEntropyLoss()), batch).is_exact
+    cause = only_cause(verify(model, Objective(balanced), batch))
+    assert cause.kind == "coupled"
+    assert "it is the loss that does" in cause.explanation
+
+
+def test_power_iterations_of_spectral_norm_are_named():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16)), nn.Tanh(), nn.Linear(16, 3))
+    cause = only_cause(verify(model, supervised(nn.CrossEntropyLoss()), rows_of_numbers()))
+    assert cause.kind == "state"
+    assert "0.parametrizations.weight.0._u" in cause.explanation
+
+
 class Counting(nn.Module):
     """Its output depends on how often it ran."""
 

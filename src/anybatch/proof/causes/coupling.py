@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, tensors
@@ -36,8 +35,8 @@ def touched(lab: Lab) -> Cause | None:
 def coupled(lab: Lab) -> Cause | None:
     """Is the whole batch's gradient any weighted sum of the micro-batches' at all? If not, their rows look at each other."""
     numel = sum(grad.numel() for grad in lab.floor.whole.parameters.values() if grad is not None)
-    if numel <= 2 * len(lab.cut):
-        return None  # too few numbers: some weights always fit
+    if lab.objective is None or numel <= 2 * len(lab.cut):
+        return None  # said to be coupled already; or too few numbers, to which some weights always fit
     _, residual = best_weights(lab)
     if not math.isfinite(residual) or residual <= most(lab.floor.unit):
         return None
@@ -65,8 +64,10 @@ def coupled(lab: Lab) -> Cause | None:
 
 def unknown_weights(lab: Lab) -> str:
     """What weights would be right, where rows do not look at each other and no count was found that gives them."""
+    if lab.objective is None:
+        return ""
     weights, residual = best_weights(lab)
-    if residual > most(lab.floor.unit):
+    if not residual <= most(lab.floor.unit):
         return ""
     return (
         f" Micro-batches of {', '.join(str(len(rows)) for rows in lab.cut.row_numbers)} rows should weigh "
@@ -80,20 +81,22 @@ def _first_layer_that_mixes(lab: Lab) -> str | None:
     whole, part = _Outputs(case.num_rows), _Outputs(len(rows))
     case.once(case.batch, range(case.num_rows), whole.watch)
     case.once(lab.cut[0], rows, part.watch)
-    for (name, kind, full), (_, _, some) in zip(whole.seen, part.seen, strict=False):
-        if full.shape[1:] == some.shape[1:]:
+    for key, full in whole.seen.items():
+        some = part.seen.get(key)
+        if some is not None and full.shape[1:] == some.shape[1:]:
             wanted = full[list(rows)].double()
             if float((some.double() - wanted).norm()) > most(lab.floor.unit) * float(wanted.norm()):
+                name, kind, _ = key
                 return f"{name or 'the model itself'!r} ({kind})"
     return None
 
 
 class _Outputs:
-    """What modules returned, rows first, in the order they finished."""
+    """What modules returned, rows first, by (name, kind, number of the output), in the order they finished."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self.seen: list[tuple[str, str, Tensor]] = []
+        self.seen: dict[tuple[str, str, int], Tensor] = {}
 
     def watch(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
@@ -103,7 +106,7 @@ class _Outputs:
         def hook(module: nn.Module, inputs: Sequence[Batch], output: Batch) -> None:
             for tensor in tensors(output):
                 if tensor.dim() > 0 and tensor.shape[0] == self._num_rows and tensor.is_floating_point():
-                    with torch.no_grad():
-                        self.seen.append((name, type(module).__name__, tensor.detach().clone()))
+                    number = sum(key[0] == name for key in self.seen)
+                    self.seen[name, type(module).__name__, number] = tensor.detach().clone()
 
         return hook

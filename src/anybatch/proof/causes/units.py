@@ -199,27 +199,18 @@ def best_weights(lab: Lab) -> tuple[list[float], float]:
 
     min over w of |whole - sum_k w_k g_k| / |whole|
     """
-    names = list(lab.floor.whole.parameters)
-    each = [lab.case.once(part, rows) for part, rows in zip(lab.cut, lab.cut.row_numbers, strict=True)]
-    columns = torch.stack([flat(lab, gradient.parameters, names) for gradient in each], dim=1)
-    whole = flat(lab, lab.floor.whole.parameters, names)
-    solution = torch.linalg.lstsq(columns, whole.unsqueeze(1)).solution
-    return solution.flatten().tolist(), float((columns @ solution - whole.unsqueeze(1)).norm() / whole.norm())
-
-
-def flat(lab: Lab, gradients: Any, names: list[str]) -> Tensor:
-    """All gradients in one vector, zeros where there are none."""
-    shapes = dict(lab.case.model.named_parameters())
-    return torch.cat(
-        [
-            (
-                torch.zeros(shapes[name].numel(), dtype=torch.float64)
-                if gradients[name] is None
-                else gradients[name].flatten()
-            )
-            for name in names
-        ]
-    )
+    each = [lab.case.once(part, rows).parameters for part, rows in zip(lab.cut, lab.cut.row_numbers, strict=True)]
+    vectors: list[list[Tensor]] = [[] for _ in (*each, "whole")]
+    for name, whole in lab.floor.whole.parameters.items():
+        grads = [*(gradient[name] for gradient in each), whole]
+        known = next((grad for grad in grads if grad is not None), None)
+        for vector, grad in zip(vectors, grads, strict=True):
+            if known is not None:
+                vector.append((torch.zeros_like(known) if grad is None else grad).flatten())
+    *columns, wanted = (torch.cat(vector) for vector in vectors)
+    matrix = torch.stack(columns, dim=1)
+    solution = torch.linalg.lstsq(matrix, wanted.unsqueeze(1)).solution.flatten()
+    return solution.tolist(), float((matrix @ solution - wanted).norm() / wanted.norm())
 
 
 def _shares(values: Sequence[float]) -> list[float]:
