@@ -19,6 +19,7 @@ ROOMS = [
     "parallel",
     "gradients",
     "stepping",
+    "proof",
     "update",
     "memory",
     "training",

@@ -1,4 +1,4 @@
-"""The Python in docs/ragged.md and docs/dealing.md runs, and prints what is written below it."""
+"""The Python in docs/ragged.md, docs/dealing.md and docs/verify.md runs, and prints what is written below it."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("page", ["ragged.md", "dealing.md"])
+@pytest.mark.parametrize("page", ["ragged.md", "dealing.md", "verify.md"])
 def test_the_examples_print_what_the_page_says(page):
     names: dict[str, object] = {}
     examples = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)

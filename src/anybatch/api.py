@@ -23,6 +23,7 @@ from anybatch.errors import (
     BatchError,
     CheckpointError,
     DropoutError,
+    ExactnessError,
     LockstepError,
     LossError,
     MemoryLimitError,
@@ -35,6 +36,7 @@ from anybatch.errors import (
     TaskError,
     UnitsError,
     UpdateError,
+    VerifyError,
     WindowError,
 )
 from anybatch.gradients import (
@@ -56,6 +58,7 @@ from anybatch.gradients import (
 )
 from anybatch.memory import Breakdown, Checkpointing, Fit, Fitted, Plan, SizePeak, measure_peak, plan
 from anybatch.parallel import Ranks
+from anybatch.proof import Cause, CutResult, ParameterError, Verdict, verify
 from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
@@ -69,13 +72,16 @@ __all__ = [
     "Batch",
     "BatchError",
     "Breakdown",
+    "Cause",
     "CheckpointError",
     "Checkpointing",
     "Choice",
     "Cost",
     "Coupled",
+    "CutResult",
     "Dealt",
     "DropoutError",
+    "ExactnessError",
     "Fit",
     "Fitted",
     "GlobalBatches",
@@ -88,6 +94,7 @@ __all__ = [
     "NonFiniteError",
     "Objective",
     "ParallelError",
+    "ParameterError",
     "PerRow",
     "Plan",
     "PlanError",
@@ -108,6 +115,8 @@ __all__ = [
     "Update",
     "UpdateError",
     "UpdateResult",
+    "Verdict",
+    "VerifyError",
     "Window",
     "WindowError",
     "Windows",
@@ -126,6 +135,7 @@ __all__ = [
     "stages",
     "supervised",
     "take_rows",
+    "verify",
     "warmup",
     "windows",
 ]

@@ -12,6 +12,8 @@ AnybatchError
 ├── MemoryLimitError memory ran out where nothing could be made smaller
 ├── UpdateError      an `Update` that was put together from parts that do not fit
 ├── PlanError        an update whose memory cannot be predicted
+├── VerifyError      something that cannot be verified: no copy, no second row
+├── ExactnessError   the self-check of an `Update` found a gradient that is not the whole batch's
 ├── ReportError      a folder that holds no results to make a page of
 └── NonFiniteError   a gradient or a loss is inf or nan
 
@@ -65,6 +67,14 @@ class UpdateError(AnybatchError, ValueError):
 
 class PlanError(AnybatchError, ValueError):
     """An update whose memory cannot be predicted."""
+
+
+class VerifyError(AnybatchError, ValueError):
+    """Something that cannot be verified."""
+
+
+class ExactnessError(AnybatchError, ArithmeticError):
+    """The accumulated gradient is not the whole batch's; the message is the verdict, with the cause."""
 
 
 class ReportError(AnybatchError, ValueError):

@@ -23,6 +23,7 @@ from anybatch.gradients.out_of_memory import once_more
 from anybatch.gradients.precision import cast_gradients, found_overflow, takes_fp32_gradients
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.work import Autocast
+from anybatch.proof import self_check
 from anybatch.stages import Clip, Observer, Step, Tracker, Zero, tracker_for
 from anybatch.stepping import Stepping
 
@@ -62,7 +63,8 @@ class Update:
     leaves the update out, `"drop"` leaves the bad micro-batch out and renormalises the rest, `"ignore"` does not look (and so
     never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`.
     `batch_norm`, `offload` and `reshard` are those of `Accumulator`, and so is what it says of models on many ranks: the
-    decisions of an update are taken by all ranks together.
+    decisions of an update are taken by all ranks together. With `check`, some rows of the first batch run on a copy, in one
+    go and accumulated, before anything is learnt; where their gradients differ, `ExactnessError` names the cause.
 
     >>> import torch
     >>> from anybatch import supervised
@@ -89,6 +91,7 @@ class Update:
         offload: Offload = "auto",
         on_nonfinite: OnNonFinite = "raise",
         reshard: bool = True,
+        check: bool = False,
         observer: Observer | None = None,
     ) -> None:
         _check(model, optimizer, clip_norm, clip_value, scaler, scheduler, on_nonfinite)
@@ -118,6 +121,7 @@ class Update:
         self.accumulator.purpose = replace(purpose, optimizer=optimizer, options={**purpose.options, **clips})
         self._tracking_layers = tracking_layers(model)
         self._stepping = Stepping(optimizer)
+        self._is_to_check = check
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients this update clears and fills: the model's and the optimizer's."""
@@ -128,6 +132,9 @@ class Update:
 
         An exception before the step leaves weights, optimizer, scheduler and running statistics as they were.
         """
+        if self._is_to_check:
+            self_check(self.accumulator, batch)
+            self._is_to_check = False
         tracker = tracker_for(self.observer)
         statistics = once_more(lambda: copy_statistics(self._tracking_layers))
         lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))

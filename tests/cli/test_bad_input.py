@@ -12,7 +12,7 @@ def failure(capsys, *arguments):
     return captured.err
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "trace"])
+@pytest.mark.parametrize("command", ["train", "compare", "trace", "verify"])
 def test_an_unknown_task_is_told_which_there_are(capsys, command):
     assert "there is no task 'digit'. Built in are textbook, digits, stdlib, pairs" in failure(capsys, command, "digit")
 

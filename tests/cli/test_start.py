@@ -18,7 +18,15 @@ def python(*arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["compare", "--help"], ["trace", "--help"], ["report", "--help"], ["--version"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["compare", "--help"],
+        ["trace", "--help"],
+        ["verify", "--help"],
+        ["report", "--help"],
+        ["--version"],
+    ],
 )
 def test_help_loads_no_torch(arguments):
     done = python("-c", SEES_TORCH, *arguments)
@@ -51,7 +59,7 @@ main.run(["train", "textbook"])
 def test_python_m_anybatch_is_the_command():
     done = python("-m", "anybatch", "--help")
     assert done.returncode == 0
-    for command in ("train", "compare", "trace", "report"):
+    for command in ("train", "compare", "trace", "verify", "report"):
         assert command in done.stdout
     assert "Usage: anybatch" in done.stdout
 

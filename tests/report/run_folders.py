@@ -229,3 +229,40 @@ def trace_folder(folder: Path) -> Path:
     write_json(folder / "trace.json", trace_fields())
     write_lines(folder / "metrics.jsonl", [window_event(update=1, num_micro_batches=2)])
     return folder
+
+
+def proof_fields(**changed: Any) -> dict[str, Any]:
+    """`verify.json` of a model with one cause, in two precisions, one cut of which could not run."""
+    luck = random.Random(3)
+    names = [f"layers.{layer}.self_attention.{kind}" for layer in range(2) for kind in ("weight", "bias")]
+    cuts: list[dict[str, Any]] = []
+    for precision, floor in (("float64", 4e-15), ("own", 3e-6)):
+        for name, error in (("as configured: Rows(size=16)", 0.2), ("rows by 1", 0.9)):
+            parameters = [
+                {"name": each, "error": error * luck.uniform(0.5, 1.5), "floor": floor * luck.uniform(0.5, 9)}
+                for each in names
+            ]
+            parameters[0]["error"] = floor / 20
+            cut = {"name": name, "precision": precision, "micro_batches": 4, "rows": [16] * 4, "error": error}
+            cuts.append(cut | {"parameters": parameters, "failure": None, "is_exact": False})
+        failed = {"name": "in half", "precision": precision, "micro_batches": 2, "rows": [32, 32], "error": None}
+        cuts.append(failed | {"parameters": [], "failure": "BatchError: no variance.", "is_exact": False})
+    cause = {"kind": "units", "explanation": "The mean loss divides by tokens.", "fix": "Give units=tokens."}
+    return {
+        "is_exact": False,
+        "error": None,
+        "rows": 64,
+        "rows_given": 128,
+        "dtype": "float32",
+        "cuts": cuts,
+        "causes": [cause],
+        "notes": ["one note."],
+    } | changed
+
+
+def verify_folder(path: Path) -> Path:
+    """The folder of `anybatch verify`."""
+    path.mkdir(parents=True, exist_ok=True)
+    write_json(path / "run.json", run_fields(kind="verify", command="anybatch verify digits", plan={}, summary={}))
+    write_json(path / "verify.json", proof_fields())
+    return path

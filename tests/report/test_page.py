@@ -12,17 +12,19 @@ from tests.report.run_folders import (
     HOSTILE,
     compare_folder,
     comparison_fields,
+    proof_fields,
     run_fields,
     trace_fields,
     trace_folder,
     train_folder,
     training_events,
+    verify_folder,
     window_event,
     write_json,
     write_lines,
 )
 
-FOLDERS = {"train": train_folder, "compare": compare_folder, "trace": trace_folder}
+FOLDERS = {"train": train_folder, "compare": compare_folder, "trace": trace_folder, "verify": verify_folder}
 
 
 @dataclass
@@ -121,7 +123,14 @@ def hostile_folders(root):
     walk["stages"][0] |= {"stage": HOSTILE, "title": HOSTILE, "facts": {HOSTILE: HOSTILE}, "values": [HOSTILE]}
     walk["layers"][0] |= {"name": HOSTILE, "kind": HOSTILE, "values": [[HOSTILE]]}
     write_json(trace / "trace.json", walk)
-    return {"train": train, "compare": compare, "trace": trace}
+
+    verify = verify_folder(root / "verify")
+    proof = proof_fields(dtype=HOSTILE, notes=[HOSTILE])
+    proof["causes"][0] |= {"kind": HOSTILE, "explanation": HOSTILE, "fix": HOSTILE}
+    proof["cuts"][0] |= {"name": HOSTILE, "failure": HOSTILE}
+    proof["cuts"][0]["parameters"][0]["name"] = HOSTILE
+    write_json(verify / "verify.json", proof)
+    return {"train": train, "compare": compare, "trace": trace, "verify": verify}
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -274,6 +283,24 @@ def test_arrow_keys_walk_the_timeline_in_the_order_of_time(shown):
     expect(readout).to_contain_text("update: zero")
     page.keyboard.press("ArrowRight")
     expect(readout).to_contain_text("micro-batch 0: load")
+
+
+def test_a_proof_shows_errors_against_the_floor_and_says_why(shown):
+    page = shown("verify").page
+    expect(page.locator(".summary")).to_contain_text("digits is not exact: in 3 cuts, 64 rows of 128")
+    expect(page.locator("#causes .findings")).to_contain_text("divides by tokens. Fix: Give units=tokens.")
+    charts = page.locator("#proof figure.chart")
+    assert charts.count() == 2
+    drawing = charts.first.evaluate("figure => JSON.parse(figure.querySelector('script').textContent)")
+    assert drawing["layout"]["yaxis"]["type"] == "log"
+    floor, *cuts = drawing["data"]
+    assert [floor["name"], *(cut["name"] for cut in cuts)] == ["floor", "as configured: Rows(size=16)", "rows by 1"]
+    assert cuts[0]["y"][0] < min(floor["y"])
+    assert all(error > max(floor["y"]) for cut in cuts for error in cut["y"][1:])
+    expect(charts.first).to_contain_text("3 parameters above the floor")
+    table = page.locator("#proof .tables table")
+    assert table.locator("tbody tr").count() == 6
+    expect(page.locator("#proof .tables")).to_contain_text("in half failed: BatchError: no variance.")
 
 
 def test_plus_and_zero_zoom_in_and_out(shown):

@@ -206,6 +206,44 @@ def plan(
 
 
 @app.command()
+def verify(
+    task: opt.TaskName,
+    batch_size: opt.BatchSize = None,
+    micro_batch: opt.MicroBatch = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Verify as many rows as fit into this in one go, such as 2GiB; if not given, the whole batch.",
+            rich_help_panel=opt.WHERE,
+        ),
+    ] = None,
+    precision: opt.PrecisionOption = "fp32",
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    out: opt.Out = None,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the verdict as JSON and nothing else.", rich_help_panel=opt.WHERE),
+    ] = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Prove on the first batch of a task that accumulating gives the whole batch's gradient, or say why not.
+
+    Exit code 0 if it is exact, 1 if not.
+
+    Example: anybatch verify digits --micro-batch 5
+    """
+    from anybatch.cli.verify import verify_command
+
+    settings = Settings(
+        batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), precision=precision, seed=seed, device=device
+    )
+    return verify_command(task, settings, memory=memory, out=out, is_json=json, is_quiet=quiet)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
     quiet: opt.Quiet = False,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from anybatch.report.comparing import final, num_seeds
-from anybatch.report.results import Comparison, Results, Scalar
+from anybatch.report.proving import largest_error, proof_sentence, written_precision
+from anybatch.report.results import Comparison, Proof, Results, Scalar
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words
 
 
@@ -18,6 +19,8 @@ class Figure:
 
 def summary(results: Results) -> str:
     """One plain sentence on the whole run."""
+    if results.proof is not None:
+        return proof_sentence(results.run.task, results.proof)
     if results.comparison is not None and results.comparison.arms:
         return _compared(results.run.task, results.comparison)
     if results.walk is not None:
@@ -27,6 +30,8 @@ def summary(results: Results) -> str:
 
 def headline(results: Results) -> tuple[Figure, ...]:
     """The few numbers that matter; what the run does not have is left out."""
+    if results.proof is not None:
+        return _proof_figures(results.proof)
     if results.comparison is not None and results.comparison.arms:
         return _comparison_figures(results.comparison)
     return _training_figures(results)
@@ -112,6 +117,24 @@ def _ends(comparison: Comparison) -> tuple[tuple[str, str], tuple[str, str]] | N
     write = percent if is_share(comparison.metric, [mean for mean, _ in means]) else number
     lowest, highest = min(means), max(means)
     return (write(lowest[0]), lowest[1]), (write(highest[0]), highest[1])
+
+
+def _proof_figures(proof: Proof) -> tuple[Figure, ...]:
+    verdict = Figure(label="verdict", value="exact" if proof.is_exact else "not exact")
+    errors = [
+        Figure(
+            label=f"largest error, {written_precision(proof, precision)}",
+            value="not finite" if (error := largest_error(proof, precision)) is None else number(float(f"{error:.2g}")),
+            note=f"over {plural(sum(cut.precision == precision for cut in proof.cuts), 'cut')}",
+        )
+        for precision in dict.fromkeys(cut.precision for cut in proof.cuts)
+    ]
+    parameters = max((len(cut.parameters) for cut in proof.cuts), default=0)
+    return (
+        verdict,
+        *errors,
+        Figure(label="compared", value=plural(proof.rows or 0, "row"), note=plural(parameters, "parameter")),
+    )
 
 
 def _comparison_figures(comparison: Comparison) -> tuple[Figure, ...]:

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from anybatch.report.chart import Chart, Table
 from anybatch.report.comparing import comparison_charts, final_table
 from anybatch.report.headline import headline, summary
+from anybatch.report.proving import cuts_table, proof_charts
 from anybatch.report.reading import read_results
 from anybatch.report.results import Layer, Results, Scalar, Step
 from anybatch.report.training import course_charts, epoch_charts, update_charts
@@ -88,6 +89,17 @@ def render(results: Results) -> str:
 def sections(results: Results) -> tuple[Section, ...]:
     """The parts of the page that the results have something for, in reading order."""
     parts: list[Section] = []
+    if results.proof is not None:
+        causes = tuple(f"{cause.explanation} Fix: {cause.fix}" for cause in results.proof.causes)
+        parts.append(Section(name="causes", title="Why it is not exact", notes=causes))
+        parts.append(
+            Section(
+                name="proof",
+                title="Accumulated against the whole batch",
+                charts=tuple(proof_charts(results.proof)),
+                tables=(("Every cut", cuts_table(results.proof)),),
+            )
+        )
     if results.comparison is not None:
         comparison = results.comparison
         parts.append(Section(name="findings", title="What was found", notes=comparison.findings))

@@ -10,11 +10,15 @@ from anybatch.report.results import (
     Arm,
     ArmEpoch,
     ArmRun,
+    Cause,
     Comparison,
+    CutResult,
     EpochPoint,
     Layer,
     MemoryCurve,
     MemoryPoint,
+    ParameterError,
+    Proof,
     Results,
     Run,
     Span,
@@ -36,6 +40,7 @@ def read_results(run_folder: Path) -> Results:
     events, num_unreadable = _events(run_folder)
     comparison = _object(run_folder, "compare.json")
     walk = _object(run_folder, "trace.json")
+    proof = _object(run_folder, "verify.json")
     updates = {update.update: update for event in events if (update := _update(event))}
     epochs = {epoch.epoch: epoch for event in events if (epoch := _epoch(event))}
     timelines = {timeline.update: timeline for event in events if (timeline := _timeline(event))}
@@ -48,6 +53,7 @@ def read_results(run_folder: Path) -> Results:
         memory=tuple(memory[key] for key in sorted(memory)),
         comparison=_comparison(comparison) if comparison else None,
         walk=_walk(walk) if walk else None,
+        proof=_proof(proof) if proof else None,
         num_unreadable=num_unreadable,
     )
 
@@ -59,8 +65,9 @@ def _object(run_folder: Path, name: str, *, is_required: bool = False) -> Fields
             return {}
         what = "is a file" if run_folder.is_file() else f"has no {name}" if run_folder.is_dir() else "does not exist"
         raise ReportError(
-            f"{str(run_folder)!r} {what}; a run folder holds {name}, and metrics.jsonl, compare.json or trace.json. "
-            f"Give the folder that `anybatch train`, `compare` or `trace` named when it ended."
+            f"{str(run_folder)!r} {what}; a run folder holds {name}, and metrics.jsonl, compare.json, trace.json or "
+            "verify.json. "
+            f"Give the folder that `anybatch train`, `compare`, `trace` or `verify` named when it ended."
         )
     try:
         loaded = loads(path.read_text(encoding="utf-8"))
@@ -100,7 +107,7 @@ def _run(fields: Fields) -> Run:
     if "kind" not in fields or "task" not in fields:
         raise ReportError(
             f"run.json has the keys {sorted(fields)}; 'kind' and 'task' were expected. It is not a run of anybatch: give the "
-            f"folder that `anybatch train`, `compare` or `trace` named when it ended."
+            f"folder that `anybatch train`, `compare`, `trace` or `verify` named when it ended."
         )
     return Run(
         kind=text(fields["kind"]),
@@ -247,5 +254,37 @@ def _walk(fields: Fields) -> Walk:
                 values=nested(layer.get("values")),
             )
             for layer in objects(fields.get("layers"))
+        ),
+    )
+
+
+def _proof(fields: Fields) -> Proof:
+    return Proof(
+        is_exact=fields.get("is_exact") is True,
+        rows=whole(fields.get("rows")),
+        rows_given=whole(fields.get("rows_given")),
+        dtype=text(fields.get("dtype"), "own precision"),
+        cuts=tuple(_cut(cut) for cut in objects(fields.get("cuts"))),
+        causes=tuple(
+            Cause(kind=text(cause.get("kind")), explanation=text(cause.get("explanation")), fix=text(cause.get("fix")))
+            for cause in objects(fields.get("causes"))
+        ),
+        notes=tuple(text(note) for note in fields.get("notes") or ()),
+    )
+
+
+def _cut(fields: Fields) -> CutResult:
+    return CutResult(
+        name=text(fields.get("name")),
+        precision=text(fields.get("precision")),
+        micro_batches=whole(fields.get("micro_batches")),
+        error=real(fields.get("error")),
+        is_exact=fields.get("is_exact") is True,
+        failure=text(fields.get("failure")),
+        parameters=tuple(
+            ParameterError(
+                name=text(parameter.get("name")), error=real(parameter.get("error")), floor=real(parameter.get("floor"))
+            )
+            for parameter in objects(fields.get("parameters"))
         ),
     )

@@ -175,6 +175,51 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterError:
+    """The error of one parameter's gradient, and what the order of summation explains of it."""
+
+    name: str
+    error: float | None
+    """None where it is not finite."""
+    floor: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutResult:
+    """One cut of the batch in one precision."""
+
+    name: str
+    precision: str
+    micro_batches: int | None
+    error: float | None
+    is_exact: bool
+    failure: str
+    parameters: tuple[ParameterError, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a gradient was not exact, and what to do."""
+
+    kind: str
+    explanation: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """`verify.json`: the accumulated gradient against the whole batch's."""
+
+    is_exact: bool
+    rows: int | None
+    rows_given: int | None
+    dtype: str
+    cuts: tuple[CutResult, ...]
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """All that a run folder holds."""
 
@@ -185,5 +230,6 @@ class Results:
     memory: tuple[MemoryCurve, ...] = ()
     comparison: Comparison | None = None
     walk: Walk | None = None
+    proof: Proof | None = None
     num_unreadable: int = 0
     """Lines of `metrics.jsonl` that are no JSON object: what a kill in the middle of a write leaves."""

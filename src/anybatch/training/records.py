@@ -1,4 +1,4 @@
-"""What a run leaves on disk, as frozen data: `run.json`, `metrics.jsonl`, `compare.json`, `trace.json`.
+"""What a run leaves on disk, as frozen data: `run.json`, `metrics.jsonl`, `compare.json`, `trace.json`, `verify.json`.
 
 Files are JSON and nothing else; inf and nan become null, which JSON has no other word for. Whole files are replaced in one
 step, so a reader never sees half of one; a `metrics.jsonl` that a kill has cut off inside its last line is read up to there.
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from anybatch.errors import RunError
 
-Kind = Literal["train", "compare", "trace"]
+Kind = Literal["train", "compare", "trace", "verify"]
 Status = Literal["running", "finished", "stopped"]
 Flat = Mapping[str, Any]
 """Names and plain values: what a table of settings shows."""
@@ -255,6 +255,10 @@ class RunFolder:
     def write_trace(self, trace: Trace) -> None:
         """Replace `trace.json`."""
         _replace(self.path / "trace.json", to_json(trace, indent=1))
+
+    def write_verdict(self, verdict: Mapping[str, Any]) -> None:
+        """Replace `verify.json`."""
+        _replace(self.path / "verify.json", to_json(verdict, indent=1))
 
     def _whole_lines(self) -> Iterable[str]:
         if not self.metrics.is_file():

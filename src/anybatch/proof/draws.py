@@ -1,0 +1,201 @@
+"""Random draws of torch, held fixed row by row: what the whole batch drew, its rows draw again however they are cut.
+
+Every operation that torch tags as drawing from a generator is seen by a dispatch mode, below `F.dropout`, `nn.Dropout`,
+attention and any code of a model's own. Which dimension of a draw is the rows is read off its two shapes: where the whole
+batch drew B x m numbers, and b of its rows draw b x m, the rows are there.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SEEDED = torch.Tag.nondeterministic_seeded
+_DROPOUT = torch.ops.aten.native_dropout.default
+FIRST_SEED = 0xB47C
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one operation drew for the whole batch."""
+
+    operation: str
+    numbers: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What one forward of the whole batch drew, in order, and which draws of micro-batches could not be found among them."""
+
+    num_rows: int
+    is_left: bool = False
+    """Whether padding is cut off at the beginning of rows."""
+    whole: list[Draw] = field(default_factory=list)
+    strange: list[str] = field(default_factory=list)
+    _seen: dict[bytes, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    """State of the generator before a draw -> (rows, number of the draw): a forward that checkpointing runs again is met so."""
+
+
+@contextmanager
+def recording(draws: Draws) -> Iterator[None]:
+    """The forward of the whole batch, whose draws are kept."""
+    torch.manual_seed(FIRST_SEED)
+    with _visible(), _Recording(draws):
+        yield
+
+
+@contextmanager
+def replaying(draws: Draws, rows: Sequence[int]) -> Iterator[None]:
+    """A forward of these rows of the batch, in this order, which draws what they drew in the whole batch."""
+    torch.manual_seed(FIRST_SEED + 1 + hash(tuple(rows)) % 2**31)
+    with _visible(), _Replaying(draws, tuple(rows)):
+        yield
+
+
+@contextmanager
+def recomputing(draws: Draws) -> Iterator[None]:
+    """Backward passes, in which checkpointed forwards run again and draw as they did the first time."""
+    with _visible(), _Replaying(draws, None):
+        yield
+
+
+@contextmanager
+def _visible() -> Iterator[None]:
+    """Attention by kernels whose dropout is an operation of its own."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _SEEDED in func.tags and (numbers := _drawn(func, result)) is not None:
+            self._draws.whole.append(Draw(str(func), numbers.detach().clone()))
+        return result
+
+
+class _Replaying(TorchDispatchMode):
+    def __init__(self, draws: Draws, rows: tuple[int, ...] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+        self._rows = rows
+        self._next = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # outside a forward of known rows only what backward runs again is looked at
+        if _SEEDED not in func.tags or (self._rows is None and torch._C._current_graph_task_id() == -1):
+            return func(*args, **kwargs)
+        state = _state(func, args, kwargs)
+        result = func(*args, **kwargs)
+        numbers = _drawn(func, result)
+        if numbers is None:
+            self._draws.strange.append(f"{func} draws inside one kernel")
+        elif (found := self._find(state)) is not None:
+            self._put(func, numbers, *found)
+            if func is _DROPOUT:
+                torch.mul(args[0], numbers, out=result[0]).mul_(0.0 if args[1] == 1 else 1 / (1 - args[1]))
+        return result
+
+    def _find(self, state: bytes) -> tuple[tuple[int, ...], int] | None:
+        if self._rows is None:
+            return self._draws._seen.get(state)
+        place = (self._rows, self._next)
+        self._next += 1
+        self._draws._seen[state] = place
+        return place
+
+    def _put(self, func: Any, numbers: Tensor, rows: tuple[int, ...], number: int) -> None:
+        whole = self._draws.whole[number] if number < len(self._draws.whole) else None
+        taken = None
+        if whole is not None and whole.operation == str(func):
+            taken = rows_of_draw(whole.numbers, tuple(numbers.shape), rows, self._draws)
+        if taken is not None:
+            numbers.copy_(taken)
+            return
+        there = "nothing" if whole is None else f"{whole.operation} of {tuple(whole.numbers.shape)}"
+        self._draws.strange.append(f"{func} of {tuple(numbers.shape)} where the whole batch drew {there}")
+
+
+def rows_of_draw(whole: Tensor, shape: tuple[int, ...], rows: Sequence[int], draws: Draws) -> Tensor | None:
+    """The numbers of `rows` among those of the whole batch, in `shape`; None where no dimension can be the rows.
+
+    The rows are the first dimension that is longer in the whole batch, in proportion, or with padding cut off; where all rows
+    are there, the first that they divide. Any other dimension that is shorter has lost padding. A draw of the same shape
+    whatever the rows is everybody's.
+    """
+    if whole.dim() != len(shape) or any(wanted > length for length, wanted in zip(whole.shape, shape, strict=True)):
+        return None
+    is_all = len(rows) == draws.num_rows
+    taken, is_found = whole, False
+    for dim, (length, wanted) in enumerate(zip(whole.shape, shape, strict=True)):
+        can_be_rows = length > 0 and length % draws.num_rows == 0 and wanted % len(rows) == 0
+        can_be_rows = can_be_rows and wanted // len(rows) <= length // draws.num_rows
+        if not is_found and can_be_rows and (is_all or wanted < length):
+            each = taken.unflatten(dim, (draws.num_rows, -1)).index_select(dim, torch.tensor(rows, device=whole.device))
+            taken, is_found = _keep(each, dim + 1, wanted // len(rows), draws.is_left).flatten(dim, dim + 1), True
+        else:
+            taken = _keep(taken, dim, wanted, draws.is_left)
+    return taken if is_found or tuple(whole.shape) == shape else None
+
+
+def _keep(numbers: Tensor, dim: int, wanted: int, is_left: bool) -> Tensor:
+    return numbers.narrow(dim, numbers.shape[dim] - wanted if is_left else 0, wanted)
+
+
+def _drawn(func: Any, result: Any) -> Tensor | None:
+    """The tensor of random numbers among the results; None for kernels that do not show it."""
+    if func is _DROPOUT:
+        return result[1]  # type: ignore[no-any-return]
+    return result if isinstance(result, Tensor) and func._schema.name in _PURE else None
+
+
+_PURE = frozenset(
+    f"aten::{name}"
+    for name in [
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "randperm",
+        "random_",
+        "uniform_",
+        "_standard_gamma",
+        "_sample_dirichlet",
+    ]
+)
+"""Operations whose result is the draw itself."""
+
+
+def _state(func: Any, args: Any, kwargs: Any) -> bytes:
+    generator = kwargs.get("generator")
+    if generator is None:
+        device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        device = device or kwargs.get("device") or torch.device("cpu")
+        device = torch.device(device)
+        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    else:
+        state = generator.get_state()
+    return bytes(state.cpu().numpy().tobytes())

@@ -1,0 +1,70 @@
+"""The self-check of an `Update`: its first batch, before it learns from it."""
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from anybatch.batches import Batch, MicroBatches, Tokens, num_rows, take_rows
+from anybatch.errors import ExactnessError
+from anybatch.gradients import Accumulator
+from anybatch.proof.comparing import unit_of, verify
+from anybatch.proof.copies import copy_model, inner_model, untouched
+from anybatch.proof.cuts import uneven
+from anybatch.proof.floor import most, relative
+from anybatch.proof.running import make_case
+
+
+def self_check(accumulator: Accumulator, batch: Batch) -> None:
+    """Raise `ExactnessError`, with the cause, unless rows of this batch give the same gradient in one go and accumulated.
+
+    As many rows as one micro-batch holds, spread over the batch: so it needs no more memory than the update, but
+    for a copy of the
+    model, and costs two passes over one micro-batch. Where these are too far apart, `verify` judges, and looks for the cause.
+    With `batch_norm="micro"` the user has chosen other statistics than the batch's; then all else is checked, with
+    BatchNorm frozen.
+    Everything is left as it was.
+    """
+    sample = _spread_rows(accumulator, batch)
+    if sample is None:
+        return
+    model, objective = inner_model(accumulator.model), accumulator.objective
+    mode = accumulator.norms.mode
+    options: dict[str, Any] = {
+        "batch_norm": "frozen" if mode == "micro" else mode,
+        "autocast": accumulator.autocast,
+    }
+    if _is_near(model, accumulator, sample, options):
+        return
+    verdict = verify(model, objective, sample, **options)
+    if not verdict.is_exact:
+        raise ExactnessError(
+            f"the self-check of the first batch found that its accumulated gradient is not the whole batch's; nothing was "
+            f"changed. {verdict.describe()}\nMend the cause, or leave check=False to train as it is."
+        )
+
+
+def _is_near(model: nn.Module, accumulator: Accumulator, sample: Batch, options: dict[str, Any]) -> bool:
+    with untouched(model, accumulator.objective):
+        case = make_case(copy_model(model), accumulator.objective, sample, **options)
+        whole = case.record()
+        try:
+            accumulated = case.accumulated(uneven(sample))
+        except Exception:  # verify says what it was, and whether it matters
+            return False
+        return relative(whole, accumulated) <= most(unit_of(case)) / 10
+
+
+def _spread_rows(accumulator: Accumulator, batch: Batch) -> Batch | None:
+    """Rows from all over the batch, as many as its first micro-batch has, at least 2; None where there is but one row."""
+    if isinstance(batch, MicroBatches):
+        return next((part for part in batch if num_rows(part) > 1), None)
+    split = copy.deepcopy(accumulator.split)  # one that learns must not learn from this
+    rows = split.cut(batch).row_numbers
+    count, wanted = sum(map(len, rows)), max(2, len(rows[0]))
+    if count < 2:
+        return None
+    chosen = [index * count // wanted for index in range(wanted)]
+    if isinstance(split, Tokens) and split.collate is not None:
+        return split.collate([batch[row] for row in chosen])
+    return take_rows(batch, chosen)

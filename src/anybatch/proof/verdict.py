@@ -1,0 +1,132 @@
+"""What verifying finds: numbers for every cut, and where they are not exact, causes with their fixes."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from anybatch.proof.floor import ParameterError
+from anybatch.proof.precision import Precision
+
+Kind = Literal[
+    "units",
+    "sum",
+    "mean",
+    "coupled",
+    "batch_norm",
+    "state",
+    "randomness",
+    "draws",
+    "touched",
+    "inputs",
+    "padding",
+    "precision",
+    "nonfinite",
+    "error",
+    "unknown",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why the accumulated gradient is not the whole batch's."""
+
+    kind: Kind
+    explanation: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutResult:
+    """One cut in one precision."""
+
+    name: str
+    precision: Precision
+    micro_batches: int
+    rows: tuple[int, ...]
+    """How many rows each micro-batch had."""
+    error: float
+    """|accumulated - whole| / |whole| over all parameters."""
+    parameters: tuple[ParameterError, ...]
+    failure: str | None = None
+    """What was raised, where this cut could not run."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.failure is None and all(parameter.is_exact for parameter in self.parameters)
+
+    @property
+    def worst(self) -> ParameterError | None:
+        """The parameter that is furthest above its floor, or nearest to it."""
+        return max(self.parameters, key=_over_floor, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether the accumulated gradient is the whole batch's, up to the order of summation; and if not, why."""
+
+    rows: int
+    """Rows that were compared."""
+    rows_given: int
+    """Rows of the batch; more than `rows` where not all fit into the memory given."""
+    dtype: str
+    """The model's own precision."""
+    cuts: tuple[CutResult, ...]
+    causes: tuple[Cause, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """True if every parameter is within its floor, in every cut and precision."""
+        return all(cut.is_exact for cut in self.cuts)
+
+    @property
+    def error(self) -> float:
+        """The largest error of any cut, over all parameters."""
+        return max((cut.error for cut in self.cuts), default=0.0)
+
+    def describe(self) -> str:
+        """The verdict in words and numbers, for a terminal."""
+        of_given = f" of {self.rows_given}" if self.rows != self.rows_given else ""
+        head = "exact" if self.is_exact else "not exact"
+        lines = [f"{head}: {self.rows}{of_given} rows, accumulated against the whole batch in one go"]
+        width = max((len(cut.name) for cut in self.cuts), default=0)
+        for cut in self.cuts:
+            lines.append(f"  {cut.name:<{width}}  {self._precision(cut):<8}  {_numbers(cut)}")
+        for cause in self.causes:
+            lines += ["", f"cause ({cause.kind}): {cause.explanation}", f"fix: {cause.fix}"]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for JSON: the fields, and `is_exact` of the verdict and of every cut."""
+        plain = _finite(dataclasses.asdict(self))
+        for cut, result in zip(plain["cuts"], self.cuts, strict=True):
+            cut["is_exact"] = result.is_exact
+        return {"is_exact": self.is_exact, "error": _finite(self.error), **plain}
+
+    def _precision(self, cut: CutResult) -> str:
+        return "float64" if cut.precision == "float64" else self.dtype
+
+
+def _numbers(cut: CutResult) -> str:
+    if cut.failure is not None:
+        return f"failed: {cut.failure}"
+    worst = cut.worst
+    mark = "exact" if cut.is_exact else "NOT EXACT"
+    where = "" if worst is None else f"; {worst.name} {worst.error:.1e}, floor {worst.floor:.1e}"
+    return f"{cut.micro_batches:>3} micro-batches  error {cut.error:.1e}  {mark}{where}"
+
+
+def _over_floor(parameter: ParameterError) -> float:
+    if parameter.error == 0:
+        return 0.0
+    return parameter.error / parameter.floor if parameter.floor else math.inf
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no inf: None stands for it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

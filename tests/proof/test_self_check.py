@@ -1,0 +1,121 @@
+"""Update(check=True): a wrong objective is refused with its cause, a right one trains as if nothing had been checked."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch import ExactnessError, Objective, Tokens, Update, supervised, windows
+from tests.proof.sound import GPT, LENGTH, cnn, images, mlp, next_token, rows_of_numbers, shifted, texts
+from tests.proof.test_mistakes import Counting, NumpyNoise
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(5)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def state_of_everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [
+        [tensor.detach().clone() for tensor in tensors],
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        copy.deepcopy(optimizer.state_dict()),
+        model.training,
+    ]
+
+
+def assert_same(before: object, now: object) -> None:
+    if isinstance(before, torch.Tensor):
+        assert torch.equal(before, now)
+    elif isinstance(before, (list, tuple)):
+        assert len(before) == len(now)
+        for one, other in zip(before, now, strict=True):
+            assert_same(one, other)
+    elif isinstance(before, dict):
+        assert_same(list(before.values()), list(now.values()))
+    else:
+        assert before == now
+
+
+WRONG = {
+    "units": (GPT, Objective(next_token), texts, Tokens(3 * LENGTH)),
+    "sum": (mlp, Objective(lambda model, b: F.cross_entropy(model(b[0]), b[1], reduction="sum")), rows_of_numbers, 4),
+    "batch_norm": (lambda: cnn(nn.BatchNorm2d), supervised(nn.CrossEntropyLoss()), images, 4),
+    "state": (Counting, supervised(nn.CrossEntropyLoss()), rows_of_numbers, 4),
+    "randomness": (NumpyNoise, supervised(nn.CrossEntropyLoss()), rows_of_numbers, 4),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_first_batch_is_refused_with_its_cause_and_nothing_is_changed(kind):
+    make, objective, batch, micro_batch = WRONG[kind]
+    model = make()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = adam(model)
+    update = Update(model, optimizer, objective, micro_batch=micro_batch, check=True)
+    given = batch()
+    before = state_of_everything(model, optimizer)
+    for _ in range(2):  # it is not forgotten after the first refusal
+        with pytest.raises(ExactnessError, match=rf"(?s)nothing was changed.*cause \({kind}\).*fix: .*check=False"):
+            update(given)
+    assert_same(before, state_of_everything(model, optimizer))
+
+
+def test_a_checked_update_is_the_same_to_the_bit_as_one_that_is_not_checked():
+    weights = []
+    batch = rows_of_numbers()
+    start = cnn(lambda n: nn.GroupNorm(2, n))
+    pictures = images()
+    for check in (True, False):
+        torch.manual_seed(0)
+        model = copy.deepcopy(start)
+        update = Update(model, adam(model), supervised(nn.CrossEntropyLoss()), micro_batch=4, check=check)
+        for _ in range(3):
+            update(pictures)
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(*weights)
+    assert len(batch) == 2
+
+
+def test_the_check_runs_once_and_costs_two_passes_over_one_micro_batch():
+    rows_seen = []
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        rows_seen.append(len(batch[0]))
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    model = mlp(0.2)
+    update = Update(model, adam(model), Objective(loss), micro_batch=6, check=True)
+    inputs = torch.randn(24, 6), torch.randint(0, 3, (24,))
+    update(inputs)
+    assert sum(rows_seen) == 24 + 2 * 6
+    rows_seen.clear()
+    update(inputs)
+    assert sum(rows_seen) == 24
+
+
+def test_sound_updates_pass_the_check():
+    batch = texts()
+    cases = [
+        (GPT(), Objective(next_token, shifted), batch, {"micro_batch": Tokens(3 * LENGTH)}),
+        (GPT(), Objective(next_token, shifted), batch, {"micro_batch": 1}),
+        (cnn(nn.BatchNorm2d), supervised(nn.CrossEntropyLoss()), images(), {"micro_batch": 4, "batch_norm": "exact"}),
+        (cnn(nn.BatchNorm2d), supervised(nn.CrossEntropyLoss()), images(), {"micro_batch": 4, "batch_norm": "micro"}),
+        (mlp(), supervised(nn.CrossEntropyLoss()), next(iter(windows([rows_of_numbers()] * 2, 2))), {"micro_batch": 4}),
+        (mlp(), supervised(nn.CrossEntropyLoss()), (torch.randn(1, 6), torch.tensor([1])), {"micro_batch": 4}),
+        (mlp(), supervised(nn.CrossEntropyLoss()), rows_of_numbers(), {"micro_batch": 4, "autocast": torch.bfloat16}),
+    ]
+    for model, objective, given, options in cases:
+        assert Update(model, adam(model), objective, check=True, **options)(given).applied
