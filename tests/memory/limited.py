@@ -3,7 +3,6 @@
 import json
 import resource
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +25,10 @@ class Case:
     split: Callable[[], Any]
     room: int
     """MiB for the update, with its optimizer's state: the given split does not fit into it."""
-    batch_norm: Any = None
 
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(32, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 4))
-
-
-def with_norm() -> nn.Module:
-    # what is saved goes to disk: the widest layer is what does not fit, and threads take 8 MiB each
-    return nn.Sequential(nn.Linear(32, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 4))
 
 
 def classified(rows: int) -> tuple[Tensor, Tensor]:
@@ -76,9 +69,6 @@ CASES = {
         24,
     ),
     "coupled": Case(mlp, pairs(), lambda: (torch.randn(1024, 32), torch.randn(1024, 32)), lambda: Rows(1024), 24),
-    "norm": Case(
-        with_norm, supervised(nn.CrossEntropyLoss()), lambda: classified(1024), lambda: Rows(1024), 64, "exact"
-    ),
 }
 
 
@@ -94,7 +84,7 @@ def train(case: Case, splits: list[Any], *, room: int | None = None) -> tuple[Te
     model = case.model()
     batches = [case.batch() for _ in range(2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-    update = Update(model, optimizer, case.objective, micro_batch=splits[0], batch_norm=case.batch_norm, offload="disk")
+    update = Update(model, optimizer, case.objective, micro_batch=splits[0])
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if room is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (taken() + room * 2**20, hard))
@@ -110,7 +100,6 @@ def train(case: Case, splits: list[Any], *, room: int | None = None) -> tuple[Te
 
 def main() -> None:
     torch.set_num_threads(1)
-    threading.stack_size(2**20)  # what a thread reserves for its stack counts against the limit: 8 MiB, if not told otherwise
     case = CASES[sys.argv[1]]
     at_once, never, _ = train(case, [case.split()])  # also the warm-up: all threads and kernels are there afterwards
     assert not any(never)
