@@ -41,8 +41,10 @@ def test_every_public_name_is_imported_and_listed_in_order():
 
 
 def test_the_names_of_the_design_are_there():
-    designed = "Update Accumulator Window Objective supervised huggingface rows Rows Tokens Auto Fit PerRow windows MicroBatches "
+    designed = (
+        "Update Accumulator Window Objective supervised huggingface rows Rows Tokens Auto Fit PerRow windows MicroBatches "
         "plan"
+    )
     assert set(designed.split()) <= set(api.__all__)
 
 
