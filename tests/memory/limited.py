@@ -60,7 +60,7 @@ def pairs() -> Coupled:
 
 
 CASES = {
-    "rows": Case(mlp, supervised(nn.CrossEntropyLoss()), lambda: classified(4096), lambda: Rows(4096), 24),
+    "rows": Case(mlp, supervised(nn.CrossEntropyLoss()), lambda: classified(4096), lambda: Rows(4096), 16),
     "tokens": Case(
         bag,
         Objective(bag_loss),
@@ -68,7 +68,7 @@ CASES = {
         lambda: Tokens(65536, cost=Cost(fixed=1e9), slack=0),
         24,
     ),
-    "coupled": Case(mlp, pairs(), lambda: (torch.randn(1024, 32), torch.randn(1024, 32)), lambda: Rows(1024), 24),
+    "coupled": Case(mlp, pairs(), lambda: (torch.randn(1024, 32), torch.randn(1024, 32)), lambda: Rows(1024), 14),
 }
 
 
