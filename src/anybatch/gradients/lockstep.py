@@ -48,19 +48,20 @@ class Lockstep(Generic[T]):
             Thread(target=self._work, args=(index, state), name=f"anybatch-lockstep-{index}", daemon=True)
             for index in range(len(self.forwards))
         ]
-        for thread in threads:
-            thread.start()
-        self._batons[0].release()
         try:
+            for thread in threads:
+                thread.start()
+            self._batons[0].release()
             self._all_ended.acquire()
-        except BaseException:  # an interrupt while waiting
+        except BaseException:  # an interrupt while waiting, or no memory for another thread
             self._is_abandoned = True
             raise
         finally:
             for baton in self._batons if self._is_abandoned else ():
                 baton.release()
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:
+                    thread.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +41,9 @@ class Rewind:
         """This moment, to go back to."""
         known: dict[Slot, tuple[Tensor | None, int]] = {}
         buffers: dict[Slot, tuple[Tensor | None, Copy | None]] = {}
-        spool = Spool()
+        spool = None
         for module in (module for top in self._modules for module in top.modules() if module._buffers):
+            spool = spool or Spool()
             for name, tensor in module._buffers.items():
                 slot = (module, name)
                 known[slot] = (tensor, -1 if tensor is None else _version(tensor))
@@ -72,9 +74,14 @@ class Rewind:
         return kept(tensor.detach(), spool) if before is None else None
 
     def _devices(self) -> set[torch.device]:
-        if not torch.accelerator.is_available():
+        if not _has_accelerator():
             return set()
         return {tensor.device for top in self._modules for tensor in (*top.parameters(), *top.buffers())}
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 def _version(tensor: Tensor) -> int:

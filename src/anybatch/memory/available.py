@@ -6,12 +6,14 @@ from pathlib import Path
 import torch
 
 from anybatch.errors import PlanError
+from anybatch.memory.limits import left_within_limits
 
 
 def available_bytes(device: torch.device) -> int:
     """What could still be allocated there now, in bytes."""
     if device.type == "cpu":
-        return _available_on_host()
+        free, left = _available_on_host(), left_within_limits()
+        return free if left is None else min(free, left)
     try:
         free, _ = torch.accelerator.get_memory_info(device)
         cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
