@@ -111,7 +111,7 @@ def with_accelerate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Contender
 
 
 def with_lightning(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Contender:
-    parts, batches = parts_of(batch), 4
+    parts, batches = parts_of(batch), 3
     module = LightningWork(copy.deepcopy(model))
 
     def run() -> float:
@@ -179,7 +179,7 @@ def measure(*, is_quick: bool) -> None:
     dist.init_process_group("gloo")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    rounds = 8 if is_quick else 30
+    rounds = 5 if is_quick else 30
     results: dict[str, Any] = {
         "date": date.today().isoformat(),
         "versions": {
