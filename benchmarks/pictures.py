@@ -71,7 +71,7 @@ def ranks_picture(ddp: Mapping[str, Mapping[str, Any]], fsdp: Mapping[str, Any])
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}">',
             "<style>text{font:11px system-ui,sans-serif;fill:#222}.case{font-weight:600;font-size:13px}</style>",
             f'<rect width="{WIDTH}" height="{y}" fill="#ffffff"/>',
-            '<text x="12" y="20" class="case">Time per batch on two ranks, 8 micro-batches each, as a ratio to the first</text>',
+            '<text x="12" y="20" class="case">Time per batch on two ranks, 8 micro-batches each, to the first</text>',
             *lines,
             "</svg>\n",
         ]

@@ -54,10 +54,7 @@ def works() -> dict[str, tuple[nn.Module, tuple[Tensor, Tensor]]]:
     torch.manual_seed(dist.get_rank())
     num_rows, tokens = 16 * MICRO_BATCHES, torch.randint(0, 256, (4 * MICRO_BATCHES, 64))
     return {
-        "MLP 1.6 M, 2 x 8 x 16 rows": (
-            mlp,
-            (torch.randn(16 * MICRO_BATCHES, 512), torch.randint(0, 10, (16 * MICRO_BATCHES,))),
-        ),
+        "MLP 1.6 M, 2 x 8 x 16 rows": (mlp, (torch.randn(num_rows, 512), torch.randint(0, 10, (num_rows,)))),
         "transformer 4 x 128, 2 x 8 x 4 x 64 tokens": (transformer, (tokens, tokens.roll(-1, 1))),
     }
 
