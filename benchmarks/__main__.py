@@ -13,6 +13,7 @@ BENCHMARKS = [
     "coupled",
     "batchnorm",
     "dropout",
+    "ranks",
     "scale",
 ]
 
