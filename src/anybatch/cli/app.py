@@ -172,6 +172,43 @@ def trace(
 
 
 @app.command()
+def plan(
+    task: opt.TaskName,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="All the memory there is, such as 6GiB; if not given, what the device has free.",
+            rich_help_panel=opt.WHERE,
+        ),
+    ] = None,
+    batch_size: opt.BatchSize = None,
+    clip_norm: opt.ClipNorm = None,
+    precision: opt.PrecisionOption = "fp32",
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    out: opt.Out = None,
+    is_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.", rich_help_panel=opt.WHERE)
+    ] = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Say which micro-batch fits into a memory, and what an update needs, before anything runs.
+
+    The device need not be there: a laptop can plan for a card that it does not have.
+
+    Example: anybatch plan stdlib --memory 64MiB
+    """
+    from anybatch.cli.plan import plan_command
+
+    settings = Settings(
+        batch_size=batch_size, clip_norm=clip_norm, precision=precision, seed=seed, device=device, updates=1
+    )
+    return plan_command(task, settings, memory=memory, out=out, is_json=is_json, is_quiet=quiet)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
     quiet: opt.Quiet = False,

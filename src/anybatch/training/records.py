@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from anybatch.errors import RunError
 
-Kind = Literal["train", "compare", "trace"]
+Kind = Literal["train", "compare", "trace", "plan"]
 Status = Literal["running", "finished", "stopped"]
 Flat = Mapping[str, Any]
 """Names and plain values: what a table of settings shows."""
@@ -253,6 +253,10 @@ class RunFolder:
     def write_trace(self, trace: Trace) -> None:
         """Replace `trace.json`."""
         _replace(self.path / "trace.json", to_json(trace, indent=1))
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Replace `plan.json`."""
+        _replace(self.path / "plan.json", to_json(plan, indent=1))
 
     def _whole_lines(self) -> Iterable[str]:
         if not self.metrics.is_file():
