@@ -107,7 +107,7 @@ def test_what_needs_numbers_is_tried_really_and_without_numbers_refused():
     with torch.device("meta"):
         model = Reads()
     with pytest.raises(
-        PlanError, match="cannot be predicted: .*DataDependentOutput.*needs a model and a batch that hold"
+        PlanError, match=r"cannot be predicted: .*DataDependentOutput.*needs a model and a batch that hold"
     ):
         plan(model, torch.optim.SGD(model.parameters(), lr=0.1), CLASSES, rows(), memory="1GiB")
 
