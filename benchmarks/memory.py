@@ -139,7 +139,7 @@ def main() -> None:
     is_quick = "--quick" in sys.argv
     sizes = (1, 2, 8, 32) if is_quick else SIZES
     torch.manual_seed(0)
-    # the largest first: what resident memory once was, it stays
+    # small before large, and before anything runs: resident memory only grows
     plans = [large("GPT-2 124M")]
     if not is_quick:
         plans.append(large("GPT-2 XL 1.5B", n_embd=1600, n_layer=48, n_head=25))

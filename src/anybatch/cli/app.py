@@ -177,32 +177,79 @@ def trace(
 @app.command()
 def plan(
     task: opt.TaskName,
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Processes that share each batch.")] = 8,
-    bandwidth: Annotated[
-        str, typer.Option("--bandwidth", metavar="RATE", help="What each rank can send, such as 25GB/s or 200Gbit/s.")
-    ] = "25GB/s",
-    latency: Annotated[str, typer.Option("--latency", metavar="TIME", help="Of one message.")] = "10us",
-    flops: Annotated[
+    memory: Annotated[
         str | None,
         typer.Option(
-            "--flops", metavar="RATE", help="What a rank computes, such as 85TFLOP/s; else one is timed here."
+            "--memory",
+            metavar="SIZE",
+            help="All the memory there is, such as 6GiB; if not given, what the device has free.",
+            rich_help_panel=opt.WHERE,
         ),
     ] = None,
     batch_size: opt.BatchSize = None,
+    clip_norm: opt.ClipNorm = None,
+    precision: opt.PrecisionOption = "fp32",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            help="Say instead what N processes that share each batch would make of it.",
+            rich_help_panel=opt.MANY,
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        str,
+        typer.Option(
+            "--bandwidth",
+            metavar="RATE",
+            help="What each rank can send, such as 25GB/s or 200Gbit/s.",
+            rich_help_panel=opt.MANY,
+        ),
+    ] = "25GB/s",
+    latency: Annotated[
+        str, typer.Option("--latency", metavar="TIME", help="Of one message.", rich_help_panel=opt.MANY)
+    ] = "10us",
+    flops: Annotated[
+        str | None,
+        typer.Option(
+            "--flops",
+            metavar="RATE",
+            help="What a rank computes, such as 85TFLOP/s; else one is timed here.",
+            rich_help_panel=opt.MANY,
+        ),
+    ] = None,
     micro_batch: opt.MicroBatch = None,
+    seed: opt.Seed = 0,
     device: opt.Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    out: opt.Out = None,
+    is_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.", rich_help_panel=opt.WHERE)
+    ] = False,
+    quiet: opt.Quiet = False,
 ) -> int:
-    """Say what many ranks would make of a task: what synchronising costs, and how large the batch must be. On paper.
+    """Say which micro-batch fits into a memory, and what an update needs, before anything runs.
+
+    The device need not be there: a laptop can plan for a card that it does not have. With --ranks: what synchronising
+    costs on many ranks, and how large the batch must be, on paper.
+
+    Example: anybatch plan stdlib --memory 64MiB
 
     Example: anybatch plan stdlib --ranks 64 --bandwidth 25GB/s
     """
-    from anybatch.cli.scale import scale_command
+    if ranks is not None:
+        from anybatch.cli.scale import scale_command
 
-    settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
-    return scale_command(
-        task, settings, ranks=ranks, bandwidth=bandwidth, latency=latency, flops=flops, as_json=as_json
+        settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
+        return scale_command(
+            task, settings, ranks=ranks, bandwidth=bandwidth, latency=latency, flops=flops, as_json=is_json
+        )
+    from anybatch.cli.plan import plan_command
+
+    settings = Settings(
+        batch_size=batch_size, clip_norm=clip_norm, precision=precision, seed=seed, device=device, updates=1
     )
+    return plan_command(task, settings, memory=memory, out=out, is_json=is_json, is_quiet=quiet)
 
 
 @app.command()
@@ -223,7 +270,7 @@ def verify(
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     out: opt.Out = None,
-    json: Annotated[
+    is_json: Annotated[
         bool,
         typer.Option("--json", help="Print the verdict as JSON and nothing else.", rich_help_panel=opt.WHERE),
     ] = False,
@@ -240,7 +287,7 @@ def verify(
     settings = Settings(
         batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), precision=precision, seed=seed, device=device
     )
-    return verify_command(task, settings, memory=memory, out=out, is_json=json, is_quiet=quiet)
+    return verify_command(task, settings, memory=memory, out=out, is_json=is_json, is_quiet=quiet)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from anybatch.training.settings import Decay, LRRule, MemoryLimit, Precision, pa
 TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."
 HOW = "How it learns"
 WHERE = "Where and how long"
+MANY = "On many ranks"
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK_HELP, show_default=False)]
 BatchSize = Annotated[

@@ -114,7 +114,7 @@ def _breakdown(trials: Trials, found: Found) -> Breakdown:
 
 def _known_parts(trials: Trials, peak: int) -> Breakdown:
     """Without fake tensors: what stands is known, and the rest counts as activations."""
-    model, optimizer, _ = trials.setup.parts
+    model, optimizer, _ = trials.probe.parts
     parameters = bytes_of([*model.parameters(), *model.buffers()])
     gradients = bytes_of(one for one in model.parameters() if one.requires_grad)
     state = 0 if optimizer is None else bytes_of(optimizer_tensors(optimizer))

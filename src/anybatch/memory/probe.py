@@ -45,7 +45,9 @@ class Setup:
 
 
 class Probe(Protocol):
-    """Runs an update of these micro-batches and gives its timeline."""
+    """Runs an update of these micro-batches on copies of the parts, and gives its timeline."""
+
+    parts: Parts
 
     def __call__(self, *micro_batches: Batch) -> Timeline: ...
 
@@ -108,13 +110,13 @@ class RealProbe:
 
     def __init__(self, setup: Setup, *first: Batch) -> None:
         self._setup = setup
-        self._copies = real_copies(setup.parts, setup.device)
-        self._runner = _runner(self._copies, setup.options)
+        self.parts = real_copies(setup.parts, setup.device)
+        self._runner = _runner(self.parts, setup.options)
         with quiet():
             self._runner.run(MicroBatches(first))
 
     def __call__(self, *micro_batches: Batch) -> Timeline:
-        setup, (model, optimizer, _) = self._setup, self._copies
+        setup, (model, optimizer, _) = self._setup, self.parts
         there = micro_batches if setup.is_elsewhere else tuple(move(one, setup.device) for one in micro_batches)
         parameters = self._runner.parameters()
         drop_gradients(parameters)

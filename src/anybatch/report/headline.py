@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from anybatch.report.comparing import final, num_seeds
 from anybatch.report.proving import largest_error, proof_sentence, written_precision
-from anybatch.report.results import Comparison, Proof, Results, Scalar
+from anybatch.report.results import Comparison, PeakPlan, Proof, Results, Scalar
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words
 
 
@@ -25,6 +25,8 @@ def summary(results: Results) -> str:
         return _compared(results.run.task, results.comparison)
     if results.walk is not None:
         return _walked(results)
+    if results.peak_plan is not None and results.peak_plan.sentences:
+        return results.peak_plan.sentences[0]
     return _trained(results)
 
 
@@ -34,7 +36,19 @@ def headline(results: Results) -> tuple[Figure, ...]:
         return _proof_figures(results.proof)
     if results.comparison is not None and results.comparison.arms:
         return _comparison_figures(results.comparison)
+    if results.peak_plan is not None:
+        return _plan_figures(results.peak_plan)
     return _training_figures(results)
+
+
+def _plan_figures(plan: PeakPlan) -> tuple[Figure, ...]:
+    total = sum(part or 0 for part in plan.parts.values())
+    fits = f"{number(plan.micro_batch)} {plan.unit}" if plan.micro_batch else "none"
+    return (
+        Figure(label="largest micro-batch", value=fits),
+        Figure(label="its peak", value=size(total)),
+        Figure(label="what there is", value=size(plan.limit), note="after the margin"),
+    )
 
 
 def last_metric(results: Results) -> tuple[str, float] | None:

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from anybatch.report.chart import Chart, Table
 from anybatch.report.comparing import comparison_charts, final_table
 from anybatch.report.headline import headline, summary
+from anybatch.report.peaks import plan_charts
 from anybatch.report.proving import cuts_table, proof_charts
 from anybatch.report.reading import read_results
 from anybatch.report.results import Layer, Results, Scalar, Step
@@ -111,6 +112,11 @@ def sections(results: Results) -> tuple[Section, ...]:
                 charts=tuple(comparison_charts(comparison)),
                 tables=(("What each ended with", final_table(comparison)),) if comparison.arms else (),
             )
+        )
+    if results.peak_plan is not None:
+        planned = results.peak_plan
+        parts.append(
+            Section(name="memory", title="What fits", notes=planned.sentences[1:], charts=tuple(plan_charts(planned)))
         )
     if results.walk is not None:
         steps = tuple(

@@ -18,6 +18,7 @@ from anybatch.report.results import (
     MemoryCurve,
     MemoryPoint,
     ParameterError,
+    PeakPlan,
     Proof,
     Results,
     Run,
@@ -41,6 +42,7 @@ def read_results(run_folder: Path) -> Results:
     comparison = _object(run_folder, "compare.json")
     walk = _object(run_folder, "trace.json")
     proof = _object(run_folder, "verify.json")
+    planned = _object(run_folder, "plan.json")
     updates = {update.update: update for event in events if (update := _update(event))}
     epochs = {epoch.epoch: epoch for event in events if (epoch := _epoch(event))}
     timelines = {timeline.update: timeline for event in events if (timeline := _timeline(event))}
@@ -54,6 +56,7 @@ def read_results(run_folder: Path) -> Results:
         comparison=_comparison(comparison) if comparison else None,
         walk=_walk(walk) if walk else None,
         proof=_proof(proof) if proof else None,
+        peak_plan=_peak_plan(planned) if planned else None,
         num_unreadable=num_unreadable,
     )
 
@@ -101,6 +104,19 @@ def _events(run_folder: Path) -> tuple[list[Fields], int]:
             else:
                 num_unreadable += 1
     return events, num_unreadable
+
+
+def _peak_plan(fields: Fields) -> PeakPlan:
+    sizes = [(real(entry.get("size")), real(entry.get("peak"))) for entry in objects(fields.get("sizes"))]
+    sentences = fields.get("sentences")
+    return PeakPlan(
+        unit=text(fields.get("unit"), "rows"),
+        micro_batch=whole(fields.get("micro_batch")),
+        limit=real(fields.get("limit")),
+        sizes=tuple((size, peak) for size, peak in sizes if size is not None and peak is not None),
+        parts=reals(fields.get("breakdown")),
+        sentences=tuple(map(text, sentences)) if isinstance(sentences, list) else (),
+    )
 
 
 def _run(fields: Fields) -> Run:

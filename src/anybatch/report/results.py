@@ -220,6 +220,20 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeakPlan:
+    """`plan.json`: what an update needs, predicted."""
+
+    unit: str
+    micro_batch: int | None
+    limit: float | None
+    sizes: tuple[tuple[float, float], ...]
+    """(micro-batch, peak in bytes), smallest first."""
+    parts: Mapping[str, float | None]
+    """What the peak at the size chosen is made of, in bytes."""
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """All that a run folder holds."""
 
@@ -231,5 +245,6 @@ class Results:
     comparison: Comparison | None = None
     walk: Walk | None = None
     proof: Proof | None = None
+    peak_plan: PeakPlan | None = None
     num_unreadable: int = 0
     """Lines of `metrics.jsonl` that are no JSON object: what a kill in the middle of a write leaves."""

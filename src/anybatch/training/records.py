@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from anybatch.errors import RunError
 
-Kind = Literal["train", "compare", "trace", "verify"]
+Kind = Literal["train", "compare", "trace", "plan", "verify"]
 Status = Literal["running", "finished", "stopped"]
 Flat = Mapping[str, Any]
 """Names and plain values: what a table of settings shows."""
@@ -259,6 +259,10 @@ class RunFolder:
     def write_verdict(self, verdict: Mapping[str, Any]) -> None:
         """Replace `verify.json`."""
         _replace(self.path / "verify.json", to_json(verdict, indent=1))
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Replace `plan.json`."""
+        _replace(self.path / "plan.json", to_json(plan, indent=1))
 
     def _whole_lines(self) -> Iterable[str]:
         if not self.metrics.is_file():
