@@ -58,9 +58,8 @@ class Update:
     `on_nonfinite` says what an inf or nan in the gradient does: `"raise"` names the parameter and the micro-batch, `"skip"`
     leaves the update out, `"drop"` leaves the bad micro-batch out and renormalises the rest, `"ignore"` does not look (and so
     never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`.
-    `batch_norm` and `offload` are those of `Accumulator`. With `check`, some rows of the first batch run on a
-    copy, in one go and
-    accumulated, before anything is learnt; where their gradients differ, `ExactnessError` names the cause.
+    `batch_norm` and `offload` are those of `Accumulator`. With `check`, some rows of the first batch run on a copy, in one
+    go and accumulated, before anything is learnt; where their gradients differ, `ExactnessError` names the cause.
 
     >>> import torch
     >>> from anybatch import supervised
