@@ -36,9 +36,8 @@ def verify(
 
     The batch runs in one go by plain torch and accumulated in several cuts (by `micro_batch`, rows by 1 and by 3, in half, by
     tokens where there is an attention mask), in the model's own precision and in float64 where the model allows.
-    Every row has the
-    same random draws in all of them. Per parameter the error is held against the floor that the order of summation explains.
-    Where it is above, experiments find the cause.
+    Every row has the same random draws in all of them. Per parameter the error is held against the floor that the order of
+    summation explains. Where it is above, experiments find the cause.
 
     All runs are on copies: model, gradients, buffers, random states and batch are left as they are. A model that
     `copy.deepcopy` refuses needs `copy`, a function of the model that returns another with the same weights. `memory`, such as
@@ -167,9 +166,8 @@ def _precision_cause(results: Sequence[CutResult], dtype: str) -> Cause:
         )
     return Cause(
         kind="precision",
-        explanation=f"In float64 every cut is exact; in {dtype} {worst.name!r} is {worst.error:.1e} off, more than "
-        "the order of "
-        "summation explains: numbers underflow, or lose digits before they are added up.",
+        explanation=f"In float64 every cut is exact; in {dtype} {worst.name!r} is {worst.error:.1e} off, more than the "
+        "order of summation explains: numbers underflow, or lose digits before they are added up.",
         fix="Keep parameters in fp32 and use autocast; for fp16 use a GradScaler.",
     )
 
@@ -191,6 +189,6 @@ def _check(model: nn.Module, objective: Objective | Coupled) -> None:
         raise VerifyError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
     if not isinstance(objective, Objective | Coupled):
         raise VerifyError(
-            f"objective={objective!r:.80} is a {type(objective).__name__}; expected supervised(criterion), huggingface(), "
-            "Objective(loss, units) or Coupled(encode, loss)."
+            f"objective={objective!r:.80} is a {type(objective).__name__}; expected supervised(criterion), "
+            "huggingface(), Objective(loss, units) or Coupled(encode, loss)."
         )

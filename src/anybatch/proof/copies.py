@@ -36,10 +36,9 @@ def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
         twin = copy.deepcopy(model) if make is None else make(model)
     except Exception as error:
         raise VerifyError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {str(error)[:200]}), and verifying "
-            "must not touch "
-            "yours. Give copy=, a function of the model that returns another one with the same weights, for example "
-            "copy=lambda model: load(build(), model.state_dict())."
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {str(error)[:200]}), and verifying must "
+            "not touch yours. Give copy=, a function of the model that returns another one with the same weights, for "
+            "example copy=lambda model: load(build(), model.state_dict())."
         ) from error
     if not isinstance(twin, nn.Module) or twin is model:
         raise VerifyError(
@@ -89,8 +88,8 @@ def untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator[None
                     buffer.copy_(before)
     if is_touched:
         raise VerifyError(
-            f"the objective left gradients in the {type(model).__name__} that it was made with, not in the copy that it was "
-            "given: it uses a model from outside. Write it as a function of its arguments: loss(model, batch)."
+            f"the objective left gradients in the {type(model).__name__} that it was made with, not in the copy that it "
+            "was given: it uses a model from outside. Write it as a function of its arguments: loss(model, batch)."
         )
 
 

@@ -52,9 +52,8 @@ def rows_that_fit(case: Case, limit: int) -> int:
         fits = size
     if fits == 0:
         raise VerifyError(
-            f"memory={limit:,} bytes: 2 rows in one go take {max(seen)[1]:,} bytes, with the weights and gradients "
-            "of the copy. Give "
-            "more, or rows that are shorter."
+            f"memory={limit:,} bytes: 2 rows in one go take {max(seen)[1]:,} bytes, with the weights and gradients of "
+            "the copy. Give more, or rows that are shorter."
         )
     return fits
 

@@ -9,8 +9,7 @@ from anybatch.proof.floor import Floor, relative
 from anybatch.proof.running import Case
 
 FEWER = 3.0
-"""An experiment that does not make the gradient exact counts as one of several causes if it makes the error so
-many times less."""
+"""An experiment that does not make the gradient exact is one of several causes if it makes the error so many times less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

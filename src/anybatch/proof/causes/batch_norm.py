@@ -27,11 +27,9 @@ def batch_norm(lab: Lab, before: Outcome) -> Found | None:
     )
     cause = Cause(
         kind="batch_norm",
-        explanation=f"{len(layers)} BatchNorm layer{plural} ({named}) took the statistics of each micro-batch "
-        "instead of the batch's. "
-        f"Pooled over the whole batch {effect}.",
-        fix="Use batch_norm='exact'; or batch_norm='frozen' where the running statistics are to be used; or "
-        "GroupNorm, whose rows do "
-        "not look at each other.",
+        explanation=f"{len(layers)} BatchNorm layer{plural} ({named}) took the statistics of each micro-batch instead "
+        f"of the batch's. Pooled over the whole batch {effect}.",
+        fix="Use batch_norm='exact'; or batch_norm='frozen' where the running statistics are to be used; or GroupNorm, "
+        "whose rows do not look at each other.",
     )
     return cause, repaired, after

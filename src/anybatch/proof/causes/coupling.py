@@ -23,11 +23,10 @@ def touched(lab: Lab) -> Cause | None:
             return Cause(
                 kind="touched",
                 explanation=f"{name!r} gets a gradient from {takes}, and from the whole batch "
-                f"{'one' if grad is not None else 'none'}: "
-                "the forward decides for all of its rows together which way they go.",
-                fix="Decide row by row, by torch.where or by indexing the rows that go each way, so that a row's "
-                "way does not depend on "
-                "its neighbours.",
+                f"{'one' if grad is not None else 'none'}: the forward decides for all of its rows together which way "
+                "they go.",
+                fix="Decide row by row, by torch.where or by indexing the rows that go each way, so that a row's way "
+                "does not depend on its neighbours.",
             )
     return None
 
@@ -48,16 +47,14 @@ def coupled(lab: Lab) -> Cause | None:
     )
     in_loss = (
         "Give the loss as Coupled(encode, loss): encode(model, batch) returns the representations of the rows, "
-        "loss(representations) "
-        "one number for all of them. info_nce() and clip_loss() are there."
+        "loss(representations) one number for all of them. info_nce() and clip_loss() are there."
     )
     in_model = "Take what looks across rows out of the model into the loss of Coupled(encode, loss), or use a layer "
     "that looks at one row at a time."
     return Cause(
         kind="coupled",
-        explanation=f"Rows look at each other: no weighting of the micro-batches' gradients gives the whole batch's "
-        "(the best leaves "
-        f"{residual:.2g} of it).{where}",
+        explanation="Rows look at each other: no weighting of the micro-batches' gradients gives the whole batch's "
+        f"(the best leaves {residual:.2g} of it).{where}",
         fix=in_model if layer else in_loss,
     )
 

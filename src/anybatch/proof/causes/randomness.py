@@ -35,9 +35,8 @@ def outside_torch(lab: Lab) -> Cause | None:
         )
     return Cause(
         kind="randomness",
-        explanation=f"{again}. Neither torch, random nor numpy.random moved: a generator made inside the forward, "
-        "the time, or a "
-        "device that adds up in another order each time.",
+        explanation=f"{again}. Neither torch, random nor numpy.random moved: a generator made inside the forward, the "
+        "time, or a device that adds up in another order each time.",
         fix=f"{RANDOM_FIX} On a device, try torch.use_deterministic_algorithms(True).",
     )
 
@@ -49,8 +48,7 @@ def not_by_row(lab: Lab) -> Cause | None:
         return None
     return Cause(
         kind="draws",
-        explanation=f"Random draws could not be replayed row by row: {'; '.join(strange[:3])}. Another cut draws "
-        "other numbers, so "
-        "that gradients cannot be compared.",
+        explanation=f"Random draws could not be replayed row by row: {'; '.join(strange[:3])}. Another cut draws other "
+        "numbers, so that gradients cannot be compared.",
         fix="Draw one set of numbers per row, rows first, or verify in model.eval(), where nothing is drawn.",
     )

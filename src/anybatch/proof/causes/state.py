@@ -16,9 +16,8 @@ from anybatch.proof.states import ModelState
 from anybatch.proof.verdict import Cause
 
 RANDOM_FIX = (
-    "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers "
-    "into the batch, "
-    "one entry per row."
+    "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers into "
+    "the batch, one entry per row."
 )
 Found = tuple[Cause, Case, Outcome]
 """A cause, the case without it, and what came of that."""
@@ -35,11 +34,10 @@ def model_state(lab: Lab, before: Outcome) -> Found | None:
         return None
     cause = Cause(
         kind="state",
-        explanation=f"A forward changes {', '.join(changed[:4])}, once per micro-batch instead of once per batch. "
-        "With the state put "
-        f"back before each micro-batch the error falls from {before.error:.1e} to {after.error:.1e}.",
-        fix="Let forward depend on parameters, rows and torch's generators alone. Count updates outside the model, for example "
-        "after update(batch), and keep running statistics out of the training forward's output.",
+        explanation=f"A forward changes {', '.join(changed[:4])}, once per micro-batch instead of once per batch. With "
+        f"the state put back before each micro-batch the error falls from {before.error:.1e} to {after.error:.1e}.",
+        fix="Let forward depend on parameters, rows and torch's generators alone. Count updates outside the model, for "
+        "example after update(batch), and keep running statistics out of the training forward's output.",
     )
     return cause, repaired, after
 
@@ -55,9 +53,9 @@ def changed_inputs(lab: Lab, before: Outcome) -> Found | None:
         return None
     cause = Cause(
         kind="inputs",
-        explanation=f"The forward writes into its input ({', '.join(written)}). Micro-batches are views of the "
-        "batch, and what runs a "
-        f"second time runs on changed rows. With copies the error falls from {before.error:.1e} to {after.error:.1e}.",
+        explanation=f"The forward writes into its input ({', '.join(written)}). Micro-batches are views of the batch, "
+        f"and what runs a second time runs on changed rows. With copies the error falls from {before.error:.1e} to "
+        f"{after.error:.1e}.",
         fix="Do not change the batch in place: x = x * 2 instead of x *= 2, F.relu(x) instead of F.relu_(x).",
     )
     return cause, repaired, after
@@ -71,8 +69,7 @@ def own_generator(lab: Lab) -> Cause | None:
     return Cause(
         kind="randomness",
         explanation=f"The forward draws from {', '.join(moved)}, a random generator that the model holds and torch "
-        "knows nothing of: what "
-        "a row draws depends on how many rows came before it.",
+        "knows nothing of: what a row draws depends on how many rows came before it.",
         fix=RANDOM_FIX,
     )
 

@@ -60,9 +60,8 @@ def _trimming(lab: Lab) -> Cause | None:
         return None
     return Cause(
         kind="padding",
-        explanation="The gradient changes when padding is cut off, and is exact when the same rows keep it: the "
-        "model or the loss looks "
-        "at padding.",
+        explanation="The gradient changes when padding is cut off, and is exact when the same rows keep it: the model "
+        "or the loss looks at padding.",
         fix="Mask padding in the model and ignore it in the loss; or cut by rows, Rows(n), which leaves padding in.",
     )
 
@@ -71,8 +70,8 @@ def _not_finite(lab: Lab) -> Cause:
     bad = [name for name, grad in lab.floor.whole.parameters.items() if grad is not None and not grad.isfinite().all()]
     return Cause(
         kind="nonfinite",
-        explanation=f"The whole batch in one go has a loss of {lab.floor.whole.loss} and gradients that are not finite in "
-        f"{', '.join(bad[:3]) or 'no parameter'}: there is nothing to compare with.",
+        explanation=f"The whole batch in one go has a loss of {lab.floor.whole.loss} and gradients that are not finite "
+        f"in {', '.join(bad[:3]) or 'no parameter'}: there is nothing to compare with.",
         fix="Verify with a batch whose loss is finite, or mend what makes it inf or nan first.",
     )
 

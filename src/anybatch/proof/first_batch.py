@@ -18,12 +18,10 @@ from anybatch.proof.running import make_case
 def self_check(accumulator: Accumulator, batch: Batch) -> None:
     """Raise `ExactnessError`, with the cause, unless rows of this batch give the same gradient in one go and accumulated.
 
-    As many rows as one micro-batch holds, spread over the batch: so it needs no more memory than the update, but
-    for a copy of the
-    model, and costs two passes over one micro-batch. Where these are too far apart, `verify` judges, and looks for the cause.
-    With `batch_norm="micro"` the user has chosen other statistics than the batch's; then all else is checked, with
-    BatchNorm frozen.
-    Everything is left as it was.
+    As many rows as one micro-batch holds, spread over the batch: so it needs no more memory than the update, but for a copy
+    of the model, and costs two passes over one micro-batch. Where these are too far apart, `verify` judges, and looks for the
+    cause. With `batch_norm="micro"` the user has chosen other statistics than the batch's; then all else is checked, with
+    BatchNorm frozen. Everything is left as it was.
     """
     sample = _spread_rows(accumulator, batch)
     if sample is None:
@@ -39,8 +37,8 @@ def self_check(accumulator: Accumulator, batch: Batch) -> None:
     verdict = verify(model, objective, sample, **options)
     if not verdict.is_exact:
         raise ExactnessError(
-            f"the self-check of the first batch found that its accumulated gradient is not the whole batch's; nothing was "
-            f"changed. {verdict.describe()}\nMend the cause, or leave check=False to train as it is."
+            "the self-check of the first batch found that its accumulated gradient is not the whole batch's; nothing "
+            f"was changed. {verdict.describe()}\nMend the cause, or leave check=False to train as it is."
         )
 
 
