@@ -39,8 +39,8 @@ class Run:
 class Witness:
     """Watches a model and its optimizer from below the frameworks: hooks on both, nothing in between.
 
-    A row is told by what it holds. Rows count from a forward with gradients on; a window that was zeroed instead of stepped
-    is seen by the empty gradients that the next forward finds, and its rows are forgotten.
+    A row is told by what it holds, and counts when it runs backward. A window that was zeroed instead of stepped is seen by
+    the empty gradients that the next backward finds, and its rows are forgotten.
     """
 
     case: Case
@@ -65,18 +65,18 @@ class Witness:
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if self._has_run_backward and is_empty(model.parameters()):
-            self._forget()
         numbers = [self._numbers.get(key_of(row)) for row in inputs_of(args, kwargs)]
         rows = [(index, number) for index, number in enumerate(numbers) if number is not None]
 
-        def after_backward(gradient: Tensor) -> None:
-            self._has_run_backward = True
+        def before_backward(gradient: Tensor) -> None:
+            if rows and self._has_run_backward and is_empty(model.parameters()):
+                self._forget()
+            self._has_run_backward = self._has_run_backward or bool(rows)
             for index, number in rows:
                 self._rows[number] = self._rows.get(number, 0.0) + float(gradient[index].double().norm())
                 self._times[number] = self._times.get(number, 0) + 1
 
-        (output if isinstance(output, Tensor) else output["logits"]).register_hook(after_backward)
+        (output if isinstance(output, Tensor) else output["logits"]).register_hook(before_backward)
 
     def _before_step(self, *_: Any) -> None:
         self._weights = [parameter.detach().clone() for parameter in self.model.parameters()]

@@ -48,8 +48,7 @@ def main() -> None:
     for number in numbers:
         run = watch(cases[int(number)], learn)
         torch.save(run, Path(folder) / f"{number}.{rank}.pt")
-        if rank == "0":
-            print(f"{DONE} {number}", flush=True)
+        os.write(1, f"{DONE} {number}\n".encode())  # in one go: ranks write to the same pipe
 
 
 if __name__ == "__main__":

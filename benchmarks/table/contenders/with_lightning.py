@@ -37,6 +37,8 @@ def refuses(case: Case) -> str | None:
 
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     scheduler = fit(case, model, optimizer, "step")
+    if case.is_scaled:
+        return Learnt(scheduler=scheduler, note="its loss scale comes with autocast to fp16, which the error is due to")
     return Learnt(scheduler=scheduler, note=f"interval='step'; {default_lr(case):.0%} by default" if scheduler else "")
 
 
