@@ -31,11 +31,10 @@ def collect(cases: Sequence[Case], told: Told) -> dict[str, dict[str, Cell]]:
         told(contender, case, cell)
 
     for contender in CONTENDERS:
-        _, refuses = contender.load()
         alone: list[int] = []
         launches = [(1, alone)]
         for number, case in enumerate(cases):
-            reason = refuses(case)
+            reason = contender.refuses(case)
             if reason is not None:
                 fill(contender, case, reason)
             elif case.ranks == 1:

@@ -17,8 +17,8 @@ WRONG_WEIGHT = 0.02
 class Outcome:
     """One cell of the table."""
 
-    error: float
-    """The largest relative error of the gradient, over the updates whose gradient is finite."""
+    error: float | None
+    """The largest relative error of the gradient, over the updates whose gradient is finite; None if none is."""
     updates: int
     wanted_updates: int
     nonfinite: int
@@ -36,12 +36,14 @@ class Outcome:
     limit: float
     note: str = ""
     errors: tuple[float, ...] = ()
+    """Of every update whose gradient is finite."""
 
     @property
     def is_exact(self) -> bool:
         """Every update there, none off, no row lost, the learning rate where it should be."""
         return (
-            self.error <= self.limit
+            self.error is not None
+            and self.error <= self.limit
             and self.updates == self.wanted_updates
             and not self.nonfinite
             and not self.dropped
@@ -68,7 +70,7 @@ def judge(case: Case, runs: Sequence[Run]) -> Outcome:
             misweighted += count_misweighted(recorded, reference.rows, ranks=case.ranks)
     should = Counter(row for rows in wanted for row in rows)
     return Outcome(
-        error=max(errors, default=math.nan),
+        error=max(errors, default=None),
         updates=len(updates),
         wanted_updates=len(wanted),
         nonfinite=nonfinite,
@@ -108,5 +110,7 @@ def matches(updates: Sequence[Recorded], wanted: Sequence[range]) -> list[int]:
 def count_misweighted(recorded: Recorded, wanted: dict[int, float], *, ranks: int) -> int:
     """Rows whose output was given another gradient than in the whole batch; ranks are averaged afterwards."""
     return sum(
-        abs(recorded.rows[row] / ranks - norm) > WRONG_WEIGHT * norm for row, norm in wanted.items() if row in recorded.rows
+        abs(recorded.rows[row] / ranks - norm) > WRONG_WEIGHT * norm
+        for row, norm in wanted.items()
+        if row in recorded.rows
     )

@@ -39,7 +39,9 @@ def whole_batch(case: Case, recorded: Recorded, rows: range) -> Wanted:
     twin.register_forward_hook(after_forward, with_kwargs=True)
     batch = case.collate([doubled(case.rows[number]) for number in rows])
     (case.precise_loss or case.loss)(twin, batch).backward()
-    gradient = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in twin.parameters()])
+    gradient = torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in twin.parameters()]
+    )
     if case.clip_norm is not None:
         gradient = gradient * min(1.0, case.clip_norm / (float(gradient.norm()) + 1e-6))
     norms = {}

@@ -51,13 +51,16 @@ class Witness:
     _rows: dict[int, float] = field(default_factory=dict)
     _times: dict[int, int] = field(default_factory=dict)
     _weights: list[Tensor] = field(default_factory=list)
-    _has_run_backward: bool = False
+    _is_new_pass: bool = False
+    """A forward has run since the last backward."""
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.case.rows):
             first = row["input_ids"] if isinstance(row, dict) else row[0]
             self._numbers[key_of(torch.as_tensor(first))] = number
-        assert len(self._numbers) == len(self.case.rows), "two rows are the same: neither could be told by what it holds"
+        assert len(self._numbers) == len(self.case.rows), (
+            "two rows are the same: neither could be told by what it holds"
+        )
         self.model.register_forward_hook(self._after_forward, with_kwargs=True)
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
@@ -67,11 +70,12 @@ class Witness:
             return
         numbers = [self._numbers.get(key_of(row)) for row in inputs_of(args, kwargs)]
         rows = [(index, number) for index, number in enumerate(numbers) if number is not None]
+        self._is_new_pass = True
 
         def before_backward(gradient: Tensor) -> None:
-            if rows and self._has_run_backward and is_empty(model.parameters()):
+            if rows and self._is_new_pass and is_empty(model.parameters()):
                 self._forget()
-            self._has_run_backward = self._has_run_backward or bool(rows)
+            self._is_new_pass = self._is_new_pass and not rows
             for index, number in rows:
                 self._rows[number] = self._rows.get(number, 0.0) + float(gradient[index].double().norm())
                 self._times[number] = self._times.get(number, 0) + 1
@@ -82,7 +86,7 @@ class Witness:
         self._weights = [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Only now: Lightning runs the last micro-batch, and clips, in a closure inside the step. SGD leaves gradients alone."""
+        """Only now: Lightning runs the last micro-batch, and clips, in a closure inside the step. SGD leaves them alone."""
         handed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in handed]
         self.updates.append(
@@ -98,7 +102,6 @@ class Witness:
     def _forget(self) -> None:
         self._rows.clear()
         self._times.clear()
-        self._has_run_backward = False
 
 
 def is_empty(parameters: Iterable[nn.Parameter]) -> bool:

@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    learn, _ = next(contender for contender in CONTENDERS if contender.module == name).load()
+    learn = next(contender for contender in CONTENDERS if contender.module == name).load()
     cases, rank = all_cases(), os.environ.get("RANK", "0")
     for number in numbers:
         run = watch(cases[int(number)], learn)

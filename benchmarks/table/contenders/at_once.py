@@ -7,10 +7,6 @@ from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
 
 
-def refuses(case: Case) -> str | None:
-    return "one process" if case.ranks > 1 else None
-
-
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     scheduler, scaler = case.scheduler(optimizer, case.num_updates), case.scaler()
     for _ in range(case.epochs):

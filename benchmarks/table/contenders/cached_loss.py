@@ -20,10 +20,6 @@ class Features(nn.Sequential):
         return {"sentence_embedding": self[0](features["input_ids"])}
 
 
-def refuses(case: Case) -> str | None:
-    return None if case.name.startswith("InfoNCE") else "contrastive losses only"
-
-
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     """By 8, its loss cuts the batch of 64 itself; by 16, it is given 16 pairs at a time and a window of 4 is accumulated."""
     is_alone = case.micro_batch == 8

@@ -22,10 +22,6 @@ class WithLoss(nn.Module):
         return {"loss": self.loss(self.model, (inputs, labels))}
 
 
-def refuses(case: Case) -> str | None:
-    return None
-
-
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     is_own = not isinstance(model, transformers.PreTrainedModel)
 

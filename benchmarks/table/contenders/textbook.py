@@ -12,10 +12,6 @@ from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
 
 
-def refuses(case: Case) -> str | None:
-    return None
-
-
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     steps, wrapped, sampler = case.micro_batches, model, None
     if case.ranks > 1:

@@ -8,10 +8,6 @@ from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
 
 
-def refuses(case: Case) -> str | None:
-    return None
-
-
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=False)
     accelerate.state.GradientState._reset_state()

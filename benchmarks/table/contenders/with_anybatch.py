@@ -10,10 +10,6 @@ from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
 
 
-def refuses(case: Case) -> str | None:
-    return None
-
-
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     wrapped, loader = model, case.loader(case.batch)
     if case.ranks > 1:

@@ -9,10 +9,6 @@ from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
 
 
-def refuses(case: Case) -> str | None:
-    return "its loss scale needs fp16, and there is none for it on this CPU" if case.is_scaled else None
-
-
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     deepspeed.init_distributed(dist_backend="gloo")
     scheduler = case.scheduler(optimizer, case.num_updates)

@@ -31,10 +31,6 @@ class Module(lightning.LightningModule):
         return {"optimizer": self.given, "lr_scheduler": {"scheduler": self.scheduler, "interval": self.interval}}
 
 
-def refuses(case: Case) -> str | None:
-    return None
-
-
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     scheduler = fit(case, model, optimizer, "step")
     if case.is_scaled:
