@@ -8,7 +8,7 @@ from benchmarks.table.collect import Cell
 from benchmarks.table.judge import Outcome
 from benchmarks.table.pages import figure, remarks
 
-LEFT, TOP, WIDE, HIGH, GAP = 252, 104, 136, 48, 4
+LEFT, TOP, WIDE, HIGH, GAP = 252, 104, 140, 60, 4
 EXACT, EMPTY = "#1a7f5a", "#f1f1ef"
 WARM = ["#f6e3a1", "#f3c66b", "#ec9a4c", "#dd6a3f", "#c33c3a"]
 """From an error just above what rounding explains to one as large as the gradient."""
@@ -48,7 +48,7 @@ def _cell(x: float, y: float, cell: Cell) -> list[str]:
     if isinstance(cell, str):
         lines = [("small grey", part) for part in _wrapped(cell)]
     else:
-        said = [("small" + shade, part) for part in _wrapped("; ".join(remarks(cell)))]
+        said = [("small" + shade, part) for remark in remarks(cell) for part in _wrapped(remark)]
         lines = [("error" + shade, figure(cell.error)), *said]
     start = y + HIGH / 2 + 4 - 6.5 * (len(lines) - 1)
     return [
