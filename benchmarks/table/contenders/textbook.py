@@ -38,6 +38,4 @@ def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
             if scheduler is not None:
                 scheduler.step()
             optimizer.zero_grad()
-    if case.ranks > 1:
-        torch.distributed.destroy_process_group()
     return Learnt(scheduler=scheduler)

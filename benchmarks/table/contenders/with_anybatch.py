@@ -30,6 +30,4 @@ def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     for _ in range(case.epochs):
         for batch in loader:
             update(batch)
-    if case.ranks > 1:
-        torch.distributed.destroy_process_group()
     return Learnt(scheduler=scheduler)

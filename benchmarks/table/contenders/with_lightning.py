@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DistributedSampler
 
 from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
@@ -44,6 +45,7 @@ def fit(case: Case, model: nn.Module, optimizer: Optimizer, interval: str) -> LR
         accelerator="cpu",
         devices=case.ranks,
         strategy="ddp" if case.ranks > 1 else "auto",
+        use_distributed_sampler=False,
         max_epochs=case.epochs,
         accumulate_grad_batches=case.micro_batches,
         gradient_clip_val=case.clip_norm,
@@ -53,7 +55,9 @@ def fit(case: Case, model: nn.Module, optimizer: Optimizer, interval: str) -> LR
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, case.loader(case.micro_batch))
+    # left to itself it deals the rows to ranks in an order of its own, and there would be no batch to compare with
+    sampler = DistributedSampler(case.rows, case.ranks, trainer.global_rank, shuffle=False) if case.ranks > 1 else None
+    trainer.fit(module, case.loader(case.micro_batch, sampler=sampler))
     return module.scheduler
 
 
