@@ -20,7 +20,7 @@ def draw(table: Mapping[str, Mapping[str, Cell]], versions: Mapping[str, str], d
     width, height = LEFT + len(columns) * (WIDE + GAP) + 16, TOP + len(table) * (HIGH + GAP) + 48
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        "<style>text{font-family:system-ui,sans-serif;font-size:12px;fill:#222}.head{font-weight:600;font-size:13px}"
+        "<style>text{font-family:system-ui,sans-serif;font-size:12px;fill:#222}.head{font-weight:600;font-size:12px}"
         ".title{font-weight:600;font-size:17px}.error{font-weight:600;font-size:15px}.small{font-size:10.5px}"
         ".light{fill:#fff}.grey{fill:#777}</style>",
         f'<rect width="{width}" height="{height}" fill="#fff"/>',

@@ -89,9 +89,12 @@ class Witness:
         """Only now: Lightning runs the last micro-batch, and clips, in a closure inside the step. SGD leaves them alone."""
         handed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in handed]
+        gradient = torch.cat([grad.detach().double().flatten() for grad in grads])
+        if not self._times and not gradient.any():
+            return  # no row, no gradient, no update: with bf16, DeepSpeed sets up the optimizer's state by such a step
         self.updates.append(
             Recorded(
-                gradient=torch.cat([grad.detach().double().flatten() for grad in grads]),
+                gradient=gradient,
                 weights=self._weights,
                 rows=dict(self._rows),
                 times=dict(self._times),

@@ -1,6 +1,7 @@
 """DeepSpeed's engine: `engine.backward`, `engine.step`, the windows counted by the engine itself."""
 
 import deepspeed
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
@@ -21,6 +22,7 @@ def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
             "gradient_accumulation_steps": case.micro_batches,
             "gradient_clipping": case.clip_norm or 0.0,
             "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
         },
     )
     sampler = DistributedSampler(case.rows, shuffle=False) if case.ranks > 1 else None
