@@ -7,6 +7,7 @@ import copy
 import logging
 import tempfile
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from time import process_time
 from typing import Any
@@ -43,15 +44,16 @@ class Recorder(torch.optim.SGD):
         return loss
 
 
-class Contender:
+class Contender(ABC):
     """Runs one update and says how many seconds it took; the gradient is in `optimizer.gradient`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = Recorder(self.model)
 
+    @abstractmethod
     def run(self, samples: list[Sample]) -> float:
-        raise NotImplementedError
+        """One update from these samples, and the seconds it took."""
 
     def micro_batches(self, samples: list[Sample]) -> list[list[Sample]]:
         """Which samples run together: arrival order, `ROWS` at a time."""

@@ -1,4 +1,4 @@
-"""What the benchmarks claim and no noise can change: exactness and peak memory."""
+"""What the benchmarks claim and no noise can change; the table of exactness is tested in benchmarks/."""
 
 import xml.etree.ElementTree
 
@@ -6,15 +6,7 @@ import pytest
 
 from anybatch import Cost
 from anybatch.batches import best_cut
-from benchmarks import batchnorm, coupled, exactness, peak, pictures, texts
-
-
-@pytest.mark.parametrize("case", exactness.cases(), ids=lambda case: case.name)
-def test_anybatch_is_at_the_floor_and_the_textbook_loop_is_not(case):
-    errors = exactness.measure(case)
-    is_bf16 = "bf16" in case.name
-    assert errors.anybatch < (2.5e-3 if is_bf16 else 5e-7)
-    assert errors.textbook_loop > (1e-2 if is_bf16 else 0.1)
+from benchmarks import batchnorm, coupled, peak, pictures, texts
 
 
 def test_peak_memory_does_not_grow_with_the_number_of_micro_batches():

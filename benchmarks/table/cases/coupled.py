@@ -1,0 +1,63 @@
+"""Rows that look at each other: through BatchNorm, or through a contrastive loss."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import Coupled, info_nce, supervised
+from benchmarks.table.case import Case
+from benchmarks.table.cases.rows import cross_entropy
+
+TEMPERATURE = 0.05
+Pair = tuple[Tensor, Tensor]
+
+
+def cases() -> list[Case]:
+    pairs = contrastive()
+    return [batch_norm(), pairs, replace(pairs, name="InfoNCE, 64 pairs, by 16", micro_batch=16)]
+
+
+def batch_norm() -> Case:
+    torch.manual_seed(8)
+    x = torch.randn(256, 10)
+    layers = [nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    return Case(
+        name="BatchNorm, 64 rows, by 8",
+        rows=list(zip(x, (x.sum(1) > 0).long(), strict=True)),
+        model=nn.Sequential(*layers, nn.Linear(32, 2)),
+        loss=cross_entropy,
+        objective=supervised(nn.CrossEntropyLoss()),
+        batch=64,
+        micro_batch=8,
+        are_rows_coupled=True,
+        limit=3e-6,
+    )
+
+
+def encode(model: nn.Module, batch: Pair) -> Pair:
+    return model(batch[0]), model(batch[1])
+
+
+def contrastive_loss(model: nn.Module, batch: Pair) -> Tensor:
+    """Every query is to find its key among the keys it is given."""
+    queries, keys = (F.normalize(column, dim=-1) for column in encode(model, batch))
+    return F.cross_entropy(queries @ keys.T / TEMPERATURE, torch.arange(len(queries)))
+
+
+def contrastive() -> Case:
+    torch.manual_seed(9)
+    queries = torch.randn(256, 16)
+    keys = queries + 0.5 * torch.randn(256, 16)
+    return Case(
+        name="InfoNCE, 64 pairs, by 8",
+        rows=list(zip(queries, keys, strict=True)),
+        model=nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)),
+        loss=contrastive_loss,
+        objective=Coupled(encode, info_nce(TEMPERATURE)),
+        batch=64,
+        micro_batch=8,
+        are_rows_coupled=True,
+        limit=3e-6,
+    )

@@ -1,0 +1,70 @@
+"""One module per contender, imported only in the process that runs it. Each has the same small face:
+
+learn(case, model, optimizer) -> Learnt     train as its documentation says, `case.epochs` times over the rows
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from benchmarks.table.case import Case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """What is left when a contender is through."""
+
+    scheduler: LRScheduler | None = None
+    note: str = ""
+    """What a reader of the cell has to know."""
+
+
+Learn = Callable[[Case, nn.Module, Optimizer], Learnt]
+Refuses = Callable[[Case], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One column of the table."""
+
+    module: str
+    title: str
+    package: str | None = None
+    refuses: Refuses = lambda case: None
+    """Why it cannot be asked, if so."""
+    needs_launcher: bool = False
+    """Even one process is started as a group of ranks."""
+
+    def load(self) -> Learn:
+        learn: Learn = importlib.import_module(f"{__name__}.{self.module}").learn
+        return learn
+
+
+def _one_process(case: Case) -> str | None:
+    return "one process only" if case.ranks > 1 else None
+
+
+def _contrastive(case: Case) -> str | None:
+    return None if case.name.startswith("InfoNCE") else "contrastive losses only"
+
+
+def _no_fp16(case: Case) -> str | None:
+    return "its loss scale is for fp16: 'not supported on your device'" if case.is_scaled else None
+
+
+CONTENDERS = [
+    Contender(module="at_once", title="whole batch at once", refuses=_one_process),
+    Contender(module="textbook", title="textbook loop"),
+    Contender(module="with_accelerate", title="Accelerate", package="accelerate"),
+    Contender(module="hf_trainer", title="HF Trainer", package="transformers"),
+    Contender(module="with_lightning", title="Lightning", package="lightning"),
+    Contender(module="with_deepspeed", title="DeepSpeed", package="deepspeed", refuses=_no_fp16, needs_launcher=True),
+    Contender(
+        module="cached_loss", title="sentence-transformers", package="sentence-transformers", refuses=_contrastive
+    ),
+    Contender(module="with_anybatch", title="anybatch", package="anybatch"),
+]

@@ -1,0 +1,61 @@
+"""The Trainer of transformers, with a model that returns its loss."""
+
+import tempfile
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.table.case import Case
+from benchmarks.table.contenders import Learnt
+
+
+class WithLoss(nn.Module):
+    """A model of one's own as the Trainer's documentation asks for it: labels in, loss out."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, case.loss
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(self.model, (inputs, labels))}
+
+
+def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
+    is_own = not isinstance(model, transformers.PreTrainedModel)
+
+    def collate(rows: list[Any]) -> dict[str, Tensor]:
+        batch = case.collate(rows)
+        return {"inputs": batch[0], "labels": batch[1]} if is_own else batch
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = transformers.TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=case.micro_batch,
+            gradient_accumulation_steps=case.micro_batches,
+            num_train_epochs=case.epochs,
+            max_grad_norm=case.clip_norm or 0.0,
+            lr_scheduler_type="linear" if case.is_scheduled else "constant",
+            train_sampling_strategy="sequential",
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+            ddp_backend="gloo" if case.ranks > 1 else None,
+        )
+        trainer = transformers.Trainer(
+            WithLoss(case, model) if is_own else model,
+            options,
+            train_dataset=case.rows,
+            data_collator=collate,
+            optimizers=(optimizer, None),
+        )
+        # fp16=True makes no scaler on the CPU; this is where it would be
+        trainer.accelerator.scaler = case.scaler()
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    return Learnt(scheduler=trainer.lr_scheduler)

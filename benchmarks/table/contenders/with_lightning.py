@@ -1,0 +1,69 @@
+"""Lightning: a module with a `training_step`, and `accumulate_grad_batches`."""
+
+import copy
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DistributedSampler
+
+from benchmarks.table.case import Case
+from benchmarks.table.contenders import Learnt
+
+
+class Module(lightning.LightningModule):
+    """`interval` says when the scheduler steps; Lightning's default is once per epoch."""
+
+    def __init__(self, case: Case, model: nn.Module, optimizer: Optimizer, interval: str) -> None:
+        super().__init__()
+        self.model, self.case, self.given, self.interval = model, case, optimizer, interval
+        self.scheduler = case.scheduler(optimizer, case.num_updates)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.case.loss(self.model, batch)
+
+    def configure_optimizers(self) -> Any:
+        if self.scheduler is None:
+            return self.given
+        return {"optimizer": self.given, "lr_scheduler": {"scheduler": self.scheduler, "interval": self.interval}}
+
+
+def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
+    scheduler = fit(case, model, optimizer, "step")
+    if case.is_scaled:
+        return Learnt(scheduler=scheduler, note="its loss scale comes with autocast to fp16, which the error is due to")
+    return Learnt(scheduler=scheduler, note=f"interval='step'; {default_lr(case):.0%} by default" if scheduler else "")
+
+
+def fit(case: Case, model: nn.Module, optimizer: Optimizer, interval: str) -> LRScheduler | None:
+    module, scaler = Module(case, model, optimizer, interval), case.scaler()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=case.ranks,
+        strategy="ddp" if case.ranks > 1 else "auto",
+        use_distributed_sampler=False,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.micro_batches,
+        gradient_clip_val=case.clip_norm,
+        plugins=[] if scaler is None else [MixedPrecision("16-mixed", "cpu", scaler)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    # left to itself it deals the rows to ranks in an order of its own, and there would be no batch to compare with
+    sampler = DistributedSampler(case.rows, case.ranks, trainer.global_rank, shuffle=False) if case.ranks > 1 else None
+    trainer.fit(module, case.loader(case.micro_batch, sampler=sampler))
+    return module.scheduler
+
+
+def default_lr(case: Case) -> float:
+    """Where the learning rate ends with Lightning's own interval, as a share of the first."""
+    model = copy.deepcopy(case.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fit(case, model, optimizer, "epoch")
+    return float(optimizer.param_groups[0]["lr"])
