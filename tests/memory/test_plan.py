@@ -35,7 +35,7 @@ def measured(model, optimizer, objective, batch, size):
 @pytest.mark.parametrize("size", [1, 2, 7, 32])
 def test_the_prediction_from_fake_tensors_is_the_measured_peak(size):
     model, optimizer = wide()
-    batch = rows(2048)
+    batch = rows()
     planned = plan(model, optimizer, CLASSES, batch, memory="1GiB", checkpointing=False)
     assert planned.method == "fake tensors"
     assert planned.peak(size) == pytest.approx(measured(model, optimizer, CLASSES, batch, size), rel=2e-3)
@@ -68,11 +68,11 @@ def test_a_line_per_op_gives_the_peak_and_a_line_through_two_peaks_does_not():
 
 def test_a_line_through_two_peaks_is_off_on_a_real_model():
     model, optimizer = wide()
-    batch = rows(1024)
+    batch = rows(2048)
     planned = plan(model, optimizer, CLASSES, batch, memory="1GiB", checkpointing=False)
-    truth = measured(model, optimizer, CLASSES, batch, 512)
-    secant = planned.peak(2) + (512 - 2) * (planned.peak(3) - planned.peak(2))
-    assert planned.peak(512) == pytest.approx(truth, rel=2e-3)
+    truth = measured(model, optimizer, CLASSES, batch, 1024)
+    secant = planned.peak(2) + (1024 - 2) * (planned.peak(3) - planned.peak(2))
+    assert planned.peak(1024) == pytest.approx(truth, rel=2e-3)
     assert abs(secant / truth - 1) > 0.2
 
 
@@ -139,9 +139,8 @@ def test_a_model_on_meta_is_planned_for_a_card_that_is_not_here():
     assert planned.breakdown.parameters == sum(one.nbytes for one in model.parameters())
     assert planned.device == "cuda"
     assert any("context" in note for note in planned.notes)
-    # foreach, as on a GPU: the step makes temporaries of all parameters at once
-    on_cpu = plan(model, optimizer, CLASSES, rows(), memory="6GiB", device="cpu")
-    assert planned.peak(2) > on_cpu.peak(2)
+    # foreach, as on a GPU: parameters, gradients, two moments, and a temporary of all parameters at once
+    assert planned.peak(2) == pytest.approx(5 * planned.breakdown.parameters, rel=0.01)
 
 
 def test_not_even_one_row_is_a_plan_that_names_the_need():

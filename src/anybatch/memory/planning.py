@@ -138,7 +138,7 @@ def _try_checkpointing(trials: Trials, found: Found) -> Checkpointing | None:
     without = trials.fake_peak(found.shape, is_whole=found.is_whole)
     try:
         with checkpointed(blocks):
-            tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
+            tried = trials.fake_peak(found.shape, is_whole=found.is_whole, is_known=False)
     except Exception:  # blocks that cannot be run a second time have nothing to save
         return None
     if tried is None or without is None:

@@ -34,6 +34,7 @@ class Trials:
     tried: dict[Shape, int] = field(default_factory=dict)
     kinds: dict[Shape, dict[Kind, int]] = field(default_factory=dict)
     """What fake tensors show the peak of a shape to be made of."""
+    seen: dict[Shape, Timeline] = field(default_factory=dict)
     _smallest: int = 0
 
     @property
@@ -70,16 +71,25 @@ class Trials:
 
     def timeline(self, shape: Shape) -> Timeline:
         """An update in micro-batches of this shape: two of them, or as many as the batch has if they meet."""
-        timeline = self.probe(*self._cut(shape))
+        if shape in self.seen:
+            return self.seen[shape]
+        self.seen[shape] = timeline = self.probe(*self._cut(shape))
         self.tried[shape] = timeline.peak
         if self.probe is self.fake:
             self.kinds[shape] = self.fake.recorder.breakdown()
         return timeline
 
-    def fake_peak(self, shape: Shape, *, is_whole: bool = False) -> tuple[int, dict[Kind, int]] | None:
-        """The peak that fake tensors show, and what it is made of; None where they cannot run."""
+    def fake_peak(
+        self, shape: Shape, *, is_whole: bool = False, is_known: bool = True
+    ) -> tuple[int, dict[Kind, int]] | None:
+        """The peak that fake tensors show, and what it is made of; None where they cannot run.
+
+        With `is_known` False it is tried anew, for a model that has changed since.
+        """
         if self.fake is None:
             return None
+        if is_known and not is_whole and shape in self.kinds:
+            return self.tried[shape], self.kinds[shape]
         parts = (self.source.micro_batch(shape),) if is_whole else self._cut(shape)
         return self.fake(*parts).peak, self.fake.recorder.breakdown()
 
@@ -111,15 +121,25 @@ def start_trials(setup: Setup, source: Source) -> Trials:
     fake, failure = None, ""
     try:
         fake = FakeProbe(setup, first)
-        fake(first, first)
+        timeline = fake(first, first)
     except PlanError:
         raise
     except Exception as error:  # whatever a model does that needs numbers
         fake, failure = None, f"fake tensors could not run this update ({_short(error)})"
     hidden = fake.hidden if fake is not None and setup.device.type == "cpu" else None
     if fake is not None and hidden is None:
+        seen = {} if is_together else {(2, source.longest): (timeline, fake.recorder.breakdown())}
         return Trials(
-            setup, source, fake, fake, "fake tensors", "every op of the update could run on them", is_together
+            setup,
+            source,
+            fake,
+            fake,
+            "fake tensors",
+            "every op of the update could run on them",
+            is_together,
+            tried={shape: timeline.peak for shape, (timeline, _) in seen.items()},
+            kinds={shape: kinds for shape, (_, kinds) in seen.items()},
+            seen={shape: timeline for shape, (timeline, _) in seen.items()},
         )
     why_not = _why_not_real(setup, source, is_exact=is_exact)
     if why_not is None:
