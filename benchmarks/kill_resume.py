@@ -17,7 +17,14 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes about itself
-PRELOADED = ("torch", "torch._dynamo", "anybatch.cli.train", "anybatch.training.loop", "anybatch.training.tasks.digits")
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "anybatch.cli.train",
+    "anybatch.training.loop",
+    "anybatch.training.tasks.digits",
+)
 
 
 def main() -> int:
