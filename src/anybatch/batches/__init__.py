@@ -4,6 +4,8 @@ from anybatch.batches.auto import Auto, Choice
 from anybatch.batches.costs import Cost
 from anybatch.batches.counting import RowNumbers, move, num_rows, rows, take_rows
 from anybatch.batches.cutting import Cut, best_cut
+from anybatch.batches.dealing import Dealt, deal_rows, deal_work
+from anybatch.batches.global_batches import GlobalBatches
 from anybatch.batches.joining import join_rows
 from anybatch.batches.nesting import Batch, map_tensors, tensors
 from anybatch.batches.spelling import MicroBatch, as_split
@@ -17,6 +19,8 @@ __all__ = [
     "Choice",
     "Cost",
     "Cut",
+    "Dealt",
+    "GlobalBatches",
     "Learner",
     "MicroBatch",
     "MicroBatches",
@@ -27,6 +31,8 @@ __all__ = [
     "Windows",
     "as_split",
     "best_cut",
+    "deal_rows",
+    "deal_work",
     "join_rows",
     "map_tensors",
     "move",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import Batch, Cut, MicroBatch, MicroBatches, as_split, tensors
+from anybatch.batches import Batch, Cut, Dealt, MicroBatch, MicroBatches, as_split, tensors
 from anybatch.errors import LossError, UpdateError
 from anybatch.gradients.coupled import Coupled, Together
 from anybatch.gradients.metrics import Metrics, combine, detached
@@ -162,8 +162,13 @@ class Accumulator:
 
     def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> Work:
         """Cut the batch and count its units: all that comes before the first forward."""
+        dealt = batch if isinstance(batch, Dealt) else None
+        batch = batch if dealt is None else dealt.batch
         cut = batch if isinstance(batch, MicroBatches) else self.split.cut(batch)
         units = count_units(self.objective, self.model, cut.micro_batches)
+        reduction = self.objective.reduction
+        if dealt is not None and dealt.is_stand_in:
+            units, reduction = [0] * len(units), "mean"  # a mean over nothing: zero gradients, of a sum too
         parameters = list(self.parameters())
         device = common_device(parameters)
         if isinstance(self.objective, Coupled):
@@ -172,7 +177,7 @@ class Accumulator:
         is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches[0]))
         autocast = autocast_context(self.autocast, device)
         underflows = scaler is None and passes_fp16(parameters, autocast)
-        shares = shares_of(units, self.objective.reduction, underflows=underflows)
+        shares = shares_of(units, reduction, underflows=underflows)
         return Work(
             self.model,
             self.objective.whole() if isinstance(self.objective, Coupled) else self.objective,
