@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from anybatch.errors import CheckpointError
-from anybatch.training.exchange import Group, from_first, gather, rank_in, size_of
+from anybatch.parallel import Ranks
+from anybatch.training.exchange import from_first
 
 FORMAT = 2
 CONTENTS = "checkpoint.json"
@@ -64,25 +65,24 @@ def write(
     number: int,
     states: Mapping[str, Any],
     random: Mapping[str, Any],
-    group: Group | None,
+    ranks: Ranks,
 ) -> None:
-    """Fill an empty `folder`, on the disk when this returns; every rank of the group calls it, with its own tensors."""
+    """Fill an empty `folder`, on the disk when this returns; every rank calls it, with its own tensors."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    rank = rank_in(group)
     with _as_checkpoint_error(f"{folder} could not be written"):
-        save(tensors, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None)
-    own = [f"rank-{rank}.pt"]
+        save(tensors, storage_writer=FileSystemWriter(folder), process_group=ranks.group, no_dist=ranks.size == 1)
+    own = [f"rank-{ranks.rank}.pt"]
     _write_values(folder / own[0], random)
-    own += [path.name for path in folder.glob(f"__{rank}_*.distcp")]
-    if rank == 0:
+    own += [path.name for path in folder.glob(f"__{ranks.rank}_*.distcp")]
+    if ranks.rank == 0:
         _write_values(folder / "states.pt", states)
         own += ["states.pt", ".metadata"]
-    sums = gather({name: sum_of(folder / name) for name in own}, group)
+    sums = ranks.gather_objects({name: sum_of(folder / name) for name in own})
     files = {name: of_file for of_rank in sums for name, of_file in of_rank.items()}
-    contents = {"anybatch": "checkpoint", "format": FORMAT, "number": number, "ranks": size_of(group), "files": files}
-    from_first(lambda: _write_synced(folder / CONTENTS, json.dumps(contents, indent=1).encode()), group)
+    contents = {"anybatch": "checkpoint", "format": FORMAT, "number": number, "ranks": ranks.size, "files": files}
+    from_first(lambda: _write_synced(folder / CONTENTS, json.dumps(contents, indent=1).encode()), ranks)
 
 
 def read_contents(path: Path) -> Contents:
@@ -107,10 +107,10 @@ def read_contents(path: Path) -> Contents:
         raise CheckpointError(f"{path} is no whole checkpoint: {CONTENTS}: {first_line(error)}. {ADVICE}") from error
 
 
-def check(path: Path, contents: Contents, group: Group | None) -> None:
+def check(path: Path, contents: Contents, ranks: Ranks) -> None:
     """Raise on every rank if a file is missing or damaged; each rank looks at its part of them."""
-    names = sorted(contents.files)[rank_in(group) :: size_of(group)]
-    found = gather([problem for name in names if (problem := _problem(path / name, contents.files[name]))], group)
+    names = sorted(contents.files)[ranks.rank :: ranks.size]
+    found = ranks.gather_objects([problem for name in names if (problem := _problem(path / name, contents.files[name]))])
     problems = [problem for of_rank in found for problem in of_rank]
     if problems:
         raise CheckpointError(f"{path} is damaged: {problems[0]}. {ADVICE}")

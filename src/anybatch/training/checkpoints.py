@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from anybatch.errors import CheckpointError
+from anybatch.parallel import ONE_PROCESS, Ranks
 from anybatch.training import checkpoint_files as files
 from anybatch.training.checkpoint_files import Contents
-from anybatch.training.exchange import Group, from_first, rank_in, size_of
+from anybatch.training.exchange import from_first
 from anybatch.training.randomness import random_states, restore_random_states, seed_from_these
 from anybatch.training.update_states import check_fits, load, optimizer_state, states_of
 from anybatch.update import Update
@@ -66,18 +67,18 @@ def save(
     state and `progress` are those of rank 0. The checkpoint appears under its name when it is complete and on the disk: a kill
     at any moment leaves the older ones as they were.
     """
-    group = group_of(update)
+    ranks = Ranks.of(update.model)
     folder = Path(folder)
     path = folder / f"update-{number:08d}"
     temporary = folder / f".{path.name}"
-    from_first(lambda: _make_empty(temporary), group)
+    from_first(lambda: _make_empty(temporary), ranks)
     tensors, states = states_of(update)
     states |= {"loader": None if loader is None else loader.state_dict(), "progress": dict(progress or {})}
     try:
-        files.write(temporary, tensors, number=number, states=states, random=random_states(), group=group)
-        from_first(lambda: _put_in_place(temporary, path, keep), group)
+        files.write(temporary, tensors, number=number, states=states, random=random_states(), ranks=ranks)
+        from_first(lambda: _put_in_place(temporary, path, keep), ranks)
     finally:
-        if rank_in(group) == 0:
+        if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
     return path
 
@@ -89,8 +90,8 @@ def resume(path: Path | str, update: Update, *, loader: Positioned | None = None
     is none at all. A checkpoint of another model or optimizer raises, and changes nothing. On as many ranks as saved it, each
     gets its own random states back; on another number rank 0 does, and the others are seeded from them.
     """
-    group = group_of(update)
-    found = _choose(Path(path), group)
+    ranks = Ranks.of(update.model)
+    found = _choose(Path(path), ranks)
     if found is None:
         return None
     resumed, states = found
@@ -99,11 +100,10 @@ def resume(path: Path | str, update: Update, *, loader: Positioned | None = None
     load(resumed.path, states, shapes, update)
     if loader is not None and resumed.loader_state is not None:
         loader.load_state_dict(resumed.loader_state)
-    rank = rank_in(group)
-    is_same = resumed.ranks == size_of(group)
-    restore_random_states(files.read_values(resumed.path / f"rank-{rank if is_same else 0}.pt"))
-    if rank and not is_same:
-        seed_from_these(rank)
+    is_same = resumed.ranks == ranks.size
+    restore_random_states(files.read_values(resumed.path / f"rank-{ranks.rank if is_same else 0}.pt"))
+    if ranks.rank and not is_same:
+        seed_from_these(ranks.rank)
     return resumed
 
 
@@ -117,7 +117,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def read(path: Path) -> tuple[Resumed, dict[str, Any]] | None:
     """All of a checkpoint, or of the newest good one of a folder, whole and in this process; None where the folder has none."""
-    found = _choose(path, None)
+    found = _choose(path, ONE_PROCESS)
     if found is None:
         return None
     resumed, states = found
@@ -135,19 +135,14 @@ def read(path: Path) -> tuple[Resumed, dict[str, Any]] | None:
     return resumed, content
 
 
-def group_of(update: Update) -> Group | None:
-    """The ranks that an update learns with; None: it is alone."""
-    return None
-
-
-def _choose(path: Path, group: Group | None) -> tuple[Resumed, dict[str, Any]] | None:
+def _choose(path: Path, ranks: Ranks) -> tuple[Resumed, dict[str, Any]] | None:
     """The newest checkpoint that all ranks found whole."""
-    paths = from_first(lambda: _candidates(path), group)
+    paths = from_first(lambda: _candidates(path), ranks)
     passed_over: list[str] = []
     for candidate in paths:
         try:
-            contents: Contents = from_first(lambda: files.read_contents(candidate), group)  # noqa: B023
-            files.check(candidate, contents, group)
+            contents: Contents = from_first(lambda: files.read_contents(candidate), ranks)  # noqa: B023
+            files.check(candidate, contents, ranks)
             states = files.read_values(candidate / "states.pt")
         except CheckpointError as error:
             if len(paths) == 1:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch
+from anybatch.parallel import is_sharded
 from anybatch.stages import Event, Observer
 from anybatch.training.records import MemoryPoint, MemorySeen, StageTime, WindowSeen
 from anybatch.update import Update, UpdateResult
@@ -106,8 +107,9 @@ def _on_cuda(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, M
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The memory that these tensors hold together; views of one storage count once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    """The memory that these tensors hold together, in this process; views of one storage count once."""
+    held = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     return sum(storages.values())
 
 

@@ -43,6 +43,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def seed_from_these(rank: int) -> None:
-    """Seed everything from a draw of torch's state as it is: another seed for each rank, the same whenever this is called."""
+    """Seed everything from the next draw of torch's state: where all ranks have the same, each gets another."""
     drawn = int(torch.randint(2**62, ()))
     seed_all((drawn + rank * 1_000_003) % 2**63)

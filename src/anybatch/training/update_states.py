@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch.errors import CheckpointError
+from anybatch.parallel import is_sharded
 from anybatch.training.checkpoint_files import Shape, first_line, read_tensors
+from anybatch.training.spreading import bare
 from anybatch.update import Update
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The model without its wrapper for many ranks, so that names are the same on one."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -109,8 +106,6 @@ def load(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], upd
 
 def _empty_for(shape: Shape, parameter: Tensor | None) -> Tensor:
     """A tensor to read into: sharded as its parameter is, if it is of the parameter's size."""
-    from torch.distributed.tensor import DTensor
-
-    if parameter is not None and isinstance(parameter, DTensor) and parameter.shape == shape.size:
+    if parameter is not None and is_sharded(parameter) and parameter.shape == shape.size:
         return torch.empty_like(parameter, dtype=shape.dtype, requires_grad=False)
     return torch.empty(shape.size, dtype=shape.dtype)
