@@ -11,7 +11,19 @@ import anybatch
 from anybatch import api
 
 SOURCE = Path(anybatch.__file__).parent
-ROOMS = ["errors", "stages", "batches", "gradients", "update", "training", "api", "report", "cli", "__main__"]
+ROOMS = [
+    "errors",
+    "stages",
+    "batches",
+    "parallel",
+    "gradients",
+    "update",
+    "training",
+    "api",
+    "report",
+    "cli",
+    "__main__",
+]
 """Each may import those before it; the command line alone imports the report, and the report nothing but errors."""
 
 

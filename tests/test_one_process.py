@@ -1,4 +1,4 @@
-"""What this version does with models that are wrapped for several ranks."""
+"""A model that is wrapped for several ranks, on one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch import Accumulator, UpdateError, supervised
+from anybatch import Accumulator, supervised
 from tests.reference import gradient, whole_batch_gradient
 
 
@@ -33,7 +33,14 @@ def test_one_rank_under_ddp_is_exact():
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_bucket_views_which_would_be_overwritten_are_refused():
-    wrapped = DistributedDataParallel(nn.Linear(4, 3), gradient_as_bucket_view=True)
-    with pytest.raises(UpdateError, match=r"over 1 ranks, with gradient_as_bucket_view=True.*Give the model itself"):
-        Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=5)
+def test_gradients_that_are_views_of_buckets_are_added_to_and_not_overwritten():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    batch = (torch.randn(22, 4), torch.randint(0, 3, (22,)))
+    reference = whole_batch_gradient(model, lambda twin, whole: F.cross_entropy(twin(whole[0]), whole[1]), batch)
+    accumulator = Accumulator(
+        DistributedDataParallel(model, gradient_as_bucket_view=True), supervised(nn.CrossEntropyLoss()), micro_batch=5
+    )
+    accumulator.backward(batch)
+    accumulator.backward(batch)
+    assert float((gradient(model.parameters()) - 2 * reference).norm() / reference.norm()) < 1e-6

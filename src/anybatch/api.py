@@ -25,6 +25,7 @@ from anybatch.errors import (
     LockstepError,
     LossError,
     NonFiniteError,
+    ParallelError,
     RunError,
     SettingsError,
     SplitError,
@@ -49,6 +50,7 @@ from anybatch.gradients import (
     sentence_transformers,
     supervised,
 )
+from anybatch.parallel import Ranks
 from anybatch.training.checkpoints import Resumed, resume, save
 from anybatch.training.schedules import Scaling, scale_lr, warmup
 from anybatch.training.task import Task
@@ -74,7 +76,9 @@ __all__ = [
     "MicroBatches",
     "NonFiniteError",
     "Objective",
+    "ParallelError",
     "PerRow",
+    "Ranks",
     "Resumed",
     "Rows",
     "RunError",

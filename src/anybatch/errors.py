@@ -7,6 +7,7 @@ AnybatchError
 ├── LossError        an objective returned something that is not one differentiable number
 ├── LockstepError    micro-batches that were to meet at a layer came to different ones
 ├── WindowError      a window used out of order, or torn by a backward pass that died
+├── ParallelError    a model wrapped for many ranks in a way that would not be exact, or ranks that failed
 ├── UpdateError      an `Update` that was put together from parts that do not fit
 ├── ReportError      a folder that holds no results to make a page of
 └── NonFiniteError   a gradient or a loss is inf or nan
@@ -41,6 +42,10 @@ class LockstepError(AnybatchError, RuntimeError):
 
 class WindowError(AnybatchError, RuntimeError):
     """A window used out of order, or torn by a backward pass that died."""
+
+
+class ParallelError(AnybatchError, RuntimeError):
+    """A model wrapped for many ranks in a way that would not be exact, or another rank that failed."""
 
 
 class UpdateError(AnybatchError, ValueError):

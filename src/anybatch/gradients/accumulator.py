@@ -10,16 +10,19 @@ from torch.amp import GradScaler
 
 from anybatch.batches import Batch, Cut, Dealt, MicroBatch, MicroBatches, as_split, tensors
 from anybatch.errors import LossError, UpdateError
+from anybatch.gradients.agreement import Agreed, agree, has_rows
 from anybatch.gradients.coupled import Coupled, Together
 from anybatch.gradients.metrics import Metrics, combine, detached
 from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
 from anybatch.gradients.objective import Objective, count_units
 from anybatch.gradients.offload import Offload
+from anybatch.gradients.over_ranks import Parts, over_ranks
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
 from anybatch.gradients.timing import stopwatch_for
 from anybatch.gradients.work import Autocast, Work, autocast_context, common_device, passes_fp16
+from anybatch.parallel import Turn, engine_for
 from anybatch.stages import Accumulate, Backward, Observer, Tracker, tracker_for
 
 
@@ -59,6 +62,11 @@ class Accumulator:
     once; `offload` says where what they save is kept: `"host"` memory, for accelerators, `"disk"`, None for where it is, or
     `"auto"`: in place up to half of the free memory, then out, to the host from an accelerator, to disk from the CPU.
 
+    A model in `DistributedDataParallel` or sharded by `fully_shard` is given as it is: the batch is then what all ranks give
+    together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
+    units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
+    micro-batch to the next: fewer all-gathers for more memory.
+
     >>> model = nn.Linear(3, 1)
     >>> accumulator = Accumulator(model, Objective(lambda model, x: model(x).square().mean()), micro_batch=4)
     >>> accumulator.backward(torch.randn(10, 3)).micro_batches
@@ -77,9 +85,11 @@ class Accumulator:
         parameters: Callable[[], Iterable[nn.Parameter]] | None = None,
         drop_nonfinite: bool = False,
         keep_fp32: bool = False,
+        reshard: bool = True,
         observer: Observer | None = None,
     ) -> None:
         _check(model, objective, autocast)
+        self.engine = engine_for(model, reshard=reshard)
         self.model = model
         self.objective = objective
         self.split = as_split(micro_batch)
@@ -110,31 +120,41 @@ class Accumulator:
         done = _Done()
         try:
             with (
-                GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum,
+                self._gradient_sum(work, isolate=isolate) as gradient_sum,
                 self.norms.around(work, gradient_sum, scaler) as work,
             ):
                 starts: tuple[Tensor, ...] = ()
                 watch = stopwatch_for(self.split, batch, work.cut, work.parameters)
-                for index in work.shares.running:
-                    statistics = copy_statistics(layers)
-                    loss, metrics = work.forward(index)
-                    starts = starts or work.shares.tensors(loss, scaler)
-                    is_kept = not drops or bool(loss.isfinite())
-                    if is_kept:
-                        is_kept = _backward(gradient_sum, loss, starts[index], index, tracker)
-                    if not is_kept:
-                        statistics.restore()
-                        work.forget()
-                    if watch is not None:
+                passes = work.passes
+                for place, (index, counts) in enumerate(passes, start=1):
+                    with work.turn.running(is_last=place == len(passes)):
+                        statistics = copy_statistics(layers)
+                        loss, metrics = work.forward(index)
+                        starts = starts or work.shares.tensors(loss, scaler)
+                        is_kept = not drops or bool(loss.isfinite())
+                        if is_kept:
+                            start = starts[index] if counts else torch.zeros_like(starts[index])
+                            is_kept = _backward(gradient_sum, loss, start, index, tracker)
+                        if not is_kept:
+                            statistics.restore()
+                        if not is_kept or not counts:
+                            work.forget()
+                    if watch is not None and counts:
                         watch.lap(index)
-                    done.add(index, loss.detach(), metrics, is_kept=is_kept)
+                    if counts:
+                        done.add(index, loss.detach(), metrics, is_kept=is_kept)
+                    has_metrics = bool(metrics)
                     del loss, metrics  # the next forward must not find this graph alive
-                gradient_sum.scale = work.shares.left_over(done.kept)
+                work.turn.close(gradient_sum.parameters)
+                if done.has_metrics or has_metrics:
+                    done.unweighted.update((index, work.metrics_of(index)) for index in work.shares.left_out)
+                result = done.result(work, starts[0].dtype)
+                gradient_sum.scale = work.shares.left_over(result.units)
                 if work.shares.is_empty:
                     gradient_sum.zero()
-                if done.has_metrics:
-                    done.unweighted.update((index, work.metrics_of(index)) for index in work.shares.left_out)
-                result = done.result(work.shares, work.cut)
+        except BaseException:
+            work.turn.forget()
+            raise
         finally:
             if tracker is not None:
                 tracker.close()
@@ -147,14 +167,17 @@ class Accumulator:
         drops = self.drop_nonfinite and not work.shares.is_empty
         isolate = drops and scaler is None
         try:
-            with GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate) as gradient_sum:
+            with self._gradient_sum(work, isolate=isolate) as gradient_sum:
                 coupled = self.objective if isinstance(self.objective, Coupled) else None
                 together = self.norms.run_together(work, gradient_sum, coupled=coupled, scaler=scaler, drops=drops)
                 if together.counted is not None:
-                    gradient_sum.scale = work.shares.left_over(together.counted)
+                    gradient_sum.scale = work.shares.left_over(work.shares.units_of(together.counted))
                 if work.shares.is_empty:
                     gradient_sum.zero()
                 result = _result_together(together, work)
+        except BaseException:
+            work.turn.forget()
+            raise
         finally:
             if work.tracker is not None:
                 work.tracker.close()
@@ -162,22 +185,16 @@ class Accumulator:
 
     def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> Work:
         """Cut the batch and count its units: all that comes before the first forward."""
-        dealt = batch if isinstance(batch, Dealt) else None
-        batch = batch if dealt is None else dealt.batch
-        cut = batch if isinstance(batch, MicroBatches) else self.split.cut(batch)
-        units = count_units(self.objective, self.model, cut.micro_batches)
-        reduction = self.objective.reduction
-        if dealt is not None and dealt.is_stand_in:
-            units, reduction = [0] * len(units), "mean"  # a mean over nothing: zero gradients, of a sum too
         parameters = list(self.parameters())
         device = common_device(parameters)
         if isinstance(self.objective, Coupled):
             device = common_device(self.model.parameters())  # a loss's own parameters may lie elsewhere
             parameters += self.objective.parameters()
-        is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches[0]))
         autocast = autocast_context(self.autocast, device)
         underflows = scaler is None and passes_fp16(parameters, autocast)
-        shares = shares_of(units, reduction, underflows=underflows)
+        turn = self.engine.turn(by_hand=self._by_hand())
+        cut, shares, agreed = self._count(batch, turn, underflows=underflows)
+        is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches[0]))
         return Work(
             self.model,
             self.objective.whole() if isinstance(self.objective, Coupled) else self.objective,
@@ -187,21 +204,54 @@ class Accumulator:
             None if is_there else device,
             autocast,
             tracker,
+            turn,
+            self.engine.ranks,
+            agreed,
         )
+
+    def _count(self, batch: Batch, turn: Turn, *, underflows: bool) -> tuple[MicroBatches, Shares, Agreed | None]:
+        """The micro-batches, and the share of each in the batch of all ranks."""
+        reduction = self.objective.reduction
+        ranks = self.engine.ranks
+        is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
+        if isinstance(batch, Dealt):
+            batch = None if is_stand_in and ranks.size > 1 else batch.batch
+
+        def count() -> tuple[MicroBatches, Shares]:
+            cut = batch if isinstance(batch, MicroBatches) else self.split.cut(batch)
+            units = count_units(self.objective, self.model, cut.micro_batches)
+            if is_stand_in:  # a mean over nothing: zero gradients, of a sum too
+                return cut, shares_of([0] * len(units), "mean", underflows=underflows)
+            return cut, shares_of(units, reduction, underflows=underflows)
+
+        if ranks.size == 1:
+            return *count(), None
+        return agree(
+            ranks,
+            count if has_rows(batch) else lambda: (None, shares_of((), reduction)),
+            is_even=self.engine.is_even,
+            factor=turn.factor,
+            underflows=underflows,
+            reduction=reduction,
+            runs_all=isinstance(self.objective, Coupled),
+        )
+
+    def _by_hand(self) -> str | None:
+        """Why gradients of this batch cannot be summed over ranks while backward runs; None where they can."""
+        if isinstance(self.objective, Coupled):
+            return "the gradient of a coupled loss"
+        if self.norms.mode == "exact":
+            return "the gradient of batch_norm='exact'"
+        return "dropping micro-batches that are not finite" if self.drop_nonfinite else None
+
+    def _gradient_sum(self, work: Work, *, isolate: bool) -> GradientSum:
+        return GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate, copies=self.engine.overwrites)
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what is no module, and what several ranks share: their gradients would be mixed with wrong weights."""
+    """Refuse what is no module."""
     if not isinstance(model, nn.Module):
         raise UpdateError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        ranks = torch.distributed.get_world_size(model.process_group)
-        if ranks > 1 or model.gradient_as_bucket_view:
-            raise UpdateError(
-                f"this model is wrapped in DistributedDataParallel over {ranks} ranks, with gradient_as_bucket_view="
-                f"{model.gradient_as_bucket_view}; this version is exact within one process only. Give the model itself, "
-                "in one process."
-            )
 
 
 def _backward(gradient_sum: GradientSum, loss: Tensor, start: Tensor, index: int, tracker: Tracker | None) -> bool:
@@ -238,19 +288,25 @@ class _Done:
         self.losses.append(loss)
         self.metrics.append(detached(metrics))
 
-    def result(self, shares: Shares, cut: MicroBatches) -> Accumulated:
+    def result(self, work: Work, dtype: torch.dtype) -> Accumulated:
+        shares = work.shares
         units = [shares.units[index] for index in self.kept]
         weights = shares_of(units, shares.reduction).each
+        parts = Parts(
+            metrics=[*self.metrics, *self.unweighted.values()],
+            units=[*units, *[0.0] * len(self.unweighted)],
+            indices=[*self.kept, *self.unweighted],
+            dropped=self.dropped,
+        )
+        loss = _batch_loss(shares, self.losses, weights)
+        if work.agreed is not None:
+            whole = over_ranks(work, loss if self.losses else loss.to(dtype), parts)
+            return Accumulated(micro_batches=sum(work.agreed.micro_batches), **whole)
         return Accumulated(
-            loss=_batch_loss(shares, self.losses, weights),
+            loss=loss,
             units=sum(units),
             micro_batches=len(shares.units),
-            metrics=combine(
-                [*self.metrics, *self.unweighted.values()],
-                [*units, *[0.0] * len(self.unweighted)],
-                cut,
-                [*self.kept, *self.unweighted],
-            ),
+            metrics=combine(parts.metrics, parts.units, work.cut, parts.indices),
             dropped=tuple(self.dropped),
         )
 

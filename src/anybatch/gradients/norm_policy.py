@@ -40,7 +40,7 @@ class NormPolicy:
 
     def layers(self, work: Work) -> Layers:
         """The layers whose statistics the cut touches: none where the batch is one micro-batch, or the model has none."""
-        if not self._layers or (len(work.micro_batches) == 1 and self.mode != "frozen"):
+        if not self._layers or (not work.is_cut and self.mode != "frozen"):
             return {}
         return {name: layer for name, layer in self._layers.items() if uses_batch_statistics(layer)}
 
@@ -147,7 +147,7 @@ class NormPolicy:
                     spool=self._spool,
                     scaler=scaler,
                 ).run()
-                scale = 1.0 if coupled is not None else work.shares.left_over(work.shares.running)
+                scale = 1.0 if coupled is not None else work.shares.left_over(work.shares.units_of(work.shares.running))
                 return [None if p.grad is None else p.grad.detach().to_dense() * scale for p in scratch.parameters]
         except Exception as error:  # a model that cannot go in lockstep is no reason not to train it
             return error.with_traceback(None)

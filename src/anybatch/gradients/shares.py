@@ -13,14 +13,21 @@ class Shares:
     """How much each micro-batch's loss weighs in its backward pass, and what is left to divide out at the close."""
 
     units: Sequence[float]
+    """Of the micro-batches of this rank."""
     denominator: float
     """Shares are `units_k / denominator`."""
     reduction: str
+    total: float
+    """The units of the whole batch, of all ranks."""
+    factor: float = 1.0
+    """What shares are multiplied by: the number of ranks, where gradients are averaged over them."""
+    is_borrowed: bool = False
+    """True where the last micro-batch is another rank's, run with share 0 because this rank has nothing that counts."""
 
     @property
     def is_empty(self) -> bool:
-        """True of a mean over 0 units: its gradient is zero."""
-        return self.reduction == "mean" and sum(self.units) == 0
+        """True of a mean over 0 units, of all ranks: its gradient is zero."""
+        return self.reduction == "mean" and self.total == 0
 
     @property
     def running(self) -> list[int]:
@@ -28,27 +35,35 @@ class Shares:
 
         When all have 0 units the last one runs even so, for the zero gradients of the parameters that it touches.
         """
-        if self.reduction == "sum":
+        if self.reduction == "sum" and not self.is_borrowed:
             return list(range(len(self.units)))
         return [index for index, units in enumerate(self.units) if units > 0] or [len(self.units) - 1]
 
     @property
     def left_out(self) -> list[int]:
-        """The micro-batches that do not run."""
+        """The micro-batches of this rank that do not run."""
         running = set(self.running)
-        return [index for index in range(len(self.units)) if index not in running]
+        return [index for index in range(self.num_own) if index not in running]
+
+    @property
+    def num_own(self) -> int:
+        """The micro-batches of this rank's own rows."""
+        return len(self.units) - self.is_borrowed
 
     @property
     def each(self) -> list[float]:
         """The weight of each micro-batch's loss."""
         if self.reduction == "sum":
-            return [1.0] * len(self.units)
-        return [units / (self.denominator or 1.0) for units in self.units]
+            return [self.factor] * self.num_own + [0.0] * self.is_borrowed
+        return [self.factor * units / (self.denominator or 1.0) for units in self.units]
 
-    def left_over(self, counted: Sequence[int]) -> float:
-        """What the summed gradient is multiplied by at the close, when only `counted` micro-batches went into it."""
-        total = sum(self.units[index] for index in counted)
-        return 1.0 if self.reduction == "sum" or total == 0 else self.denominator / total
+    def units_of(self, counted: Sequence[int]) -> float:
+        """The units of these micro-batches together."""
+        return sum(self.units[index] for index in counted)
+
+    def left_over(self, counted: float) -> float:
+        """What the summed gradient is multiplied by at the close, when only `counted` units, of all ranks, went into it."""
+        return 1.0 if self.reduction == "sum" or counted == 0 else self.denominator / counted
 
     def tensors(self, loss: Tensor, scaler: GradScaler | None) -> tuple[Tensor, ...]:
         """The shares as gradients to start the backward passes of losses like `loss` from."""
@@ -64,7 +79,8 @@ def shares_of(units: Sequence[float], reduction: str, *, underflows: bool = Fals
     Where gradients are fp16 and nothing scales the loss, such shares would underflow in backward (measured: 0.23 off at 64
     micro-batches). There the largest micro-batch has share 1, and the rest is divided out at the close.
     """
-    return Shares(units, max(units, default=0) if underflows else sum(units), reduction)
+    total = sum(units)
+    return Shares(units, max(units, default=0) if underflows else total, reduction, total)
 
 
 def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

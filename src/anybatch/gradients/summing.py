@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import WindowError
+from anybatch.parallel import is_sharded
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -20,22 +21,34 @@ class GradientSum:
     is handed over in the parameter's dtype, or stays fp32 where `keep_fp32` says that the optimizer takes it.
 
     With `isolate`, each backward pass stands alone until it is known to be finite, at the price of a second set of
-    gradients: `backward` returns False for one that was not, and adds nothing of it.
+    gradients: `backward` returns False for one that was not, and adds nothing of it. With `copies`, what `.grad` held is
+    copied: where it is a view of DDP's buckets, synchronising would write over it.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, keep_fp32: bool = False, isolate: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        keep_fp32: bool = False,
+        isolate: bool = False,
+        copies: bool = False,
+    ) -> None:
         self.parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
         self.scale = 1.0
         self.keep_fp32 = keep_fp32
         self.isolate = isolate
+        self.copies = copies
         self._before: list[Tensor | None] = []
         self._grad_dtypes: dict[nn.Parameter, torch.dtype | None] = {}
         self._is_torn = False
 
     def __enter__(self) -> "GradientSum":
         self._before = _set_aside(self.parameters)
+        if self.copies:
+            self._before = [None if grad is None else grad.clone() for grad in self._before]
         for parameter in self.parameters:
-            if parameter.dtype in LOW_PRECISION:
+            # a sharded parameter's gradient comes from FSDP, which sums in its own reduce_dtype
+            if parameter.dtype in LOW_PRECISION and not is_sharded(parameter):
                 self._grad_dtypes[parameter] = parameter.grad_dtype
                 parameter.grad_dtype = torch.float32
         return self

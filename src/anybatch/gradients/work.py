@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, MicroBatches, move
+from anybatch.gradients.agreement import Agreed
 from anybatch.gradients.metrics import Metrics, detached
 from anybatch.gradients.objective import Objective, evaluate, metrics_alone
 from anybatch.gradients.shares import Shares
+from anybatch.parallel import ALONE, ONE_PROCESS, Ranks, Turn
 from anybatch.stages import ForwardBoundary, Load, Loss, Tracker
 
 Autocast = torch.dtype | torch.autocast | None
@@ -34,8 +36,25 @@ class Work:
     """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
     autocast: AbstractContextManager[object] | None
     tracker: Tracker | None
+    turn: Turn = ALONE
+    """How the passes of this batch are synchronised over ranks."""
+    ranks: Ranks = ONE_PROCESS
+    agreed: Agreed | None = None
+    """What the ranks told each other of this batch; None in one process."""
     forget: Callable[[], None] = _nothing
     """What is to be called when the micro-batch that ran last is dropped."""
+
+    @property
+    def passes(self) -> list[tuple[int, bool]]:
+        """The micro-batches that run, in order, and whether each counts: where all ranks must run as many, some run again."""
+        counted = [(index, index < self.shares.num_own) for index in self.shares.running]
+        missing = 0 if self.agreed is None else self.agreed.num_passes - len(counted)
+        return counted + [(counted[-1][0], False)] * missing
+
+    @property
+    def is_cut(self) -> bool:
+        """True where no micro-batch is the whole batch."""
+        return len(self.micro_batches) > 1 or self.ranks.size > 1
 
     @property
     def micro_batches(self) -> tuple[Batch, ...]:

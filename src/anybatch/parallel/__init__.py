@@ -1,0 +1,7 @@
+"""Many ranks: which they are, when their gradients are synchronised, what is summed over them. No objectives here."""
+
+from anybatch.parallel.engines import ALONE, Engine, Replicated, Sharded, Turn, engine_for
+from anybatch.parallel.ranks import ONE_PROCESS, Ranks
+from anybatch.parallel.wrapping import is_sharded
+
+__all__ = ["ALONE", "ONE_PROCESS", "Engine", "Ranks", "Replicated", "Sharded", "Turn", "engine_for", "is_sharded"]

@@ -1,0 +1,141 @@
+"""How a model is wrapped for many ranks, and what is refused of it by name."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.errors import ParallelError
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """The parts of a model that torch synchronises over ranks: DDP modules, or the roots of `fully_shard`; not both."""
+
+    replicated: tuple[DistributedDataParallel, ...] = ()
+    sharded: tuple[Any, ...] = ()
+    group: Any = None
+    """The process group of all ranks that hold different rows."""
+
+
+def wrapping_of(model: nn.Module) -> Wrapping:
+    """Find DDP modules and FSDP2 roots in `model`, itself among them."""
+    modules = list(_outermost(model))
+    replicated = tuple(module for module in modules if isinstance(module, DistributedDataParallel))
+    sharded = tuple(module for module in modules if not isinstance(module, DistributedDataParallel))
+    if not modules:
+        return Wrapping()
+    if replicated and sharded:
+        raise ParallelError(
+            f"{type(model).__name__} holds both DistributedDataParallel and fully_shard modules; wrap all of it in one way: "
+            "fully_shard with a 2-D mesh replicates and shards."
+        )
+    groups = [module.process_group for module in replicated] or [_data_group(module) for module in sharded]
+    if any(_members(group) != _members(groups[0]) for group in groups):
+        raise ParallelError(
+            f"the parts of {type(model).__name__} are spread over different ranks ({[_members(g) for g in groups]}); a batch "
+            "has one set of ranks. Wrap all parts over the same process group or mesh."
+        )
+    for module in replicated:
+        _check_replicated(module)
+    for root in sharded:
+        _check_sharded(root)
+    return Wrapping(replicated, sharded, groups[0])
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True of a DTensor: this rank holds a part of it."""
+    return hasattr(tensor, "device_mesh")
+
+
+def fsdp_groups(root: nn.Module) -> Iterator[Any]:
+    """Every parameter group of `fully_shard` in a root, itself and below."""
+    kind = _sharded_kind()
+    seen = set()
+    for module in root.modules():
+        if kind is not None and isinstance(module, kind):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            if state not in seen:
+                seen.add(state)
+                yield from state._fsdp_param_groups
+
+
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """Wrapped modules that are in no other wrapped module."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    sharded = _sharded_kind()
+    _check_kind(model)
+    if isinstance(model, DistributedDataParallel) or (sharded is not None and isinstance(model, sharded)):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost(child)
+
+
+def _sharded_kind() -> type | None:
+    """FSDP2's mark on a module; None where its package was never imported, so that no module can have it."""
+    package = sys.modules.get("torch.distributed.fsdp")
+    return None if package is None else package.FSDPModule
+
+
+def _check_kind(module: nn.Module) -> None:
+    if type(module).__name__ == "FullyShardedDataParallel":
+        raise ParallelError(
+            "this model is wrapped in FullyShardedDataParallel, which torch replaced by fully_shard (FSDP2). Shard it with "
+            "torch.distributed.fsdp.fully_shard(model)."
+        )
+
+
+def _members(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _check_replicated(module: DistributedDataParallel) -> None:
+    name = f"DistributedDataParallel({type(module.module).__name__})"
+    if module.static_graph:
+        raise ParallelError(
+            f"{name} was made with static_graph=True, with which torch cannot leave a backward pass unsynchronised. Make it "
+            "with static_graph=False; find_unused_parameters=True serves graphs that leave parameters out."
+        )
+    if module.mixed_precision is not None:
+        raise ParallelError(
+            f"{name} was made with mixed_precision=, whose gradients are summed in low precision. Use autocast= of Update or "
+            "Accumulator instead."
+        )
+
+
+def _data_group(root: nn.Module) -> Any:
+    """The group of all ranks with different rows: the whole mesh, be it 1-D (FSDP) or 2-D (HSDP)."""
+    meshes = {group.mesh_info.mesh for group in fsdp_groups(root)}
+    if len(meshes) != 1:
+        raise ParallelError(
+            f"{type(root).__name__} is sharded over {len(meshes)} meshes; a batch has one set of ranks. Use one mesh."
+        )
+    mesh = meshes.pop()
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+
+
+def _check_sharded(root: nn.Module) -> None:
+    low = (torch.bfloat16, torch.float16)
+    for group in fsdp_groups(root):
+        for parameter in group.fsdp_params:
+            name = f"parameter of shape {tuple(parameter._orig_size)} of {type(root).__name__}"
+            if parameter.sharded_param.device_mesh.ndim != group.mesh_info.mesh.ndim:
+                raise ParallelError(
+                    f"a {name} is cut by tensor parallelism too (mesh {parameter.sharded_param.device_mesh}), whose ranks "
+                    "share rows: this is not built. Use fully_shard over a mesh of data-parallel ranks alone."
+                )
+            computed = parameter.param_dtype or parameter.orig_dtype
+            if computed in low and parameter.reduce_dtype is not torch.float32:
+                raise ParallelError(
+                    f"a {name} computes in {computed} and would be summed in it, over micro-batches and ranks. Give "
+                    "fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32)."
+                )
