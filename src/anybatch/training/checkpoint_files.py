@@ -110,7 +110,9 @@ def read_contents(path: Path) -> Contents:
 def check(path: Path, contents: Contents, ranks: Ranks) -> None:
     """Raise on every rank if a file is missing or damaged; each rank looks at its part of them."""
     names = sorted(contents.files)[ranks.rank :: ranks.size]
-    found = ranks.gather_objects([problem for name in names if (problem := _problem(path / name, contents.files[name]))])
+    found = ranks.gather_objects(
+        [problem for name in names if (problem := _problem(path / name, contents.files[name]))]
+    )
     problems = [problem for of_rank in found for problem in of_rank]
     if problems:
         raise CheckpointError(f"{path} is damaged: {problems[0]}. {ADVICE}")

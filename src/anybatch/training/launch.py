@@ -1,4 +1,4 @@
-"""How this process was started: alone, or as one of the ranks of torchrun. Knows nothing of torch until the ranks are joined."""
+"""How this process was started: alone, or as a rank of torchrun. Knows nothing of torch until ranks are joined."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,7 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     )
 
 
-def check_alone(command: str) -> None:
+def check_alone(command: str | None) -> None:
     """Raise if several ranks were started for a command that is for one process; all but rank 0 are silent."""
     launch = find_launch()
     if launch is not None and launch.size > 1:
@@ -57,15 +57,15 @@ def joined(launch: Launch, device: str) -> Iterator[Any]:
 
     if device.startswith("cuda:"):
         raise SettingsError(
-            f"--device {device} with {launch.size} ranks: each takes the GPU of its own number. Give --device cuda, and choose among "
-            "GPUs with CUDA_VISIBLE_DEVICES."
+            f"--device {device} with {launch.size} ranks: each takes the GPU of its own number. Give --device cuda, and "
+            "choose among GPUs with CUDA_VISIBLE_DEVICES."
         )
     is_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if is_cuda:
         if launch.local_rank >= torch.cuda.device_count():
             raise SettingsError(
-                f"rank {launch.rank} is number {launch.local_rank} on this machine, which has {torch.cuda.device_count()} GPUs. "
-                "Give torchrun --nproc-per-node no more than that, or use --device cpu."
+                f"rank {launch.rank} is number {launch.local_rank} (from 0) on a machine with {torch.cuda.device_count()} "
+                "GPUs. Give torchrun --nproc-per-node no more than that, or use --device cpu."
             )
         torch.cuda.set_device(launch.local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")

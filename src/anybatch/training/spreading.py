@@ -15,7 +15,7 @@ from anybatch.training.settings import Parallel
 
 
 def spread(model: nn.Module, optimizer: Optimizer, kind: Parallel, group: Any) -> nn.Module:
-    """The model to learn with; the optimizer goes on with its parameters. One that the task has spread itself stays as it is."""
+    """The model to learn with, whose parameters the optimizer has then. What the task has spread itself stays as it is."""
     wrapping = wrapping_of(model)
     if wrapping.replicated or wrapping.sharded:
         return model
@@ -56,7 +56,7 @@ def _shard(model: nn.Module, optimizer: Optimizer, device: torch.device, group: 
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     after = dict(model.named_parameters())
-    sharded = {parameter: after[name] for name, parameter in before.items()}
+    sharded: dict[Tensor, nn.Parameter] = {parameter: after[name] for name, parameter in before.items()}
     for settings in optimizer.param_groups:
         settings["params"] = [sharded.get(parameter, parameter) for parameter in settings["params"]]
     for parameter in [parameter for parameter in optimizer.state if parameter in sharded]:
