@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any
+from uuid import uuid4
 
-from anybatch.errors import SettingsError
+from anybatch.errors import ParallelError, SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,41 @@ def joined(launch: Launch, device: str) -> Iterator[Any]:
                 "GPUs. Give torchrun --nproc-per-node no more than that, or use --device cpu."
             )
         torch.cuda.set_device(launch.local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    fresh = dist.PrefixStore(agree_on_round(store, launch.rank, launch.size), store)
+    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    dist.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.size)
     yield dist.group.WORLD
     # after an error the others may be gone, and saying goodbye would wait for them
     dist.destroy_process_group()
+
+
+def agree_on_round(store: Any, rank: int, size: int, *, seconds: float = 1800.0) -> str:
+    """A name that all ranks started together have in common, and those before a restart had not.
+
+    torchrun hands restarted ranks the store of those before (torch 2.13), with their addresses still in it: whoever is quicker
+    than another reads where that one was, and waits there for half an hour. So each rank leaves a word of its own, rank 0
+    answers with its own word and all that it sees, and a rank takes the answer that has its word in it.
+    """
+    word, end = uuid4().hex, monotonic() + seconds
+    store.set(f"anybatch/word/{rank}", word)
+
+    def told(key: str) -> str:
+        return store.get(f"anybatch/{key}").decode() if store.check([f"anybatch/{key}"]) else ""
+
+    def wait(others: str) -> None:
+        if monotonic() > end:
+            raise ParallelError(
+                f"rank {rank} of {size} waited {seconds:.0f} s for {others}. Look at what it said, or start all ranks anew."
+            )
+        sleep(0.01)
+
+    if rank > 0:
+        while word not in (answer := told("answer").split()):
+            wait("rank 0")
+        store.set(f"anybatch/taken/{rank}", answer[0])
+        return answer[0]
+    while missing := [other for other in range(1, size) if told(f"taken/{other}") != word]:
+        store.set("anybatch/answer", " ".join([word, *(told(f"word/{other}") for other in range(1, size))]))
+        wait(f"rank {missing[0]}")
+    return word
