@@ -8,6 +8,7 @@ AnybatchError
 ├── LockstepError    micro-batches that were to meet at a layer came to different ones
 ├── WindowError      a window used out of order, or torn by a backward pass that died
 ├── ParallelError    a model wrapped for many ranks in a way that would not be exact, or ranks that failed
+├── MemoryLimitError memory ran out where nothing could be made smaller
 ├── UpdateError      an `Update` that was put together from parts that do not fit
 ├── ReportError      a folder that holds no results to make a page of
 └── NonFiniteError   a gradient or a loss is inf or nan
@@ -46,6 +47,10 @@ class WindowError(AnybatchError, RuntimeError):
 
 class ParallelError(AnybatchError, RuntimeError):
     """A model wrapped for many ranks in a way that would not be exact, or another rank that failed."""
+
+
+class MemoryLimitError(AnybatchError, MemoryError):
+    """Memory ran out where nothing could be made smaller: at a single row, or in the optimizer's step."""
 
 
 class UpdateError(AnybatchError, ValueError):

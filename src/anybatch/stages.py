@@ -2,7 +2,7 @@
 
 Whoever passes an observer gets each event when its stage has ended. While `torch.profiler` runs, the stages appear in it
 as `anybatch.load`, `anybatch.forward` and so on. With neither, no `Tracker` exists and a stage costs one `is None`.
-Times are the host's: a device may still be working when a stage ends.
+Times are the host's: a device may still be working when a stage ends. Where memory ran out, `retry` comes between.
 """
 
 from collections.abc import Callable
@@ -92,6 +92,14 @@ class Zero(Event):
 
     stage = "zero"
     parameters: tuple[nn.Parameter, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry(Event):
+    """Memory ran out: what was told of this batch's micro-batches so far is void, and they start again, smaller."""
+
+    stage = "retry"
+    reason: str
 
 
 Observer = Callable[[Event], None]

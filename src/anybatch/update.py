@@ -19,7 +19,8 @@ from anybatch.gradients.norm_policy import BatchNorm
 from anybatch.gradients.norms import clip_to_norm, clip_to_value, gradient_norm
 from anybatch.gradients.objective import Objective
 from anybatch.gradients.offload import Offload
-from anybatch.gradients.precision import cast_gradients, takes_fp32_gradients
+from anybatch.gradients.out_of_memory import once_more
+from anybatch.gradients.precision import cast_gradients, found_overflow, takes_fp32_gradients
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.work import Autocast
 from anybatch.stages import Clip, Observer, Step, Tracker, Zero, tracker_for
@@ -49,6 +50,8 @@ class UpdateResult:
     """The objective's metrics, for the whole batch."""
     dropped: tuple[int, ...] = ()
     """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
+    retries: int = 0
+    """How often memory ran out and the batch was started again, in smaller micro-batches."""
 
 
 class Update:
@@ -57,7 +60,8 @@ class Update:
     `on_nonfinite` says what an inf or nan in the gradient does: `"raise"` names the parameter and the micro-batch, `"skip"`
     leaves the update out, `"drop"` leaves the bad micro-batch out and renormalises the rest, `"ignore"` does not look (and so
     never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`.
-    `batch_norm` and `offload` are those of `Accumulator`.
+    `batch_norm`, `offload` and `reshard` are those of `Accumulator`, and so is what it says of models on many ranks: the
+    decisions of an update are taken by all ranks together.
 
     >>> import torch
     >>> from anybatch import supervised
@@ -83,6 +87,7 @@ class Update:
         batch_norm: BatchNorm | None = None,
         offload: Offload = "auto",
         on_nonfinite: OnNonFinite = "raise",
+        reshard: bool = True,
         observer: Observer | None = None,
     ) -> None:
         _check(model, optimizer, clip_norm, clip_value, scaler, scheduler, on_nonfinite)
@@ -104,6 +109,7 @@ class Update:
             drop_nonfinite=on_nonfinite == "drop",
             parameters=self.parameters,
             keep_fp32=True,
+            reshard=reshard,
             observer=observer,
         )
         self._tracking_layers = tracking_layers(model)
@@ -118,7 +124,7 @@ class Update:
         An exception before the step leaves weights, optimizer, scheduler and running statistics as they were.
         """
         tracker = tracker_for(self.observer)
-        statistics = copy_statistics(self._tracking_layers)
+        statistics = once_more(lambda: copy_statistics(self._tracking_layers))
         lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))
         is_applied = False
         try:
@@ -127,7 +133,7 @@ class Update:
             stepped = self._stepped()
             if self.scaler is not None and accumulated.has_gradient:
                 self.scaler.unscale_(self.optimizer)
-            grad_norm = gradient_norm(stepped)
+            grad_norm = once_more(lambda: gradient_norm(stepped))
             is_applied = accumulated.has_gradient and self._is_finite(grad_norm)
             if not is_applied and accumulated.has_gradient and self.scaler is None and self.on_nonfinite == "raise":
                 statistics.restore()  # they may hold the nan that is looked for
@@ -149,6 +155,7 @@ class Update:
             lr=lr,
             metrics=accumulated.metrics,
             dropped=accumulated.dropped,
+            retries=accumulated.retries,
         )
 
     def _stepped(self) -> list[nn.Parameter]:
@@ -193,6 +200,8 @@ class Update:
             else:
                 self.optimizer.step()
         if self.scaler is not None and accumulated.has_gradient:
+            if not is_applied:
+                found_overflow(self.scaler, self.optimizer)
             self._update_scale(self.scaler, is_applied)
         if is_applied and self.scheduler is not None:
             self.scheduler.step()
@@ -219,8 +228,9 @@ class Update:
             )
         else:
             what = "the loss" if culprit.parameter is None else f"the gradient of {culprit.parameter!r}"
+            whose = "" if culprit.rank is None else f" of rank {culprit.rank}"
             where = (
-                f"{what} is not finite, first in micro-batch {culprit.micro_batch} of {culprit.num_micro_batches} "
+                f"{what} is not finite, first in micro-batch {culprit.micro_batch} of {culprit.num_micro_batches}{whose} "
                 f"(counted from 0), whose loss is {culprit.loss:.6g}"
             )
         return (

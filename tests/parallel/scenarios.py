@@ -1,12 +1,18 @@
 """What the ranks of one spawn do: each function runs on every rank with the same seed, and returns numbers."""
 
+import contextlib
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import Accumulator, Mean, Objective, PerRow, Sum, Update, supervised
@@ -14,6 +20,28 @@ from anybatch.batches import take_rows
 from tests.reference import whole_batch_gradient
 
 LABELS = 3
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def ddp_views(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    """Every linear layer a unit of its own, and the rest."""
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def hsdp(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model, mesh=mesh)
 
 
 def near_equal(count: int) -> list[int]:
@@ -73,10 +101,22 @@ def whole(model: nn.Module) -> Tensor:
     return torch.cat([grad.detach().to_dense().double().flatten() for grad in grads])
 
 
-def ddp_uneven_rows() -> dict[str, float]:
+def gathered(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def difference(model: nn.Module, alone: nn.Module) -> float:
+    """Of the weights, relative."""
+    got = torch.cat([gathered(parameter).flatten() for parameter in model.parameters()])
+    wanted = torch.cat([parameter.detach().flatten() for parameter in alone.parameters()])
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def uneven_rows(wrap: Wrap) -> dict[str, float]:
     model, batch = network(), labelled(40)
     reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
-    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    wrapped = wrap(copy.deepcopy(model))
     result = Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=5).backward(own(batch, near_equal(40)))
     with torch.no_grad():
         loss = F.cross_entropy(model(batch[0]), batch[1])
@@ -88,26 +128,26 @@ def ddp_uneven_rows() -> dict[str, float]:
     }
 
 
-def ddp_uneven_tokens() -> dict[str, float]:
+def uneven_tokens(wrap: Wrap) -> dict[str, float]:
     model, batch = network(torch.float64), ragged(24)
     batch = (batch[0].double(), batch[1])
     reference = whole_batch_gradient(model, tokens, batch)
-    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    wrapped = wrap(copy.deepcopy(model))
     rows = own(batch, near_equal(24))
     result = Accumulator(wrapped, TOKENS, micro_batch=1 + dist.get_rank()).backward(rows)
     exact = error(wrapped, reference)
     # the common mistake: each rank's own mean, averaged over ranks
-    twin = DistributedDataParallel(copy.deepcopy(model))
+    twin = wrap(copy.deepcopy(model))
     tokens(twin, rows).backward()
     return {
         "error": exact,
         "mean_of_means": error(twin, reference),
-        "loss": abs(float(result.loss - tokens(model, batch))),
+        "loss": abs(float(result.loss - tokens(model, batch).detach())),
         "units": result.units - float(num_targets(batch)),
     }
 
 
-def ddp_toggled_between_forward_and_backward() -> dict[str, float]:
+def toggled_between_forward_and_backward() -> dict[str, float]:
     model, batch = network(), labelled(24)
     reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
     wrapped = DistributedDataParallel(copy.deepcopy(model))
@@ -128,43 +168,43 @@ def ddp_toggled_between_forward_and_backward() -> dict[str, float]:
     return {"error": error(wrapped, reference)}
 
 
-def ddp_rank_without_rows(batch_of_none: bool = True) -> dict[str, float]:
+def rank_without_rows(wrap: Wrap, *, gives_none: bool = True) -> dict[str, float]:
     model, batch = network(), labelled(7)
     size = dist.get_world_size()
     counts = [7 - (size - 2), *[1] * (size - 2), 0]
     reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
-    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    wrapped = wrap(copy.deepcopy(model))
     rows = own(batch, counts)
-    if batch_of_none and not len(rows[0]):
+    if gives_none and not len(rows[0]):
         rows = None
     result = Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=2).backward(rows)
     return {"error": error(wrapped, reference), "units": result.units}
 
 
-def ddp_empty_tensors() -> dict[str, float]:
-    return ddp_rank_without_rows(batch_of_none=False)
+def empty_tensors(wrap: Wrap) -> dict[str, float]:
+    return rank_without_rows(wrap, gives_none=False)
 
 
-def ddp_rank_without_targets() -> dict[str, float]:
+def rank_without_targets(wrap: Wrap) -> dict[str, float]:
     """A rank whose rows have no target that counts: its mean is nan."""
     model, batch = network(), ragged(12)
     counts = near_equal(12)
     batch[1][: counts[0]] = -100
     reference = whole_batch_gradient(model, tokens, batch)
-    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    wrapped = wrap(copy.deepcopy(model))
     result = Accumulator(wrapped, TOKENS, micro_batch=2).backward(own(batch, counts))
-    return {"error": error(wrapped, reference), "loss": abs(float(result.loss - tokens(model, batch)))}
+    return {"error": error(wrapped, reference), "loss": abs(float(result.loss - tokens(model, batch).detach()))}
 
 
-def ddp_no_targets_at_all() -> dict[str, float]:
+def no_targets_at_all(wrap: Wrap) -> dict[str, float]:
     model, batch = network(), ragged(12)
     batch[1][:] = -100
-    wrapped = DistributedDataParallel(model)
+    wrapped = wrap(model)
     result = Accumulator(wrapped, TOKENS, micro_batch=2).backward(own(batch, near_equal(12)))
     return {"norm": float(whole(wrapped).norm()), "loss": float(result.loss), "units": result.units}
 
 
-def ddp_class_weights() -> dict[str, float]:
+def class_weights(wrap: Wrap) -> dict[str, float]:
     model, batch = network(), labelled(23)
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 20.0]))
     reference = whole_batch_gradient(
@@ -172,18 +212,18 @@ def ddp_class_weights() -> dict[str, float]:
         lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1], weight=torch.tensor([0.2, 1.0, 20.0]).double()),
         batch,
     )
-    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    wrapped = wrap(copy.deepcopy(model))
     Accumulator(wrapped, supervised(criterion), micro_batch=4).backward(own(batch, near_equal(23)))
     return {"error": error(wrapped, reference)}
 
 
-def ddp_sum_loss() -> dict[str, float]:
+def sum_loss(wrap: Wrap) -> dict[str, float]:
     model, batch = network(), labelled(7)
     counts = [7, *[0] * (dist.get_world_size() - 1)] if dist.get_world_size() == 2 else near_equal(7)
     reference = whole_batch_gradient(
         model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1], reduction="sum"), batch
     )
-    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    wrapped = wrap(copy.deepcopy(model))
     result = Accumulator(wrapped, supervised(nn.CrossEntropyLoss(reduction="sum")), micro_batch=3).backward(
         own(batch, counts)
     )
@@ -192,21 +232,17 @@ def ddp_sum_loss() -> dict[str, float]:
     return {"error": error(wrapped, reference), "loss": abs(float(result.loss - loss))}
 
 
-def ddp_adds_to_gradients(**options: Any) -> dict[str, float]:
+def adds_to_gradients(wrap: Wrap) -> dict[str, float]:
     model, batch = network(), labelled(22)
     reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
-    wrapped = DistributedDataParallel(copy.deepcopy(model), **options)
+    wrapped = wrap(copy.deepcopy(model))
     accumulator = Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=4)
     accumulator.backward(own(batch, near_equal(22)))
     accumulator.backward(own(batch, near_equal(22)))
     return {"error": error(wrapped, 2 * reference)}
 
 
-def ddp_bucket_views() -> dict[str, float]:
-    return ddp_adds_to_gradients(gradient_as_bucket_view=True)
-
-
-def ddp_bf16() -> dict[str, float]:
+def bf16() -> dict[str, float]:
     """Summed in fp32 over micro-batches and ranks: as good as one process, far better than bf16 sums."""
     torch.manual_seed(5)
     model = nn.Linear(16, 4).bfloat16()
@@ -261,7 +297,7 @@ def counts_of_pairs() -> list[int]:
     return [6, 10] if size == 2 else [6, 4, 6] if size == 3 else [4] * 4
 
 
-def ddp_unused_parameters() -> dict[str, float]:
+def unused_parameters() -> dict[str, float]:
     model, batch = branched()
     reference = whole_batch_gradient(model, by_pairs, batch)
     wrapped = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
@@ -269,32 +305,32 @@ def ddp_unused_parameters() -> dict[str, float]:
     return {"error": error(wrapped, reference), "never": float(wrapped.module.never.weight.grad is not None)}
 
 
-def ddp_unused_parameters_unannounced() -> float:
+def unused_parameters_unannounced() -> float:
     model, batch = branched()
     wrapped = DistributedDataParallel(model)
     Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=2).backward(own(batch, counts_of_pairs()))
     return 0.0
 
 
-def ddp_static_graph() -> float:
+def static_graph() -> float:
     wrapped = DistributedDataParallel(network(), static_graph=True)
     Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=2)
     return 0.0
 
 
-def ddp_not_called() -> float:
+def not_called() -> float:
     wrapped = DistributedDataParallel(network())
     objective = Objective(lambda model, rows: F.cross_entropy(model.module(rows[0]), rows[1]))
     Accumulator(wrapped, objective, micro_batch=2).backward(own(labelled(8), near_equal(8)))
     return 0.0
 
 
-def ddp_error_in_units() -> float:
+def error_in_units(wrap: Wrap) -> float:
     def units(batch: Any) -> float:
         return -1 if dist.get_rank() == 1 else len(batch[0])
 
     objective = Objective(lambda model, rows: F.cross_entropy(model(rows[0]), rows[1]), units)
-    Accumulator(DistributedDataParallel(network()), objective, micro_batch=2).backward(own(labelled(8), near_equal(8)))
+    Accumulator(wrap(network()), objective, micro_batch=2).backward(own(labelled(8), near_equal(8)))
     return 0.0
 
 
@@ -304,7 +340,7 @@ def _halved(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[T
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def ddp_comm_hook() -> dict[str, float]:
+def comm_hook() -> dict[str, float]:
     model, batch = network(), labelled(30)
     reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
     wrapped = DistributedDataParallel(copy.deepcopy(model))
@@ -315,7 +351,7 @@ def ddp_comm_hook() -> dict[str, float]:
     return {"error": error(wrapped, reference), "calls": calls[0]}
 
 
-def ddp_comm_hook_refused() -> float:
+def comm_hook_refused() -> float:
     wrapped = DistributedDataParallel(network())
     wrapped.register_comm_hook([0], _halved)
     objective = supervised(nn.CrossEntropyLoss())
@@ -334,12 +370,12 @@ class TwoTowers(nn.Module):
         return output
 
 
-def ddp_inside_a_model() -> dict[str, float]:
+def inside_a_model(wrap: Wrap) -> dict[str, float]:
     """Two wrapped submodules, and a parameter that nobody wrapped."""
     torch.manual_seed(1)
     model, batch = TwoTowers(), labelled(17)
     reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
-    model.first, model.second = DistributedDataParallel(model.first), DistributedDataParallel(model.second)
+    model.first, model.second = wrap(model.first), wrap(model.second)
     Accumulator(model, supervised(nn.CrossEntropyLoss()), micro_batch=3).backward(own(batch, near_equal(17)))
     return {"error": error(model, reference)}
 
@@ -356,11 +392,11 @@ def with_metrics(model: nn.Module, batch: Any) -> Any:
     }
 
 
-def ddp_metrics() -> dict[str, float]:
+def metrics(wrap: Wrap) -> dict[str, float]:
     model, batch = network(), labelled(11)
     counts = [5, 6] if dist.get_world_size() == 2 else [6, 5, *[0] * (dist.get_world_size() - 2)]
     rows = own(batch, counts)
-    wrapped = DistributedDataParallel(model)
+    wrapped = wrap(model)
     result = Accumulator(wrapped, Objective(with_metrics), micro_batch=2).backward(rows if len(rows[0]) else None)
     wanted = with_metrics(model, batch)[1]
     return {
@@ -387,21 +423,202 @@ def token_batches(dtype: torch.dtype) -> list[Any]:
     return batches
 
 
-def ddp_updates_with_clipping() -> dict[str, float]:
+def updates_with_clipping(wrap: Wrap) -> dict[str, float]:
     """Four updates, clipped: weights and reported numbers as in one process."""
     alone = network(torch.float64)
     wanted = trained(alone, token_batches(torch.float64), clip_norm=0.1)
-    wrapped = DistributedDataParallel(network(torch.float64))
+    wrapped = wrap(network(torch.float64))
     batches = [own(batch, near_equal(len(batch[0]))) for batch in token_batches(torch.float64)]
     got = trained(wrapped, batches, clip_norm=0.1)
-    weights = torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
-    whole_weights = torch.cat([parameter.detach().flatten() for parameter in alone.parameters()])
     return {
-        "weights": float((weights - whole_weights).norm() / whole_weights.norm()),
+        "weights": difference(wrapped, alone),
         "norms": max(abs(float(a.grad_norm - b.grad_norm)) for a, b in zip(wanted, got, strict=True)),
         "losses": max(abs(float(a.loss - b.loss)) for a, b in zip(wanted, got, strict=True)),
         "clipped": float(min(result.grad_norm for result in got)) > 0.1,
     }
 
 
-DDP = {name: function for name, function in list(globals().items()) if name.startswith("ddp_")}
+def value_clipping_and_scaling(wrap: Wrap) -> dict[str, float]:
+    """A scaler, and clipping by value: as one process has it."""
+    found = {}
+    for name, options in {"clip_value": {"clip_value": 1e-3}, "scaler": {"clip_norm": 0.1}}.items():
+        models = network(torch.float64), wrap(network(torch.float64))
+        for model in models:
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if name == "scaler" else None
+            batches = token_batches(torch.float64)
+            if model is models[1]:
+                batches = [own(batch, near_equal(len(batch[0]))) for batch in batches]
+            trained(model, batches, scaler=scaler, **options)
+        found[name] = difference(models[1], models[0])
+    return found
+
+
+def spoilt() -> tuple[Tensor, Tensor]:
+    """16 rows; the third of the last rank's own is inf."""
+    inputs, targets = labelled(16)
+    counts = near_equal(16)
+    inputs[sum(counts[:-1]) + 2] = torch.inf
+    return inputs, targets
+
+
+def nonfinite(wrap: Wrap, decision: str) -> dict[str, Any]:
+    model = wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = Update(model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=2, on_nonfinite=decision)
+    result = update(own(spoilt(), near_equal(16)))
+    again = update(own(labelled(16), near_equal(16)))
+    return {
+        "applied": result.applied,
+        "weights": difference(model, network()),
+        "units": result.units,
+        "dropped": result.dropped,
+        "again": again.applied,
+    }
+
+
+def drop(wrap: Wrap) -> dict[str, float]:
+    """The micro-batch that is left out is one of the last rank's, and the rest is renormalised over all ranks."""
+    model, counts = network(), near_equal(16)
+    left_out = sum(counts[:-1]) + 2
+    kept = [row for row in range(16) if row not in (left_out, left_out + 1)]
+    reference = whole_batch_gradient(
+        model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), take_rows(labelled(16), kept)
+    )
+    wrapped = wrap(copy.deepcopy(model))
+    objective = supervised(nn.CrossEntropyLoss())
+    result = Accumulator(wrapped, objective, micro_batch=2, drop_nonfinite=True).backward(own(spoilt(), counts))
+    numbers = [-(-count // 2) for count in counts]
+    return {
+        "error": error(wrapped, reference),
+        "units": result.units - 14,
+        "dropped": float(result.dropped != (sum(numbers[:-1]) + 1,)),
+    }
+
+
+def overflow(wrap: Wrap) -> dict[str, Any]:
+    """One rank's rows overflow: no rank steps, and every rank's scale is halved."""
+    model = wrap(network())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = Update(model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=3, scaler=scaler)
+    result = update(own(spoilt(), near_equal(16)))
+    return {"applied": result.applied, "scale": scaler.get_scale(), "weights": difference(model, network())}
+
+
+def overflow_of_a_shard() -> dict[str, Any]:
+    """The gradient of the first output alone overflows: rank 0 holds it."""
+    model = fully_shard(nn.Linear(6, 4 * dist.get_world_size()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    objective = Objective(lambda twin, rows: twin(rows[0]).mean() + (twin(rows[0])[:, 0] * 1e37).mean())
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), objective, micro_batch=3, scaler=scaler)
+    result = update(own(labelled(16), near_equal(16)))
+    return {"applied": result.applied, "scale": scaler.get_scale()}
+
+
+def error_in_a_forward(wrap: Wrap) -> dict[str, float]:
+    """All ranks fail in their second micro-batch; what was there stays, and the next batch is exact."""
+    model, batch = network(), labelled(24)
+    reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
+    wrapped = wrap(copy.deepcopy(model))
+    calls = [0]
+
+    def failing(twin: nn.Module, rows: Any) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise ValueError("second micro-batch")
+        return F.cross_entropy(twin(rows[0]), rows[1])
+
+    accumulator = Accumulator(wrapped, Objective(failing), micro_batch=3)
+    rows = own(batch, near_equal(24))
+    with contextlib.suppress(ValueError):
+        accumulator.backward(rows)
+    left = sum(parameter.grad is not None for parameter in wrapped.parameters())
+    accumulator.backward(rows)
+    return {"left": left, "error": error(wrapped, reference)}
+
+
+def keeps_parameters(wrap: Wrap) -> dict[str, float]:
+    model, batch = network(), labelled(40)
+    reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
+    wrapped = wrap(copy.deepcopy(model))
+    accumulator = Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=5, reshard=False)
+    accumulator.backward(own(batch, near_equal(40)))
+    return {"error": error(wrapped, reference)}
+
+
+def low_precision(reduce_dtype: torch.dtype | None) -> dict[str, float]:
+    """Computed in bf16, summed in fp32."""
+    model, batch = network(), labelled(64)
+    reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    wrapped = fully_shard(copy.deepcopy(model), mp_policy=policy)
+    Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=2).backward(own(batch, near_equal(64)))
+    return {"error": error(wrapped, reference)}
+
+
+def replicated_and_sharded() -> dict[str, float]:
+    def wrap(model: nn.Module) -> nn.Module:
+        shape = (2, dist.get_world_size() // 2)
+        return fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+
+    return uneven_rows(wrap) if dist.get_world_size() % 2 == 0 else uneven_rows(hsdp)
+
+
+def sharded_and_exact_norm() -> float:
+    model = fully_shard(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, LABELS)))
+    Accumulator(model, supervised(nn.CrossEntropyLoss()), micro_batch=2, batch_norm="exact")
+    return 0.0
+
+
+def sharded_and_tensor_parallel() -> float:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(network(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    Accumulator(fully_shard(model, mesh=mesh["data"]), supervised(nn.CrossEntropyLoss()), micro_batch=2)
+    return 0.0
+
+
+EVERYWHERE = (
+    uneven_rows,
+    uneven_tokens,
+    rank_without_rows,
+    empty_tensors,
+    rank_without_targets,
+    no_targets_at_all,
+    class_weights,
+    sum_loss,
+    adds_to_gradients,
+    metrics,
+    updates_with_clipping,
+    value_clipping_and_scaling,
+    overflow,
+    error_in_a_forward,
+    error_in_units,
+)
+DDP = {
+    **{f"ddp_{scenario.__name__}": partial(scenario, ddp) for scenario in EVERYWHERE},
+    "ddp_bucket_views": partial(adds_to_gradients, ddp_views),
+    "ddp_inside_a_model": partial(inside_a_model, ddp),
+    "ddp_toggled_between_forward_and_backward": toggled_between_forward_and_backward,
+    **{f"ddp_{decision}": partial(nonfinite, ddp, decision) for decision in ("raise", "skip")},
+    "ddp_drop": partial(drop, ddp),
+    "ddp_bf16": bf16,
+    "ddp_unused_parameters": unused_parameters,
+    "ddp_unused_parameters_unannounced": unused_parameters_unannounced,
+    "ddp_static_graph": static_graph,
+    "ddp_not_called": not_called,
+    "ddp_comm_hook": comm_hook,
+    "ddp_comm_hook_refused": comm_hook_refused,
+}
+FSDP = {
+    **{f"fsdp_{scenario.__name__}": partial(scenario, fsdp) for scenario in EVERYWHERE},
+    "fsdp_inside_a_model": partial(inside_a_model, fully_shard),
+    "fsdp_hsdp": replicated_and_sharded,
+    **{f"fsdp_{decision}": partial(nonfinite, fsdp, decision) for decision in ("raise", "skip", "drop")},
+    "fsdp_keeps_parameters": partial(keeps_parameters, fsdp),
+    "fsdp_low_precision": partial(low_precision, torch.float32),
+    "fsdp_low_precision_sums": partial(low_precision, None),
+    "fsdp_overflow_of_a_shard": overflow_of_a_shard,
+    "fsdp_exact_norm": sharded_and_exact_norm,
+    "fsdp_tensor_parallel": sharded_and_tensor_parallel,
+}
+ALL = {**DDP, **FSDP}

@@ -8,12 +8,14 @@ from anybatch.batches.dealing import Dealt, deal_rows, deal_work
 from anybatch.batches.global_batches import GlobalBatches
 from anybatch.batches.joining import join_rows
 from anybatch.batches.nesting import Batch, map_tensors, tensors
+from anybatch.batches.shrinking import AsGiven, smaller
 from anybatch.batches.spelling import MicroBatch, as_split
 from anybatch.batches.splits import Learner, MicroBatches, Rows, Split
 from anybatch.batches.tokens import Tokens
 from anybatch.batches.windows import Windows, windows
 
 __all__ = [
+    "AsGiven",
     "Auto",
     "Batch",
     "Choice",
@@ -38,6 +40,7 @@ __all__ = [
     "move",
     "num_rows",
     "rows",
+    "smaller",
     "take_rows",
     "tensors",
     "windows",

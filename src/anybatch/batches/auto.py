@@ -99,6 +99,19 @@ class Auto:
             self._last.search.tell(self._last.amount / total)
         self._tokens.learn(ran, seconds)
 
+    def shrink(self, ran: MicroBatches) -> "Auto | None":
+        """Batches like this one are never cut to more than half of what did not fit; None where nothing smaller is left."""
+        tuning = self._last
+        assert tuning is not None
+        largest, least = max(len(rows) for rows in ran.row_numbers), 1
+        if ran.cut is not None:
+            largest, least = ran.cut.largest, max(ran.cut.lengths)
+        if largest <= least or not tuning.search.limit(max(largest // 2, least)):
+            return None
+        if tuning.cost is None:
+            tuning.is_warm = False  # the update that was to fit the cost did not run
+        return self
+
     def _cut_rows(self, batch: Batch) -> MicroBatches:
         count = num_rows(batch)
         amount = max(count, sum(tensor.numel() for tensor in tensors(batch)))

@@ -38,7 +38,7 @@ class Search:
         self._stride = stride
         self._is_climbing = True
         self._at = 0
-        self._top = len(self.sizes) - 1
+        self._highest = self._top = len(self.sizes) - 1
         self.num_measured = 0
         self.is_done = False
         """True when nothing is left to try."""
@@ -70,9 +70,20 @@ class Search:
     def cap(self, size: int) -> None:
         """Sizes above the first that reaches `size` make no difference: leave them out."""
         reaching = (at for at, known in enumerate(self.sizes) if known >= size)
-        self._top = next(reaching, len(self.sizes) - 1)
+        self._top = min(next(reaching, self._highest), self._highest)
         if not self.is_done and not self._rates.get(self._at):
             self._at = min(self._at, self._top)
+
+    def limit(self, size: int) -> bool:
+        """Sizes above `size` do not fit: never come to them, or back to them. False, and no change, where all are above."""
+        fitting = [at for at, known in enumerate(self.sizes) if known <= size]
+        if not fitting:
+            return False
+        self._highest = min(self._highest, fitting[-1])
+        self._top = min(self._top, self._highest)
+        self._rates = {at: rates for at, rates in self._rates.items() if at <= self._highest}
+        self._decide()
+        return True
 
     def _decide(self) -> None:
         following = self._following() if self.num_measured < self._limit else None

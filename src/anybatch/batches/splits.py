@@ -68,6 +68,14 @@ class Learner(Split, Protocol):
         """Called when the batch last cut has run; None stands for a micro-batch that did not have to."""
 
 
+@runtime_checkable
+class Shrinking(Split, Protocol):
+    """A split that knows how to make its micro-batches smaller when memory ran out."""
+
+    def shrink(self, ran: MicroBatches) -> Split | None:
+        """What to cut with after `ran`, which did not fit: micro-batches about half as large; None where it knows of none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """At most `size` rows per micro-batch: ceil(rows / size) of them, near-equal, longer ones first.
@@ -94,6 +102,11 @@ class Rows:
         if count <= self.size:
             return MicroBatches((batch,))
         return MicroBatches(split_rows(batch, near_equal(count, self.size)))
+
+    def shrink(self, ran: MicroBatches) -> "Rows | None":
+        """Half the rows: of `size`, or of the whole batch where that is less."""
+        largest = min(self.size, sum(len(rows) for rows in ran.row_numbers))
+        return Rows(largest // 2) if largest > 1 else None
 
 
 def near_equal(count: int, size: int) -> list[int]:

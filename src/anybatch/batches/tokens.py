@@ -1,5 +1,6 @@
 """`Tokens(budget)`: the cheapest cut of a ragged batch."""
 
+import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -63,12 +64,13 @@ class Tokens:
         self.collate = collate
         self.ignored = ignored
         self.keep = frozenset(keep)
+        self._fits: int | None = None
         self._learned = LearnedCost(cost or Cost())
         self._learns = cost is None
         self._has_warned = False
 
     def __repr__(self) -> str:
-        return f"Tokens({self.budget})"
+        return f"Tokens({self.budget})" if self._fits is None else f"Tokens({self.budget}) shrunk to {self._fits}"
 
     @property
     def cost(self) -> Cost:
@@ -77,7 +79,21 @@ class Tokens:
 
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`, longest rows first."""
-        return self.cut_to(self.budget, batch, self.measure(batch))
+        rows = self.measure(batch)
+        if self._fits is None:
+            return self.cut_to(self.budget, batch, rows)
+        return self.cut_to(max(self._fits, min(max(rows.lengths), self.budget)), batch, rows)
+
+    def shrink(self, ran: MicroBatches) -> "Tokens | None":
+        """The same split with half of what the largest micro-batch held as its budget, but room for the longest row.
+
+        What is learned is shared. None where the longest row fills a micro-batch by itself.
+        """
+        if ran.cut is None or ran.cut.largest <= max(ran.cut.lengths):
+            return None
+        shrunk = copy.copy(self)
+        shrunk._fits = max(ran.cut.largest // 2, max(ran.cut.lengths))
+        return shrunk
 
     def measure(self, batch: Batch) -> RowLengths:
         """How long each row is."""

@@ -2,28 +2,30 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import Batch, Cut, Dealt, MicroBatch, MicroBatches, as_split, tensors
-from anybatch.errors import LossError, UpdateError
+from anybatch.batches import AsGiven, Batch, Cut, Dealt, MicroBatch, MicroBatches, Split, as_split, smaller, tensors
+from anybatch.errors import LossError, MemoryLimitError, ParallelError, UpdateError
 from anybatch.gradients.agreement import Agreed, agree, has_rows
 from anybatch.gradients.coupled import Coupled, Together
 from anybatch.gradients.metrics import Metrics, combine, detached
 from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
 from anybatch.gradients.objective import Objective, count_units
 from anybatch.gradients.offload import Offload
+from anybatch.gradients.out_of_memory import once_more, until_it_fits
 from anybatch.gradients.over_ranks import Parts, over_ranks
+from anybatch.gradients.rewind import Rewind
 from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
 from anybatch.gradients.timing import stopwatch_for
 from anybatch.gradients.work import Autocast, Work, autocast_context, common_device, passes_fp16
 from anybatch.parallel import Turn, engine_for
-from anybatch.stages import Accumulate, Backward, Observer, Tracker, tracker_for
+from anybatch.stages import Accumulate, Backward, Observer, Retry, Tracker, tracker_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class Accumulated:
     """The objective's metrics, for the whole batch."""
     dropped: tuple[int, ...] = ()
     """Numbers of the micro-batches that were not finite and left out."""
+    retries: int = 0
+    """How often memory ran out and the batch was started again, in smaller micro-batches."""
 
     @property
     def has_gradient(self) -> bool:
@@ -66,6 +70,9 @@ class Accumulator:
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
     micro-batch to the next: fewer all-gathers for more memory.
+
+    Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
+    `split` is then what the next batches are cut by.
 
     >>> model = nn.Linear(3, 1)
     >>> accumulator = Accumulator(model, Objective(lambda model, x: model(x).square().mean()), micro_batch=4)
@@ -95,10 +102,15 @@ class Accumulator:
         self.split = as_split(micro_batch)
         self.autocast = autocast
         self.norms = NormPolicy(model, batch_norm, offload)
+        if self.engine.is_even:
+            _check_sharded(drop_nonfinite, is_exact=batch_norm == "exact")
         self.drop_nonfinite = drop_nonfinite
         self.keep_fp32 = keep_fp32
         self.observer = observer
         self.parameters = model.parameters if parameters is None else parameters
+        own_loss = objective.loss if isinstance(objective, Coupled) else None
+        self._rewind = Rewind([model, own_loss] if isinstance(own_loss, nn.Module) else [model])
+        self._given: Split = AsGiven()
 
     def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
         """Add to `.grad` what one backward pass over the whole batch would add.
@@ -111,7 +123,47 @@ class Accumulator:
         was before the call.
         """
         tracker = tracker_for(self.observer)
-        work = self.prepare(batch, scaler, tracker)
+        start = once_more(self._rewind.start)
+        work: Work | None = None
+
+        def attempt() -> Accumulated:
+            nonlocal work
+            work = None
+            work = once_more(lambda: self.prepare(batch, scaler, tracker))
+            return self._run(batch, work, scaler)
+
+        def start_again(reason: str) -> None:
+            lost = self._rewind.go_back(start)
+            if lost:
+                raise MemoryLimitError(
+                    f"memory ran out ({reason}), and this batch cannot start again: it was the first to change "
+                    f"{', '.join(lost)}, of which there is no copy. Give the next batch: from now on copies are made."
+                )
+            self._shrink(batch, work, reason)
+            if tracker is not None:
+                tracker.begin(Retry)
+                tracker.end(Retry, reason=reason)
+
+        result, retries = until_it_fits(attempt, start_again)
+        return replace(result, retries=retries) if retries else result
+
+    def _shrink(self, batch: Batch, work: Work | None, reason: str) -> None:
+        """Cut in smaller micro-batches from now on; those that come cut already, too."""
+        is_given = isinstance(batch, MicroBatches)
+        found = None if work is None else smaller(self._given if is_given else self.split, work.cut)
+        if found is None:
+            where = "before the first micro-batch ran" if work is None else "with a single row in each micro-batch"
+            raise MemoryLimitError(
+                f"memory ran out {where} ({reason}). Gradients, buffers and random state are as they were. Use shorter rows, "
+                "autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
+            )
+        if is_given:
+            self._given = found
+        else:
+            self.split = found
+
+    def _run(self, batch: Batch, work: Work, scaler: GradScaler | None) -> Accumulated:
+        tracker = work.tracker
         if isinstance(self.objective, Coupled) or self.norms.is_exact(work):
             return self._backward_together(work, scaler)
         drops = self.drop_nonfinite and not work.shares.is_empty
@@ -218,7 +270,7 @@ class Accumulator:
             batch = None if is_stand_in and ranks.size > 1 else batch.batch
 
         def count() -> tuple[MicroBatches, Shares]:
-            cut = batch if isinstance(batch, MicroBatches) else self.split.cut(batch)
+            cut = (self._given if isinstance(batch, MicroBatches) else self.split).cut(batch)
             units = count_units(self.objective, self.model, cut.micro_batches)
             if is_stand_in:  # a mean over nothing: zero gradients, of a sum too
                 return cut, shares_of([0] * len(units), "mean", underflows=underflows)
@@ -350,4 +402,17 @@ def _check(model: nn.Module, objective: Objective | Coupled, autocast: Autocast)
     if autocast is not None and not isinstance(autocast, torch.dtype | AbstractContextManager):
         raise UpdateError(
             f"autocast={autocast!r}: expected a dtype, such as torch.bfloat16, a torch.autocast(...) of your own, or None."
+        )
+
+
+def _check_sharded(drops: bool, *, is_exact: bool) -> None:
+    if drops:
+        raise ParallelError(
+            "a model sharded by fully_shard cannot leave single micro-batches out: no rank has one's gradient alone. Use "
+            "on_nonfinite='skip', which leaves the update out, or DistributedDataParallel."
+        )
+    if is_exact:
+        raise ParallelError(
+            "batch_norm='exact' holds all micro-batches half-way through the forward, where fully_shard frees parameters. Wrap "
+            "the model in DistributedDataParallel, or use batch_norm='micro' or 'frozen'."
         )

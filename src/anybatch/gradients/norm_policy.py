@@ -125,7 +125,7 @@ class NormPolicy:
             f"{len(layers)} BatchNorm layers in training mode saw {len(work.micro_batches)} micro-batches, each with its own "
             f"statistics: the error of this batch's gradient {size}. Use batch_norm='exact' for the whole batch's gradient, or "
             "batch_norm='micro' to keep this without the warning.",
-            stacklevel=6,
+            stacklevel=9,
         )
 
     def _exact_gradient(

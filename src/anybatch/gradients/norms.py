@@ -1,4 +1,4 @@
-"""The norm of a model's gradient, and clipping by it; sparse gradients included."""
+"""The norm of a model's gradient, and clipping by it; sparse and sharded gradients included."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from anybatch.parallel import is_sharded, own_part
+
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The Euclidean norm of all gradients together, on the device; 0 where there are none."""
+    """The Euclidean norm of all gradients together, on the device; 0 where there are none.
+
+    Of sharded gradients it is the norm of the whole, the same on every rank.
+    """
     values = _values(parameters)
+    sharded = [value for value in values if is_sharded(value)]
+    if sharded:
+        parts = [get_total_norm(sharded).full_tensor()]  # type: ignore[attr-defined]
+        parts += [get_total_norm([value]) for value in values if not is_sharded(value)]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(parts))
+        return whole
     if len({(value.device, value.dtype) for value in values}) != 1:
         return get_total_norm(values)
     # what get_total_norm does for one device and dtype, without its grouping: half the time on a tiny model
@@ -19,7 +30,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 def clip_to_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale all gradients by `min(1, max_norm / (norm + 1e-6))`, as `clip_grad_norm_` does."""
-    values = _values(parameters)
+    values = [own_part(value) for value in _values(parameters)]
     if values:
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(values, coefficient.to(values[0].device))
@@ -27,7 +38,7 @@ def clip_to_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tens
 
 def clip_to_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
     """Clamp every element of every gradient to [-max_value, max_value], as `clip_grad_value_` does."""
-    values = _values(parameters)
+    values = [own_part(value) for value in _values(parameters)]
     if values:
         torch._foreach_clamp_min_(values, -max_value)
         torch._foreach_clamp_max_(values, max_value)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from torch import nn, optim
+from torch.amp import GradScaler
 
 from anybatch.gradients.summing import LOW_PRECISION
 
@@ -33,3 +34,9 @@ def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = grad.to(parameter.dtype)
+
+
+def found_overflow(scaler: GradScaler, optimizer: optim.Optimizer) -> None:
+    """Let the scaler know of an overflow: of a sharded gradient, a rank looks at its own part and may have seen none."""
+    for found in scaler._found_inf_per_device(optimizer).values():
+        found.fill_(1.0)

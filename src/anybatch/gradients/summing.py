@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import WindowError
-from anybatch.parallel import is_sharded
+from anybatch.parallel import is_sharded, own_part
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -151,9 +151,12 @@ def _scale_each(grads: Sequence[Tensor], factor: float) -> None:
 
 
 def all_finite(grads: Iterable[Tensor | None]) -> bool:
-    """True if no gradient holds inf or nan. Waits for the device."""
-    values = (grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None)
-    return all(bool(value.isfinite().all()) for value in values)
+    """True if no gradient holds inf or nan; of a sharded one, what this rank has of it. Waits for the device."""
+    return all(bool(_values(grad).isfinite().all()) for grad in grads if grad is not None)
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else own_part(grad)
 
 
 def _set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:

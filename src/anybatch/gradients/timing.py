@@ -50,6 +50,6 @@ def stopwatch_for(
 ) -> Stopwatch | None:
     """A stopwatch if the split learns, and `batch` did not come cut already; else None, which costs one look."""
     learn = getattr(split, "learn", None)
-    if learn is None or ran is batch:
+    if learn is None or isinstance(batch, MicroBatches):
         return None
     return Stopwatch(learn, ran, parameters[0].device if parameters else torch.device("cpu"))

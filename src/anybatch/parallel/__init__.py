@@ -2,6 +2,17 @@
 
 from anybatch.parallel.engines import ALONE, Engine, Replicated, Sharded, Turn, engine_for
 from anybatch.parallel.ranks import ONE_PROCESS, Ranks
-from anybatch.parallel.wrapping import is_sharded
+from anybatch.parallel.wrapping import is_sharded, own_part
 
-__all__ = ["ALONE", "ONE_PROCESS", "Engine", "Ranks", "Replicated", "Sharded", "Turn", "engine_for", "is_sharded"]
+__all__ = [
+    "ALONE",
+    "ONE_PROCESS",
+    "Engine",
+    "Ranks",
+    "Replicated",
+    "Sharded",
+    "Turn",
+    "engine_for",
+    "is_sharded",
+    "own_part",
+]

@@ -53,6 +53,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def own_part(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory: all of it unless it is sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+
+
 def fsdp_groups(root: nn.Module) -> Iterator[Any]:
     """Every parameter group of `fully_shard` in a root, itself and below."""
     kind = _sharded_kind()
@@ -133,8 +138,8 @@ def _check_sharded(root: nn.Module) -> None:
                     f"a {name} is cut by tensor parallelism too (mesh {parameter.sharded_param.device_mesh}), whose ranks "
                     "share rows: this is not built. Use fully_shard over a mesh of data-parallel ranks alone."
                 )
-            computed = parameter.param_dtype or parameter.orig_dtype
-            if computed in low and parameter.reduce_dtype is not torch.float32:
+            computed = group.mp_policy.param_dtype or parameter.sharded_param.dtype
+            if computed in low and group.mp_policy.reduce_dtype is not torch.float32:
                 raise ParallelError(
                     f"a {name} computes in {computed} and would be summed in it, over micro-batches and ranks. Give "
                     "fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32)."
