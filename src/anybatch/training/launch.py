@@ -56,6 +56,8 @@ def joined(launch: Launch, device: str) -> Iterator[Any]:
     """The process group of all ranks; on GPUs each rank's own is the current one from here on."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     if device.startswith("cuda:"):
         raise SettingsError(
@@ -70,8 +72,8 @@ def joined(launch: Launch, device: str) -> Iterator[Any]:
                 "GPUs. Give torchrun --nproc-per-node no more than that, or use --device cpu."
             )
         torch.cuda.set_device(launch.local_rank)
-    store, _, _ = next(iter(dist.rendezvous("env://")))
-    fresh = dist.PrefixStore(agree_on_round(store, launch.rank, launch.size), store)
+    store, _, _ = next(iter(rendezvous("env://")))
+    fresh = PrefixStore(agree_on_round(store, launch.rank, launch.size), store)
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.size)
     yield dist.group.WORLD
