@@ -17,7 +17,7 @@ from rank_scenarios import (
 )
 from torch import nn
 
-from anybatch.batches import deal_rows, take_rows
+from anybatch.batches import deal_rows
 from anybatch.training.experiment import assemble
 from anybatch.training.data import validation_loader
 from anybatch.parallel import Ranks
