@@ -1,9 +1,7 @@
 """Running claims on several ranks: one spawn, many scenarios, each leaving numbers behind for the tests to look at."""
 
 import os
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 Scenario = Callable[[], Any]
+Outcomes = Callable[[str], list[Any]]
+"""What a scenario left, by rank."""
+
+
+def largest(told: list[Any], key: str) -> float:
+    """The largest over ranks; a scenario that raised is shown instead."""
+    assert not isinstance(told[0], str), told
+    return max(abs(float(rank[key])) for rank in told)
 
 
 def outcomes(scenarios: Mapping[str, Scenario], size: int) -> dict[str, list[Any]]:
@@ -40,8 +46,6 @@ def _rank(rank: int, size: int, folder: str, scenarios: dict[str, Scenario]) -> 
             told[name] = scenario()
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
-            if os.environ.get("SHOW_RANKS"):
-                print(name, rank, traceback.format_exc(), file=sys.stderr)
     torch.save(told, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch import Accumulator, Mean, Objective, PerRow, Sum, Update, supervised
+from anybatch import Accumulator, Coupled, Mean, Objective, PerRow, Sum, Update, info_nce, supervised
 from anybatch.batches import take_rows
 from tests.reference import whole_batch_gradient
 
@@ -577,6 +579,264 @@ def sharded_and_tensor_parallel() -> float:
     return 0.0
 
 
+class Towers(nn.Module):
+    """Queries, keys and a learned scale; the number of forwards of a micro-batch is two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.0), nn.Linear(12, 8))
+        self.scale = nn.Parameter(torch.tensor([6.0]))  # fully_shard takes no 0-dim parameter
+
+    def forward(self, pair: Any) -> Any:
+        return self.encoder(pair[0]), self.encoder(pair[1]), self.scale[0]
+
+
+class ScaledInfoNCE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def forward(self, representations: Any) -> Any:
+        queries, keys, scale = representations
+        logits = F.normalize(queries, dim=1) @ F.normalize(keys, dim=1).T * scale
+        own = torch.arange(len(logits))
+        rows = F.cross_entropy(logits + self.bias * torch.eye(len(logits)), own, reduction="none")
+        return rows.mean(), {"rows": PerRow(rows), "seen": Sum(len(rows))}
+
+
+def pairs(count: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(4)
+    first = torch.randn(count, 6, dtype=torch.float64)
+    return first, first + 0.3 * torch.randn(count, 6, dtype=torch.float64)
+
+
+def coupled(wrap: Wrap, counts: str = "uneven") -> dict[str, float]:
+    """A contrastive loss over all ranks' rows; the scale is the model's, the bias the loss's own."""
+    torch.manual_seed(1)
+    model, own_loss, batch = Towers().double(), ScaledInfoNCE(), pairs(23)
+    twin, twin_loss = copy.deepcopy(model), copy.deepcopy(own_loss)
+    wanted, metrics = twin_loss(twin(batch))
+    wanted.backward()
+    reference = torch.cat([whole(twin), whole(twin_loss)])
+    given = near_equal(23) if counts == "uneven" else [23, *[0] * (dist.get_world_size() - 1)]
+    rows = own(batch, given)
+    wrapped = wrap(model)
+    accumulator = Accumulator(
+        wrapped,
+        Coupled(lambda model, pair: model(pair), own_loss),
+        micro_batch=2 + dist.get_rank(),
+    )
+    result = accumulator.backward(rows if len(rows[0]) else None)
+    got = torch.cat([whole(wrapped), whole(own_loss)])
+    # the common mistake: each rank's loss over its own rows, averaged
+    alone = range(0, 23, 12)
+    mistaken = copy.deepcopy(twin)
+    mistaken.zero_grad()
+    sum(twin_loss(mistaken((batch[0][i : i + 12], batch[1][i : i + 12])))[0] for i in alone).div(len(alone)).backward()
+    return {
+        "error": float((got - reference).norm() / reference.norm()),
+        "own_rows_only": float((whole(mistaken) - whole(twin)).norm() / whole(twin).norm()),
+        "loss": abs(float(result.loss) - float(wanted.detach())),
+        "units": result.units - 23,
+        "rows": float((result.metrics["rows"] - metrics["rows"].values.detach()).abs().max()),
+        "seen": float(result.metrics["seen"]) - 23,
+    }
+
+
+def convolutional() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), Residual(4), nn.Flatten(), nn.Linear(16, LABELS)
+    ).double()
+
+
+class Residual(nn.Module):
+    """Two branches, each with a BatchNorm: their order in backward is the engine's choice."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(nn.Conv1d(width, width, 1), nn.BatchNorm1d(width))
+        self.side = nn.Sequential(nn.Conv1d(width, width, 1), nn.BatchNorm1d(width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.main(inputs) + self.side(inputs)).tanh()
+
+
+def signals(count: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(6)
+    rows = torch.randn(count, 2, 6, dtype=torch.float64)
+    rows[count // 2 :] += 2.0
+    return rows, torch.randint(0, LABELS, (count,))
+
+
+def norms_of(model: nn.Module) -> Tensor:
+    buffers = [buffer for name, buffer in model.named_buffers() if "running" in name]
+    return torch.cat([buffer.flatten() for buffer in buffers])
+
+
+def exact_norm(wrap: Wrap, counts: list[int] | None = None) -> dict[str, float]:
+    """BatchNorm pooled over all ranks' rows, two residual branches, uneven numbers of micro-batches."""
+    model, batch = convolutional(), signals(14)
+    twin = copy.deepcopy(model)
+    wanted = F.cross_entropy(twin(batch[0]), batch[1])
+    wanted.backward()
+    given = counts or near_equal(14)
+    given = [*given, *[0] * (dist.get_world_size() - len(given))]
+    rows = own(batch, given)
+    wrapped = wrap(copy.deepcopy(model))
+    objective = supervised(nn.CrossEntropyLoss())
+    result = Accumulator(wrapped, objective, micro_batch=2 + 2 * dist.get_rank(), batch_norm="exact").backward(
+        rows if len(rows[0]) else None
+    )
+    plain = DistributedDataParallel(copy.deepcopy(model))
+    own_part = own(batch, near_equal(14))
+    F.cross_entropy(plain(own_part[0]), own_part[1]).backward()
+    return {
+        "error": float((whole(wrapped) - whole(twin)).norm() / whole(twin).norm()),
+        "per_rank": float((whole(plain) - whole(twin)).norm() / whole(twin).norm()),
+        "running": float((norms_of(wrapped) - norms_of(twin)).abs().max()),
+        "tracked": float(max(b for n, b in wrapped.named_buffers() if "tracked" in n)) - 1,
+        "loss": abs(float(result.loss) - float(wanted.detach())),
+    }
+
+
+def micro_norm(wrap: Wrap) -> dict[str, float]:
+    """Each micro-batch its own statistics; running statistics merged over micro-batches and ranks, and equal on them."""
+    wrapped, batch = wrap(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, LABELS)).double()), labelled(14)
+    batch = (batch[0].double(), batch[1])
+    twin = nn.BatchNorm1d(6).double()
+    twin(batch[0])
+    given = [6, 8] if dist.get_world_size() == 2 else [6, 8, *[0] * (dist.get_world_size() - 2)]
+    rows = own(batch, given)
+    Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=3, batch_norm="micro").backward(
+        rows if len(rows[0]) else None
+    )
+    return {"running": float((norms_of(wrapped) - norms_of(twin)).abs().max())}
+
+
+def measured_norm() -> dict[str, Any]:
+    """Where nobody chose, the warning carries the error against the gradient of the whole batch of all ranks."""
+    model, batch = convolutional(), signals(14)
+    twin = copy.deepcopy(model)
+    F.cross_entropy(twin(batch[0]), batch[1]).backward()
+    wrapped = DistributedDataParallel(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=3).backward(own(batch, near_equal(14)))
+    told = next(str(warning.message) for warning in caught if "BatchNorm" in str(warning.message))
+    return {
+        "told": float(told.split("gradient is ")[1].split(" ")[0]),
+        "error": float((whole(wrapped) - whole(twin)).norm() / whole(twin).norm()),
+    }
+
+
+def coupled_exact_norm() -> dict[str, float]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)).double()
+    batch = pairs(11)
+    loss = info_nce(learned=True)
+    objective = Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), loss)
+    twin, twin_loss = copy.deepcopy(model), copy.deepcopy(loss)
+    twin_loss((twin(batch[0]), twin(batch[1]))).backward()
+    wrapped = DistributedDataParallel(model)
+    Accumulator(wrapped, objective, micro_batch=2, batch_norm="exact").backward(own(batch, near_equal(11)))
+    got, wanted = torch.cat([whole(wrapped), whole(loss)]), torch.cat([whole(twin), whole(twin_loss)])
+    return {"error": float((got - wanted).norm() / wanted.norm())}
+
+
+def out_of_memory(objective: str, failing: Callable[[int, int], bool]) -> dict[str, Any]:
+    """The last rank runs out of memory in micro-batches of more than 2 rows; all ranks start again, in smaller ones."""
+    torch.manual_seed(1)
+    model = (Towers() if objective == "coupled" else network()).double()
+    batch = (
+        pairs(20) if objective == "coupled" else tuple(t.double() if t.is_floating_point() else t for t in labelled(20))
+    )
+    own_loss = ScaledInfoNCE()
+    twin = copy.deepcopy(model)
+    if objective == "coupled":
+        copy.deepcopy(own_loss)(twin(batch))[0].backward()
+    else:
+        F.cross_entropy(twin(batch[0]), batch[1]).backward()
+    calls = [0]
+
+    def check(rows: Any) -> None:
+        calls[0] += 1
+        if dist.get_rank() == dist.get_world_size() - 1 and failing(calls[0], len(rows[0])):
+            raise torch.OutOfMemoryError("provoked")
+
+    def loss(model: nn.Module, rows: Any) -> Tensor:
+        check(rows)
+        return F.cross_entropy(model(rows[0]), rows[1])
+
+    def encode(model: nn.Module, rows: Any) -> Any:
+        check(rows)
+        return model(rows)
+
+    wrapped = DistributedDataParallel(model)
+    goal = Coupled(encode, own_loss) if objective == "coupled" else Objective(loss)
+    accumulator = Accumulator(wrapped, goal, micro_batch=5)
+    result = accumulator.backward(own(batch, near_equal(20)))
+    return {
+        "error": float((whole(wrapped) - whole(twin)).norm() / whole(twin).norm()),
+        "retries": result.retries,
+        "split": accumulator.split.size,
+    }
+
+
+def more_than_two(call: int, rows: int) -> bool:
+    return rows > 2
+
+
+def always(call: int, rows: int) -> bool:
+    return True
+
+
+def second_pass(call: int, rows: int) -> bool:
+    return rows > 2 and call > 2
+
+
+def error_of_one_rank() -> float:
+    """One rank alone fails in its second forward."""
+    calls = [0]
+
+    def loss(model: nn.Module, rows: Any) -> Tensor:
+        calls[0] += 1
+        if dist.get_rank() == 1 and calls[0] == 2:
+            raise ValueError("only here")
+        return F.cross_entropy(model(rows[0]), rows[1])
+
+    Accumulator(DistributedDataParallel(network()), Objective(loss), micro_batch=2).backward(
+        own(labelled(20), near_equal(20))
+    )
+    return 0.0
+
+
+def collectives(wrap: Wrap, micro_batch: int, reshard: bool = True) -> dict[str, int]:
+    """What the third update sends, by name; the first two set up buckets."""
+    model = wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = Update(
+        model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=micro_batch, clip_norm=1.0, reshard=reshard
+    )
+    rows = own(labelled(24), near_equal(24))
+    update(rows)
+    update(rows)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        update(rows)
+    return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
+
+
+def synchronising_every_micro_batch() -> dict[str, int]:
+    """The twin of counting: without no_sync there is one reduction per micro-batch."""
+    model = DistributedDataParallel(network())
+    rows = own(labelled(24), near_equal(24))
+    F.cross_entropy(model(rows[0]), rows[1]).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for start in range(0, len(rows[0]), 2):
+            F.cross_entropy(model(rows[0][start : start + 2]), rows[1][start : start + 2]).backward()
+    return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
+
+
 EVERYWHERE = (
     uneven_rows,
     uneven_tokens,
@@ -621,4 +881,44 @@ FSDP = {
     "fsdp_exact_norm": sharded_and_exact_norm,
     "fsdp_tensor_parallel": sharded_and_tensor_parallel,
 }
-ALL = {**DDP, **FSDP}
+COUPLED = {
+    "ddp_coupled": partial(coupled, ddp),
+    "ddp_coupled_rank_without_rows": partial(coupled, ddp, "none"),
+    "fsdp_coupled": partial(coupled, fsdp),
+    "fsdp_coupled_rank_without_rows": partial(coupled, fsdp, "none"),
+    "ddp_coupled_exact_norm": coupled_exact_norm,
+}
+NORMS = {
+    "ddp_exact_norm": partial(exact_norm, ddp),
+    "ddp_exact_norm_rank_without_rows": partial(exact_norm, ddp, [14]),
+    "ddp_micro_norm": partial(micro_norm, ddp),
+    "fsdp_micro_norm": partial(micro_norm, fsdp),
+    "ddp_measured_norm": measured_norm,
+}
+MEMORY = {
+    "ddp_out_of_memory": partial(out_of_memory, "rows", more_than_two),
+    "ddp_out_of_memory_coupled": partial(out_of_memory, "coupled", more_than_two),
+    "ddp_out_of_memory_second_pass": partial(out_of_memory, "coupled", second_pass),
+    "ddp_out_of_memory_always": partial(out_of_memory, "rows", always),
+    "ddp_error_of_one_rank": error_of_one_rank,
+}
+COUNTS = {
+    **{f"ddp_collectives_{size}": partial(collectives, ddp, size) for size in (12, 4, 1)},
+    **{f"fsdp_collectives_{size}": partial(collectives, fsdp, size) for size in (12, 4, 1)},
+    "fsdp_collectives_kept": partial(collectives, fsdp, 1, reshard=False),
+    "ddp_synchronising_every_micro_batch": synchronising_every_micro_batch,
+}
+ALL = {**DDP, **FSDP, **COUPLED, **NORMS, **MEMORY, **COUNTS}
+ON_THREE = (
+    "ddp_uneven_rows",
+    "fsdp_uneven_rows",
+    "ddp_uneven_tokens",
+    "fsdp_uneven_tokens",
+    "ddp_rank_without_rows",
+    "fsdp_rank_without_rows",
+    "ddp_metrics",
+    "ddp_drop",
+    "ddp_coupled",
+    "ddp_exact_norm_rank_without_rows",
+    "ddp_micro_norm",
+)

@@ -10,9 +10,10 @@ from torch.amp import GradScaler
 
 from anybatch.batches import AsGiven, Batch, Cut, Dealt, MicroBatch, MicroBatches, Split, as_split, smaller, tensors
 from anybatch.errors import LossError, MemoryLimitError, ParallelError, UpdateError
-from anybatch.gradients.agreement import Agreed, agree, has_rows
+from anybatch.gradients.agreement import Agreed, agree, has_rows, size_of
 from anybatch.gradients.coupled import Coupled, Together
-from anybatch.gradients.metrics import Metrics, combine, detached
+from anybatch.gradients.meeting import Meeting
+from anybatch.gradients.metrics import Metrics, PerRow, combine, detached
 from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
 from anybatch.gradients.objective import Objective, count_units
 from anybatch.gradients.offload import Offload
@@ -24,7 +25,7 @@ from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
 from anybatch.gradients.timing import stopwatch_for
 from anybatch.gradients.work import Autocast, Work, autocast_context, common_device, passes_fp16
-from anybatch.parallel import Turn, engine_for
+from anybatch.parallel import engine_for
 from anybatch.stages import Accumulate, Backward, Observer, Retry, Tracker, tracker_for
 
 
@@ -104,6 +105,11 @@ class Accumulator:
         self.norms = NormPolicy(model, batch_norm, offload)
         if self.engine.is_even:
             _check_sharded(drop_nonfinite, is_exact=batch_norm == "exact")
+        if drop_nonfinite and self.engine.ranks.size > 1 and (isinstance(objective, Coupled) or batch_norm == "exact"):
+            raise ParallelError(
+                f"on {self.engine.ranks.size} ranks, micro-batches whose rows look at each other are not left out one by one. "
+                "Use on_nonfinite='skip', which leaves the update out."
+            )
         self.drop_nonfinite = drop_nonfinite
         self.keep_fp32 = keep_fp32
         self.observer = observer
@@ -111,6 +117,7 @@ class Accumulator:
         own_loss = objective.loss if isinstance(objective, Coupled) else None
         self._rewind = Rewind([model, own_loss] if isinstance(own_loss, nn.Module) else [model])
         self._given: Split = AsGiven()
+        self._proven = 0
 
     def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
         """Add to `.grad` what one backward pass over the whole batch would add.
@@ -129,12 +136,15 @@ class Accumulator:
         def attempt() -> Accumulated:
             nonlocal work
             work = None
-            work = once_more(lambda: self.prepare(batch, scaler, tracker))
-            return self._run(batch, work, scaler)
+            work = self.prepare(batch, scaler, tracker)
+            result = self._run(batch, work, scaler)
+            if work.agreed is not None:
+                self._proven = max(self._proven, *map(size_of, work.micro_batches))
+            return result
 
         def start_again(reason: str) -> None:
             lost = self._rewind.go_back(start)
-            if lost:
+            if self.engine.ranks.any(bool(lost)):
                 raise MemoryLimitError(
                     f"memory ran out ({reason}), and this batch cannot start again: it was the first to change "
                     f"{', '.join(lost)}, of which there is no copy. Give the next batch: from now on copies are made."
@@ -144,6 +154,10 @@ class Accumulator:
                 tracker.begin(Retry)
                 tracker.end(Retry, reason=reason)
 
+        if self.engine.ranks.size > 1 and (self.engine.is_even or self.norms.mode == "exact"):
+            return (
+                attempt()
+            )  # a rank that fails amid collectives cannot tell the others, and starts nothing again alone
         result, retries = until_it_fits(attempt, start_again)
         return replace(result, retries=retries) if retries else result
 
@@ -151,12 +165,14 @@ class Accumulator:
         """Cut in smaller micro-batches from now on; those that come cut already, too."""
         is_given = isinstance(batch, MicroBatches)
         found = None if work is None else smaller(self._given if is_given else self.split, work.cut)
-        if found is None:
+        if not self.engine.ranks.any(found is not None):
             where = "before the first micro-batch ran" if work is None else "with a single row in each micro-batch"
             raise MemoryLimitError(
                 f"memory ran out {where} ({reason}). Gradients, buffers and random state are as they were. Use shorter rows, "
                 "autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
             )
+        if found is None:
+            return  # other ranks can make theirs smaller
         if is_given:
             self._given = found
         else:
@@ -179,7 +195,10 @@ class Accumulator:
                 watch = stopwatch_for(self.split, batch, work.cut, work.parameters)
                 passes = work.passes
                 for place, (index, counts) in enumerate(passes, start=1):
-                    with work.turn.running(is_last=place == len(passes)):
+                    is_last = place == len(passes)
+                    if is_last and work.turn.is_synchronised:
+                        work.meeting.hold(is_final=True)
+                    with work.turn.running(is_last=is_last):
                         statistics = copy_statistics(layers)
                         loss, metrics = work.forward(index)
                         starts = starts or work.shares.tensors(loss, scaler)
@@ -197,6 +216,7 @@ class Accumulator:
                         done.add(index, loss.detach(), metrics, is_kept=is_kept)
                     has_metrics = bool(metrics)
                     del loss, metrics  # the next forward must not find this graph alive
+                work.meeting.hold(is_final=True)
                 work.turn.close(gradient_sum.parameters)
                 if done.has_metrics or has_metrics:
                     done.unweighted.update((index, work.metrics_of(index)) for index in work.shares.left_out)
@@ -204,8 +224,10 @@ class Accumulator:
                 gradient_sum.scale = work.shares.left_over(result.units)
                 if work.shares.is_empty:
                     gradient_sum.zero()
-        except BaseException:
+        except BaseException as error:
             work.turn.forget()
+            if isinstance(error, Exception):
+                work.meeting.fail(error)
             raise
         finally:
             if tracker is not None:
@@ -222,13 +244,17 @@ class Accumulator:
             with self._gradient_sum(work, isolate=isolate) as gradient_sum:
                 coupled = self.objective if isinstance(self.objective, Coupled) else None
                 together = self.norms.run_together(work, gradient_sum, coupled=coupled, scaler=scaler, drops=drops)
+                work.meeting.hold(is_final=True)
+                work.turn.close(gradient_sum.parameters)
+                result = _result_together(together, work)
                 if together.counted is not None:
-                    gradient_sum.scale = work.shares.left_over(work.shares.units_of(together.counted))
+                    gradient_sum.scale = work.shares.left_over(result.units)
                 if work.shares.is_empty:
                     gradient_sum.zero()
-                result = _result_together(together, work)
-        except BaseException:
+        except BaseException as error:
             work.turn.forget()
+            if isinstance(error, Exception):
+                work.meeting.fail(error)
             raise
         finally:
             if work.tracker is not None:
@@ -244,8 +270,10 @@ class Accumulator:
             parameters += self.objective.parameters()
         autocast = autocast_context(self.autocast, device)
         underflows = scaler is None and passes_fp16(parameters, autocast)
-        turn = self.engine.turn(by_hand=self._by_hand())
-        cut, shares, agreed = self._count(batch, turn, underflows=underflows)
+        cut, shares, agreed = self._count(batch, underflows=underflows)
+        turn = self.engine.turn(by_hand=self._by_hand(), is_proven=agreed is None or agreed.is_proven)
+        if agreed is not None:
+            shares = replace(shares, factor=turn.factor)
         is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches[0]))
         return Work(
             self.model,
@@ -259,9 +287,10 @@ class Accumulator:
             turn,
             self.engine.ranks,
             agreed,
+            Meeting(self.engine.ranks, is_over=agreed is None or self.engine.is_even or self.norms.mode == "exact"),
         )
 
-    def _count(self, batch: Batch, turn: Turn, *, underflows: bool) -> tuple[MicroBatches, Shares, Agreed | None]:
+    def _count(self, batch: Batch, *, underflows: bool) -> tuple[MicroBatches, Shares, Agreed | None]:
         """The micro-batches, and the share of each in the batch of all ranks."""
         reduction = self.objective.reduction
         ranks = self.engine.ranks
@@ -277,16 +306,21 @@ class Accumulator:
             return cut, shares_of(units, reduction, underflows=underflows)
 
         if ranks.size == 1:
-            return *count(), None
+            return *once_more(count), None
         return agree(
             ranks,
-            count if has_rows(batch) else lambda: (None, shares_of((), reduction)),
+            (lambda: once_more(count)) if has_rows(batch) else (lambda: (None, shares_of((), reduction))),
             is_even=self.engine.is_even,
-            factor=turn.factor,
+            is_proven=self._is_proven,
             underflows=underflows,
             reduction=reduction,
             runs_all=isinstance(self.objective, Coupled),
         )
+
+    def _is_proven(self, cut: MicroBatches, shares: Shares) -> bool:
+        """True where the pass that would be synchronised is no larger than one before it, in this batch or an earlier one."""
+        *earlier, last = [size_of(cut[index]) for index in shares.running]
+        return last <= max([self._proven, *earlier])
 
     def _by_hand(self) -> str | None:
         """Why gradients of this batch cannot be summed over ranks while backward runs; None where they can."""
@@ -372,24 +406,39 @@ def _batch_loss(shares: Shares, losses: Sequence[Tensor], weights: Sequence[floa
 
 def _result_together(together: Together, work: Work) -> Accumulated:
     weights = shares_of(together.units, work.shares.reduction).each
+    loss = _batch_loss(work.shares, together.losses, weights)
     metrics = [detached(part) for part in together.metrics]
+    num_micro_batches = len(work.micro_batches) if work.agreed is None else sum(work.agreed.micro_batches)
+    if work.agreed is not None and together.counted is not None:
+        num_own = sum(index < work.shares.num_own for index in together.counted)  # a borrowed one is the last
+        parts = Parts(
+            metrics=metrics[:num_own],
+            units=together.units[:num_own],
+            indices=together.counted[:num_own],
+            dropped=(),
+        )
+        return Accumulated(micro_batches=num_micro_batches, **over_ranks(work, loss, parts))
     return Accumulated(
-        loss=_batch_loss(work.shares, together.losses, weights),
+        loss=loss,
         units=sum(together.units),
-        micro_batches=len(work.micro_batches),
-        metrics=combine(metrics, together.units, *_rows_together(together, work.cut)),
+        micro_batches=num_micro_batches,
+        metrics=combine(metrics, together.units, *_rows_together(together, work)),
         dropped=tuple(together.dropped),
     )
 
 
-def _rows_together(together: Together, cut: MicroBatches) -> tuple[MicroBatches | None, Sequence[int]]:
+def _rows_together(together: Together, work: Work) -> tuple[MicroBatches | None, Sequence[int]]:
     """Whose row is whose: by micro-batch, or for a loss that saw all rows joined, in the order they were joined."""
+    cut = work.cut
     if together.counted is not None:
         return cut, together.counted
-    if cut.cut is None or together.dropped:
+    has_rows = any(isinstance(metric, PerRow) for part in together.metrics for metric in part.values())
+    if not has_rows or together.dropped or (cut.cut is None and work.agreed is None):
         return None, ()
-    joined = tuple(row for rows in cut.cut.rows for row in rows)
-    return MicroBatches((cut,), Cut(rows=(joined,), lengths=(max(cut.cut.lengths),))), (0,)
+    joined: list[int] = []
+    for rows in work.ranks.gather_objects(cut.row_numbers):
+        joined += [len(joined) + row for numbers in rows for row in numbers]
+    return MicroBatches((cut,), Cut(rows=(tuple(joined),), lengths=(0,))), (0,)
 
 
 def _check(model: nn.Module, objective: Objective | Coupled, autocast: Autocast) -> None:

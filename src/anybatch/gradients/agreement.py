@@ -20,6 +20,8 @@ class Agreed:
     """How many micro-batches of its own each rank has; 0 for a rank with no row."""
     num_passes: int
     """How many passes every rank runs at least; 0 where each may run as many as it has."""
+    is_proven: bool
+    """True where each rank's last pass is known to fit, from one that was no smaller."""
 
     def number(self, rank: int, index: int) -> int:
         """The number of a rank's micro-batch among those of all ranks."""
@@ -32,12 +34,17 @@ def has_rows(batch: Batch) -> bool:
     return not counts or any(counts)
 
 
+def size_of(micro_batch: Batch) -> int:
+    """The numbers in its tensors: of two micro-batches of one batch, the one that needs more memory has more."""
+    return sum(tensor.numel() for tensor in tensors(micro_batch))
+
+
 def agree(
     ranks: Ranks,
     count: Callable[[], tuple[MicroBatches | None, Shares]],
     *,
     is_even: bool,
-    factor: float,
+    is_proven: Callable[[MicroBatches, Shares], bool],
     underflows: bool,
     reduction: str,
     runs_all: bool,
@@ -57,7 +64,8 @@ def agree(
         error = raised
     num_own = 0 if cut is None else len(cut)
     num_counted = num_own if runs_all else 0 if reduction == "mean" and shares.total == 0 else len(shares.running)
-    facts = [error is not None, num_own, num_counted, shares.total, max(shares.units, default=0)]
+    is_proven_here = cut is not None and num_counted > 0 and is_proven(cut, shares)
+    facts = [error is not None, num_own, num_counted, shares.total, max(shares.units, default=0), is_proven_here]
     told = ranks.gather([float(fact) for fact in facts])
     failed = [rank for rank, numbers in enumerate(told) if numbers[0]]
     if error is not None:
@@ -69,8 +77,12 @@ def agree(
     total, largest = sum(numbers[3] for numbers in told), max(numbers[4] for numbers in told)
     micro_batches = tuple(int(numbers[1]) for numbers in told)
     passes = [int(numbers[2]) for numbers in told]
-    shares = replace(shares, denominator=largest if underflows else total, total=total, factor=factor)
-    agreed = Agreed(micro_batches=micro_batches, num_passes=max(*passes, 1) if is_even else 0)
+    shares = replace(shares, denominator=largest if underflows else total, total=total)
+    agreed = Agreed(
+        micro_batches=micro_batches,
+        num_passes=max(*passes, 1) if is_even else 0,
+        is_proven=all(numbers[5] for numbers in told),
+    )
     if not any(micro_batches):
         raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
     lenders = passes if any(passes) else list(micro_batches)

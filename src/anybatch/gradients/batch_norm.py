@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import BatchError, UpdateError
+from anybatch.parallel import Ranks
 
 Layers = Mapping[str, _BatchNorm]
 """BatchNorm layers by their names in the model."""
@@ -144,6 +145,37 @@ def pool(parts: list[Moments]) -> Moments:
     return Moments(total, mean, var, parts[0].momentum)
 
 
+def nothing(call: Call) -> Moments:
+    """The moments of no values, for a layer's running statistics."""
+    assert call.running_mean is not None
+    assert call.running_var is not None
+    return Moments(0, torch.zeros_like(call.running_mean), torch.ones_like(call.running_var), call.momentum)
+
+
+def of_every_rank(ranks: Ranks, own: list[Moments]) -> list[list[Moments]]:
+    """The moments of the same layers on each rank, by rank; one collective for all layers, and no graph."""
+    flat = [torch.cat([m.mean.new_tensor([m.count]), m.mean, m.var]).detach().double() for m in own]
+    every = ranks.all_rows(torch.cat(flat)[None], [1] * ranks.size)
+    by_rank = []
+    for told in every:
+        pieces = told.split([len(piece) for piece in flat])
+        by_rank.append([_unpacked(piece, like) for piece, like in zip(pieces, own, strict=True)])
+    return by_rank
+
+
+def _unpacked(piece: Tensor, like: Moments) -> Moments:
+    mean, var = piece[1:].to(like.mean.dtype).chunk(2)
+    return Moments(int(piece[0]), mean, var, like.momentum)
+
+
+def pool_over_ranks(ranks: Ranks, own: list[Moments]) -> list[Moments]:
+    """The moments of each layer over all ranks, the same on every rank."""
+    if ranks.size == 1 or not own:
+        return own
+    columns = zip(*of_every_rank(ranks, own), strict=True)
+    return [pool(list(column)) if any(part.count for part in column) else column[0] for column in columns]
+
+
 @torch.no_grad()
 def update_running(call: Call, moments: Moments) -> None:
     """One big-batch update of the running statistics, with the unbiased variance, as torch makes it."""
@@ -156,8 +188,9 @@ def update_running(call: Call, moments: Moments) -> None:
 class Merging:
     """Statistics of each micro-batch, collected until they are one update."""
 
-    def __init__(self, layers: Layers) -> None:
+    def __init__(self, layers: Layers, ranks: Ranks) -> None:
         self._layers = layers
+        self._ranks = ranks
         self._num_tracked = {
             name: layer.num_batches_tracked.clone()
             for name, layer in layers.items()
@@ -194,25 +227,31 @@ class Merging:
 
     def forget(self) -> None:
         """The micro-batch that ran last was dropped: its statistics do not count."""
+        for key, call, _ in self._current:
+            self._seen.setdefault(key, (call, []))
         self._current.clear()
 
     def close(self) -> None:
         """Make the one update of each layer, or one per call where the forward calls it more than once."""
         self.begin()
-        for (name, number), (call, parts) in sorted(self._seen.items(), key=lambda item: item[0][1]):
-            update_running(call, pool(parts))
+        calls = sorted(self._seen.items(), key=lambda item: (item[0][1], item[0][0]))
+        own = [pool(parts) if parts else nothing(call) for _, (call, parts) in calls]
+        for ((name, number), (call, _)), moments in zip(calls, pool_over_ranks(self._ranks, own), strict=True):
+            if moments.count == 0:
+                continue
+            update_running(call, moments)
             if name in self._num_tracked and self._layers[name].training:
                 self._layers[name].num_batches_tracked.copy_(self._num_tracked[name] + number + 1)  # type: ignore[union-attr]
 
 
 @contextmanager
-def merged(layers: Layers) -> Iterator["Merging"]:
+def merged(layers: Layers, ranks: Ranks) -> Iterator["Merging"]:
     """Inside this block each micro-batch has its own statistics; at the end the running ones get the big batch's update.
 
     `begin()` is to be called before each micro-batch. Merged are mean and variance of the activations as they were, each
     micro-batch normalised by itself; what did not run, having 0 units, has no part. An error leaves everything as it was.
     """
-    merging = Merging(layers)
+    merging = Merging(layers, ranks)
     try:
         with replaced(layers, merging.compute):
             yield merging

@@ -23,6 +23,7 @@ from anybatch.gradients.objective import Objective, Units, checked_loss
 from anybatch.gradients.replay import Moment, Replay
 from anybatch.gradients.summing import GradientSum
 from anybatch.gradients.work import Work
+from anybatch.parallel import Ranks
 from anybatch.stages import Accumulate, Backward, ForwardBoundary, Load, Loss
 
 Encode = Callable[[nn.Module, Batch], Batch]
@@ -93,6 +94,8 @@ class _Part:
     """With its graph for the last micro-batch, without for the others."""
     leaves: Batch = None
     """The same representations as the start of the loss's graph: their `.grad` is what the second pass starts from."""
+    counts: bool = True
+    """False of one whose rows the loss does not see: it runs only because other ranks do."""
 
     def roots(self, representations: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors that backward starts from, and their gradients."""
@@ -129,7 +132,7 @@ def run_coupled(
     while left:
         outcome = passes.run(left, first_pass())
         if isinstance(outcome, Together):
-            units = [sum(work.shares.units[index] for index in left)]
+            units = [work.shares.total if work.agreed is not None else work.shares.units_of(left)]
             return Together(losses=outcome.losses, metrics=outcome.metrics, units=units, dropped=sorted(dropped))
         dropped += outcome
         gradient_sum.zero()
@@ -154,8 +157,15 @@ class _Passes:
     def run(self, indices: list[int], first_pass: AbstractContextManager[Callable[[], None]]) -> Together | list[int]:
         """Both passes over these micro-batches; the numbers of those that were not finite, where `drops` says to look."""
         begin = self.replay.now() if self.drops else None
+        shares, agreed = self.work.shares, self.work.agreed
+        again = [indices[-1]] * (0 if agreed is None else agreed.num_passes - len(indices))
+        # those that run again come first: the last one's graph is kept
+        runs = [(index, False) for index in again] + [(index, index < shares.num_own) for index in indices]
         with first_pass as tell:
-            parts = [self._first(index, tell, is_last=index == indices[-1]) for index in indices]
+            parts = [
+                self._first(index, tell, counts=counts, is_last=place == len(runs))
+                for place, (index, counts) in enumerate(runs, start=1)
+            ]
         bad = [part.index for part in parts if self.drops and not _is_finite(part.representations)]
         if not bad:
             loss, metrics, is_finite = self._loss(parts)
@@ -171,12 +181,18 @@ class _Passes:
             self.replay.go_back(begin)
         return list(bad)
 
-    def _first(self, index: int, tell: Callable[[], None], *, is_last: bool) -> _Part:
+    def _first(self, index: int, tell: Callable[[], None], *, counts: bool, is_last: bool) -> _Part:
         tell()
         before = None if is_last else self.replay.now()
-        with torch.set_grad_enabled(is_last and torch.is_grad_enabled()):
+        with (
+            torch.set_grad_enabled(is_last and torch.is_grad_enabled()),
+            self.work.turn.running(is_last=False),
+        ):
             representations = self._encode(index)
-        return _Part(index, before, representations if is_last else map_tensors(representations, _alone))
+        if not counts:
+            self.work.forget()
+        held = representations if is_last else map_tensors(representations, _alone)
+        return _Part(index, before, held, counts=counts)
 
     def _loss(self, parts: list[_Part]) -> tuple[Tensor, Metrics, bool]:
         """The loss of all rows, detached, with its gradient left in the parts' leaves; False where it is not finite."""
@@ -185,27 +201,32 @@ class _Passes:
         if tracker is not None:
             tracker.begin(Loss)
         for part in parts:
-            part.leaves = map_tensors(part.representations, _leaf)
+            part.leaves = map_tensors(part.representations, leaf)
+        self.work.meeting.hold()
+        seen = [part.leaves if part.counts else no_rows(part.leaves) for part in parts]
         with self.work.autocast or nullcontext():
-            loss, metrics = checked_loss(self.coupled.loss(join_rows([part.leaves for part in parts])))
+            loss, metrics = checked_loss(self.coupled.loss(rows_of_all(self.work.ranks, join_rows(seen))))
         loss = loss.float() if loss.itemsize < 4 else loss
         if tracker is not None:
             tracker.end(Loss, loss=loss.detach(), units=sum(self.work.shares.units), share=1.0)
         if self.drops and not bool(loss.isfinite()):
             return loss.detach(), metrics, False
-        start = torch.ones_like(loss)
+        start = torch.full_like(loss, self.work.turn.factor)
         is_finite = self.gradient_sum.backward(loss, start if self.scaler is None else self.scaler.scale(start))
+        share_out(self.work.ranks, self.gradient_sum.parameters, [part.leaves for part in parts])
         return loss.detach(), metrics, is_finite
 
     def _second(self, parts: list[_Part]) -> list[int]:
         """Backward through every micro-batch, the last first, whose graph is there; those that were not finite."""
         last = parts.pop()
-        bad = self._backward(last, last.representations)
+        with self.work.turn.running(is_last=not parts):
+            bad = self._backward(last, last.representations)
         last.representations = last.leaves = None  # its graph must not live beside the next one
-        for part in parts:
+        for place, part in enumerate(parts, start=1):
             assert part.before is not None
             self.replay.go_back(part.before)
-            bad += self._backward(part, self._encode(part.index))
+            with self.work.turn.running(is_last=place == len(parts)):
+                bad += self._backward(part, self._encode(part.index))
         return bad
 
     def _backward(self, part: _Part, representations: Batch) -> list[int]:
@@ -231,6 +252,43 @@ class _Passes:
             return encode(self.coupled, work, index, micro_batch)
 
 
+def no_rows(representations: Batch) -> Batch:
+    """The same nesting with no row of its own, and the graph to get zero gradients from."""
+    return map_tensors(representations, lambda tensor: tensor[:0] if tensor.dim() > 0 else tensor)
+
+
+def rows_of_all(ranks: Ranks, own: Batch) -> Batch:
+    """The representations of every rank's rows, by rank; gradients reach this rank's own. 0-dim tensors are its own."""
+    if ranks.size == 1:
+        return own
+    _check_tensors(own)
+    counts = ranks.gather([len(tensor) for tensor in tensors(own) if tensor.dim() > 0])
+    columns = iter(list(zip(*counts, strict=True)))
+    return map_tensors(
+        own, lambda tensor: ranks.all_rows(tensor, [int(n) for n in next(columns)]) if tensor.dim() > 0 else tensor
+    )
+
+
+def share_out(ranks: Ranks, parameters: Sequence[nn.Parameter], leaves: Sequence[Batch]) -> None:
+    """Every rank computed the one loss, and so has its own parameters' whole gradient: leave each its part of the sum."""
+    if ranks.size == 1:
+        return
+    held = [tensor.grad for nest in leaves for tensor in tensors(nest) if tensor.dim() == 0]
+    for grad in [*held, *(parameter.grad for parameter in parameters)]:
+        if grad is not None:
+            grad.div_(ranks.size)
+
+
+def _check_tensors(representations: Batch) -> None:
+    """Lists of strings or numbers, one per row, are not gathered over ranks."""
+    for item in representations if isinstance(representations, list | tuple) else ():
+        if isinstance(item, str | int | float):
+            raise LossError(
+                f"encode returned a list that holds {item!r:.40}; over several ranks only tensors are gathered. Return labels "
+                "and the like as tensors, one entry per row."
+            )
+
+
 def load(work: Work, index: int) -> Batch:
     """One micro-batch, where the model is."""
     micro_batch = work.micro_batches[index]
@@ -248,7 +306,8 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def leaf(tensor: Tensor) -> Tensor:
+    """The tensor as the start of a graph of its own."""
     return _alone(tensor.detach()).requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import MicroBatches, join_rows, tensors
+from anybatch.batches import MicroBatches, join_rows, map_tensors, tensors
 from anybatch.errors import UpdateError
 from anybatch.gradients.batch_norm import Layers
-from anybatch.gradients.coupled import Coupled, Together, encode, load
+from anybatch.gradients.coupled import Coupled, Together, encode, leaf, load, no_rows, rows_of_all, share_out
 from anybatch.gradients.lockstep import Lockstep
 from anybatch.gradients.metrics import Metrics
 from anybatch.gradients.objective import checked_loss
@@ -92,16 +92,26 @@ class ExactNorm:
             parts = self._forwards(indices, keeper, partial(_encode, coupled))
             if self.drops and self._not_finite:
                 return sorted(self._not_finite)
+            num_own, ranks = self.work.shares.num_own, self.work.ranks
+            own = join_rows(
+                [part if index < num_own else no_rows(part) for index, part in zip(indices, parts, strict=True)]
+            )
+            leaves = own if ranks.size == 1 else map_tensors(own, leaf)
             with self.work.autocast or nullcontext():
-                loss, metrics = checked_loss(coupled.loss(join_rows(parts)))
+                loss, metrics = checked_loss(coupled.loss(rows_of_all(ranks, leaves)))
             del parts
             loss = loss.float() if loss.itemsize < 4 else loss
             if self.drops and not bool(loss.isfinite()):
                 return indices
-            units = [sum(self.work.shares.units[index] for index in indices)]
+            units = [self.work.shares.units_of(indices) if ranks.size == 1 else self.work.shares.total]
             start = torch.ones_like(loss)
             if not self._backward(loss, start if self.scaler is None else self.scaler.scale(start)):
                 return indices
+            if ranks.size > 1:
+                share_out(ranks, self.gradient_sum.parameters, [leaves])
+                roots = [(root, held.grad) for root, held in zip(tensors(own), tensors(leaves), strict=True)]
+                chosen = [(root, grad) for root, grad in roots if root.requires_grad and grad is not None]
+                self.gradient_sum.backward([root for root, _ in chosen], [grad for _, grad in chosen])
         return Together(losses=[loss.detach()], metrics=[metrics], units=units)
 
     def _load(self) -> None:
@@ -133,7 +143,9 @@ class ExactNorm:
                 return forward(own, index)
 
         lockstep = Lockstep([partial(run, index) for index in indices], indices)
-        with pooled(self.layers, lockstep, self._not_finite if self.drops else None):
+        not_finite = self._not_finite if self.drops else None
+        ranks, num_own = self.work.ranks, self.work.shares.num_own
+        with pooled(self.layers, lockstep, not_finite, ranks=ranks, num_own=num_own):
             results = lockstep.run()
         if tracker is not None:
             tracker.end(Forward, output=None)

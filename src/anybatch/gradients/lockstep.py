@@ -66,6 +66,11 @@ class Lockstep(Generic[T]):
             raise error
         return [self._results[index] for index in range(len(self.forwards))]
 
+    @property
+    def current(self) -> int:
+        """The number of the micro-batch that runs."""
+        return self.numbers[self._holder]
+
     def meet(self, place: str, value: V, pool: Callable[[list[V]], P]) -> P:
         """Wait until every forward has come to `place` with its value; what `pool` makes of all values is everybody's."""
         index = self._holder

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from anybatch.batches import Batch
-from anybatch.errors import UpdateError
+from anybatch.errors import ParallelError, UpdateError
 from anybatch.gradients.batch_norm import Layers, Merging, batch_norms, frozen, merged, uses_batch_statistics
 from anybatch.gradients.coupled import Coupled, Together, run_coupled
 from anybatch.gradients.exact_norm import ExactNorm
@@ -21,6 +21,7 @@ from anybatch.gradients.replay import Replay
 from anybatch.gradients.spool import Spool
 from anybatch.gradients.summing import GradientSum
 from anybatch.gradients.work import Work
+from anybatch.parallel import Ranks, sum_by_hand
 
 BatchNorm = Literal["exact", "micro", "frozen"]
 
@@ -58,7 +59,7 @@ class NormPolicy:
             with frozen(layers):
                 yield work
         else:
-            with self._measured(layers, work, gradient_sum, scaler, None), merged(layers) as merging:
+            with self._measured(layers, work, gradient_sum, scaler, None), merged(layers, work.ranks) as merging:
                 yield _telling(work, merging)
 
     def run_together(
@@ -73,7 +74,7 @@ class NormPolicy:
         """Add the gradient of a batch that cannot run micro-batch by micro-batch: a coupled loss, exact BatchNorm, or both."""
         layers = self.layers(work)
         if coupled is None or (self.mode == "exact" and layers):
-            return ExactNorm(
+            exact = ExactNorm(
                 work=work,
                 layers=layers,
                 gradient_sum=gradient_sum,
@@ -82,7 +83,9 @@ class NormPolicy:
                 spool=self._spool,
                 scaler=scaler,
                 drops=drops,
-            ).run()
+            )
+            with work.turn.running(is_last=False):
+                return exact.run()
         if not layers:
             return run_coupled(coupled, work, gradient_sum, scaler=scaler, drops=drops)
         if self.mode == "frozen":
@@ -90,7 +93,12 @@ class NormPolicy:
                 return run_coupled(coupled, work, gradient_sum, scaler=scaler, drops=drops)
         with self._measured(layers, work, gradient_sum, scaler, coupled):
             return run_coupled(
-                coupled, work, gradient_sum, scaler=scaler, drops=drops, first_pass=lambda: _beginning(layers)
+                coupled,
+                work,
+                gradient_sum,
+                scaler=scaler,
+                drops=drops,
+                first_pass=lambda: _beginning(layers, work.ranks),
             )
 
     def alone(self) -> AbstractContextManager[object]:
@@ -122,7 +130,7 @@ class NormPolicy:
             size = f"is {difference:.2g} of its size"
         self._is_told = True
         warnings.warn(
-            f"{len(layers)} BatchNorm layers in training mode saw {len(work.micro_batches)} micro-batches, each with its own "
+            f"{len(layers)} BatchNorm layers in training mode saw {_num_micro_batches(work)} micro-batches, each with its own "
             f"statistics: the error of this batch's gradient {size}. Use batch_norm='exact' for the whole batch's gradient, or "
             "batch_norm='micro' to keep this without the warning.",
             stacklevel=9,
@@ -137,7 +145,9 @@ class NormPolicy:
         quiet = replace(work, tracker=None)
         scratch = GradientSum(work.parameters)
         try:
-            with scratch.undone():
+            if work.agreed is not None and work.agreed.num_passes:
+                return ParallelError("not under fully_shard")
+            with scratch.undone(), work.turn.running(is_last=False):
                 ExactNorm(
                     work=quiet,
                     layers=layers,
@@ -147,7 +157,8 @@ class NormPolicy:
                     spool=self._spool,
                     scaler=scaler,
                 ).run()
-                scale = 1.0 if coupled is not None else work.shares.left_over(work.shares.units_of(work.shares.running))
+                sum_by_hand(work.ranks, scratch.parameters, divisor=work.turn.factor)
+                scale = 1.0 if coupled is not None else work.shares.left_over(work.shares.total)
                 return [None if p.grad is None else p.grad.detach().to_dense() * scale for p in scratch.parameters]
         except Exception as error:  # a model that cannot go in lockstep is no reason not to train it
             return error.with_traceback(None)
@@ -155,9 +166,13 @@ class NormPolicy:
             replay.go_back(before)
 
 
+def _num_micro_batches(work: Work) -> int:
+    return len(work.micro_batches) if work.agreed is None else sum(work.agreed.micro_batches)
+
+
 @contextmanager
-def _beginning(layers: Layers) -> Iterator[Callable[[], None]]:
-    with merged(layers) as merging:
+def _beginning(layers: Layers, ranks: Ranks) -> Iterator[Callable[[], None]]:
+    with merged(layers, ranks) as merging:
         yield merging.begin
 
 

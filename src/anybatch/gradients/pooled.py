@@ -5,30 +5,39 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from anybatch.errors import BatchError, LockstepError
-from anybatch.gradients.batch_norm import Call, Layers, Moments, pool, replaced, update_running
+from anybatch.errors import BatchError
+from anybatch.gradients.batch_norm import Call, Layers, Moments, of_every_rank, pool, replaced, update_running
 from anybatch.gradients.lockstep import Lockstep
 from anybatch.gradients.summing import LOW_PRECISION
+from anybatch.parallel import ONE_PROCESS, Ranks
 
 
 @contextmanager
-def pooled(layers: Layers, lockstep: Lockstep[Any], not_finite: set[int] | None = None) -> Iterator[None]:
-    """Inside this block the layers normalise by mean and variance over all micro-batches of `lockstep`.
+def pooled(
+    layers: Layers,
+    lockstep: Lockstep[Any],
+    not_finite: set[int] | None = None,
+    *,
+    ranks: Ranks = ONE_PROCESS,
+    num_own: int | None = None,
+) -> Iterator[None]:
+    """Inside this block the layers normalise by mean and variance over all micro-batches of `lockstep`, on all ranks.
 
-    Running statistics get the one update of the big batch. `not_finite`, where given, collects the micro-batches whose own
+    Micro-batches from number `num_own` on are borrowed from another rank, and have no part in the statistics. Running
+    statistics get the one update of the big batch. `not_finite`, where given, collects the micro-batches whose own
     statistics were inf or nan at the first layer that met any: after it everybody's are. Looking waits for the device.
     """
-    _check_ranks(layers)
+    exchange = _Exchange(ranks)
 
     def compute(name: str, layer: _BatchNorm, call: Call) -> Tensor:
         own_mean, own_var = _Moments.apply(call.input)  # type: ignore[no-untyped-call]
 
         def meet(parts: list[Moments]) -> Moments:
-            together = pool(parts)
+            together = exchange.pool(parts)
             if not_finite is not None and not not_finite and not bool((together.mean + together.var).isfinite().all()):
                 not_finite.update(_not_finite(lockstep.numbers, parts))
             if together.count == 1:
@@ -40,7 +49,8 @@ def pooled(layers: Layers, lockstep: Lockstep[Any], not_finite: set[int] | None 
                 layer.num_batches_tracked.sub_(len(parts) - 1)  # every micro-batch has counted the one batch
             return together
 
-        own = Moments(call.count, own_mean, own_var, call.momentum)
+        is_own = num_own is None or lockstep.current < num_own
+        own = Moments(call.count if is_own else 0, own_mean, own_var, call.momentum)
         together = lockstep.meet(f"BatchNorm {name!r}", own, meet)
         weight, bias = (
             None if affine is None else affine.to(together.mean.dtype) for affine in (call.weight, call.bias)
@@ -59,16 +69,41 @@ def _not_finite(numbers: Sequence[int], parts: list[Moments]) -> list[int]:
     return [number for number, part in both if not bool((part.mean + part.var).isfinite().all())]
 
 
-def _check_ranks(layers: Layers) -> None:
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return
-    for name, layer in layers.items():
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise LockstepError(
-                f"BatchNorm {name!r} is a SyncBatchNorm on {distributed.get_world_size()} ranks; batch_norm='exact' pools the "
-                "micro-batches of one rank only. Use batch_norm='micro', or BatchNorm layers per rank."
-            )
+class _Exchange:
+    """Statistics of all ranks, and their gradients summed over all ranks on the way back.
+
+    Each exchange hangs on the one before it, so that on every rank the sums come in the reverse order of the forward.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._chain = torch.zeros((), requires_grad=True)
+
+    def pool(self, parts: list[Moments]) -> Moments:
+        if self._ranks.size == 1:
+            return pool(parts)
+        own = pool(parts) if any(part.count for part in parts) else parts[0]
+        every = [told for (told,) in of_every_rank(self._ranks, [own])]
+        others = [moments for rank, moments in enumerate(every) if rank != self._ranks.rank]
+        together = pool([*parts, *others])
+        mean, var, self._chain = _SumGradients.apply(together.mean, together.var, self._chain, self._ranks)  # type: ignore[no-untyped-call]
+        return Moments(together.count, mean, var, together.momentum)
+
+
+class _SumGradients(torch.autograd.Function):
+    """Statistics as they are; their gradients are what every rank's rows have of them, added up."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, var: Tensor, chain: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.ranks = ranks
+        return mean.clone(), var.clone(), chain.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_chain: Tensor) -> tuple[Tensor | None, ...]:
+        ranks = ctx.ranks
+        both = ranks.all_rows(torch.stack([grad_mean, grad_var])[None], [1] * ranks.size).sum(0)
+        return both[0], both[1], grad_chain, None
 
 
 # Autograd could do both of these from var_mean and y = a x + c: that takes 5 to 12 times as long as torch's own BatchNorm in

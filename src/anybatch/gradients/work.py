@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, MicroBatches, move
 from anybatch.gradients.agreement import Agreed
+from anybatch.gradients.meeting import Meeting
 from anybatch.gradients.metrics import Metrics, detached
 from anybatch.gradients.objective import Objective, evaluate, metrics_alone
 from anybatch.gradients.shares import Shares
@@ -41,6 +42,7 @@ class Work:
     ranks: Ranks = ONE_PROCESS
     agreed: Agreed | None = None
     """What the ranks told each other of this batch; None in one process."""
+    meeting: Meeting = field(default_factory=lambda: Meeting(ONE_PROCESS, is_over=True))
     forget: Callable[[], None] = _nothing
     """What is to be called when the micro-batch that ran last is dropped."""
 

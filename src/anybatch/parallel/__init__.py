@@ -1,5 +1,6 @@
 """Many ranks: which they are, when their gradients are synchronised, what is summed over them. No objectives here."""
 
+from anybatch.parallel.by_hand import sum_by_hand
 from anybatch.parallel.engines import ALONE, Engine, Replicated, Sharded, Turn, engine_for
 from anybatch.parallel.ranks import ONE_PROCESS, Ranks
 from anybatch.parallel.wrapping import is_sharded, own_part
@@ -15,4 +16,5 @@ __all__ = [
     "engine_for",
     "is_sharded",
     "own_part",
+    "sum_by_hand",
 ]

@@ -19,6 +19,10 @@ class Turn(Protocol):
     """One update's passes through a model: each is run inside `running`, and `close` ends them."""
 
     @property
+    def is_synchronised(self) -> bool:
+        """True where the last pass is synchronised while it runs, and so cannot be undone."""
+
+    @property
     def factor(self) -> float:
         """What every share is multiplied by: the number of ranks where torch averages over them, else 1."""
 
@@ -47,8 +51,11 @@ class Engine(Protocol):
     def overwrites(self) -> bool:
         """True where synchronising writes into the tensors that `.grad` held before."""
 
-    def turn(self, *, by_hand: str | None = None) -> Turn:
-        """A new update. `by_hand` says why torch's own synchronisation cannot be used for it; None where it can."""
+    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> Turn:
+        """A new update. `by_hand` says why torch's own synchronisation cannot be used for it; None where it can.
+
+        What is not proven to fit is rather synchronised after the last backward pass than in it.
+        """
 
 
 class Alone:
@@ -58,9 +65,10 @@ class Alone:
     is_even = False
     overwrites = False
     factor = 1.0
+    is_synchronised = False
     _running = nullcontext()
 
-    def turn(self, *, by_hand: str | None = None) -> "Alone":
+    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> "Alone":
         return self
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
@@ -88,10 +96,10 @@ class Replicated:
     def overwrites(self) -> bool:
         return any(module.gradient_as_bucket_view for module in self.modules)
 
-    def turn(self, *, by_hand: str | None = None) -> Turn:
+    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> Turn:
         if by_hand is None and any(_is_low(parameter) for module in self.modules for parameter in module.parameters()):
             by_hand = "the fp32 sums of bf16 and fp16 parameters"
-        if by_hand is None:
+        if by_hand is None and (is_proven or any(module._comm_hooks for module in self.modules)):
             return _Reduced(self.modules, self.ranks, float(self.ranks.size))
         for module in self.modules:
             if module._comm_hooks:
@@ -101,6 +109,10 @@ class Replicated:
                     "Leave the hook out, or use fp32 parameters, on_nonfinite other than 'drop', an objective that is not "
                     "coupled, and batch_norm other than 'exact'."
                 )
+            # once here, as DDP does in the first forward: ranks may run different numbers of forwards at a time
+            if module.will_sync_module_buffers():
+                module._sync_buffers()
+            module.require_forward_param_sync = False
         return _ByHand(self.modules, self.ranks)
 
 
@@ -127,12 +139,15 @@ class _ByHand:
     modules: tuple[DistributedDataParallel, ...]
     ranks: Ranks
     factor: float = 1.0
+    is_synchronised: bool = False
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
         return _unsynchronised(self.modules)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         sum_by_hand(self.ranks, parameters)
+        for module in self.modules:
+            module.require_forward_param_sync = True  # as after a synchronised pass
 
     def forget(self) -> None:
         pass
@@ -145,6 +160,7 @@ class _Reduced:
     modules: tuple[DistributedDataParallel, ...]
     ranks: Ranks
     factor: float
+    is_synchronised: bool = True
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
         return self._synchronised() if is_last else _unsynchronised(self.modules)
@@ -199,7 +215,7 @@ class Sharded:
     is_even: bool = True
     overwrites: bool = False
 
-    def turn(self, *, by_hand: str | None = None) -> Turn:
+    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> Turn:
         return _Scattered(self.roots, self.ranks, self.reshard, float(self.ranks.size))
 
 
@@ -211,6 +227,7 @@ class _Scattered:
     ranks: Ranks
     reshard: bool
     factor: float
+    is_synchronised: bool = True
 
     @contextmanager
     def running(self, *, is_last: bool) -> Iterator[None]:

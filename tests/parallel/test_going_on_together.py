@@ -1,0 +1,48 @@
+"""What one rank runs into is everybody's: out of memory, errors; and what an update sends is counted."""
+
+import pytest
+
+from tests.parallel.ranks import Outcomes, largest
+
+
+@pytest.mark.parametrize("name", ["ddp_out_of_memory", "ddp_out_of_memory_coupled", "ddp_out_of_memory_second_pass"])
+def test_out_of_memory_on_one_rank_starts_all_again_in_smaller_micro_batches(told: Outcomes, name: str):
+    assert largest(told(name), "error") < 1e-12
+    for rank in told(name):
+        assert rank["retries"] == 1
+        assert rank["split"] == 2
+
+
+def test_memory_that_never_suffices_is_an_error_on_every_rank(told: Outcomes):
+    for rank in told("ddp_out_of_memory_always"):
+        assert rank.startswith("MemoryLimitError: memory ran out with a single row")
+
+
+def test_an_error_of_one_rank_does_not_leave_the_others_waiting(told: Outcomes):
+    others, failed = told("ddp_error_of_one_rank")
+    assert others.startswith("ParallelError: rank 1 failed while it ran its micro-batches")
+    assert failed == "ValueError: only here"
+
+
+@pytest.mark.parametrize("size", [12, 4, 1])
+def test_ddp_reduces_once_per_update_whatever_the_number_of_micro_batches(told: Outcomes, size: int):
+    # one bucket; three gathers of a few numbers: before the first forward, before the last pass, for the result
+    for rank in told(f"ddp_collectives_{size}"):
+        assert rank == {"gloo:all_reduce": 1, "gloo:all_gather": 3}
+
+
+def test_without_no_sync_it_is_once_per_micro_batch(told: Outcomes):
+    for rank in told("ddp_synchronising_every_micro_batch"):
+        assert rank["gloo:all_reduce"] == 6
+
+
+@pytest.mark.parametrize("size", [12, 4, 1])
+def test_fsdp_scatters_gradients_once_per_update(told: Outcomes, size: int):
+    # two sharded layers, whose reduce-scatter is an all-reduce on gloo, and the norm
+    for rank in told(f"fsdp_collectives_{size}"):
+        assert rank["gloo:all_reduce"] == 3
+
+
+def test_fsdp_gathers_parameters_anew_in_each_pass_unless_they_are_kept(told: Outcomes):
+    for again, kept in zip(told("fsdp_collectives_1"), told("fsdp_collectives_kept"), strict=True):
+        assert kept["gloo:all_gather"] < 0.6 * again["gloo:all_gather"]
