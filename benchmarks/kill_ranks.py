@@ -3,7 +3,7 @@
     python -m benchmarks.kill_ranks --task textbook --ranks 2 --kills 10
 
 One torchrun runs the command line with `--max-restarts`. Again and again a rank chosen at random gets SIGKILL, after a random
-number of updates or, one time in five, while the ranks are still starting. torchrun restarts all ranks, which go on from the last
+number of updates or, one time in five, while ranks are still starting. torchrun restarts all ranks, which go on from the last
 checkpoint by themselves. At the end weights, optimizer, scheduler and random states of every rank must be equal bit for bit
 to those of an undisturbed run on as many ranks, and the losses of all updates as well.
 """
@@ -61,7 +61,9 @@ def _run(folder: Path, task: str, options: list[str], ranks: int, kills: int, se
     undisturbed = folder / "undisturbed"
     if _start(task, options, undisturbed, ranks, restarts=0).wait() != 0:
         raise RuntimeError(f"the undisturbed run failed: {_log_of(undisturbed).read_text()}")
-    print(f"undisturbed run: {time.monotonic() - began:.1f} s; the moments of the kills come from seed {seed}", flush=True)
+    print(
+        f"undisturbed run: {time.monotonic() - began:.1f} s; the moments of the kills come from seed {seed}", flush=True
+    )
     run = folder / "killed"
     updates = num_updates(undisturbed)
     agent = _start(task, options, run, ranks, restarts=kills)
@@ -73,7 +75,9 @@ def _run(folder: Path, task: str, options: list[str], ranks: int, kills: int, se
             done.append(kill)
             print(f"[{len(done)}/{kills}] rank {kill.rank} killed after update {kill.update} of {updates}", flush=True)
     if agent.wait() != 0:
-        raise RuntimeError(f"torchrun ended with code {agent.returncode} after {len(done)} kills: {_log_of(run).read_text()}")
+        raise RuntimeError(
+            f"torchrun ended with code {agent.returncode} after {len(done)} kills: {_log_of(run).read_text()}"
+        )
     is_equal = end_of(run) == end_of(undisturbed)
     return {
         "task": task,
@@ -102,7 +106,7 @@ def _kill_one(
     agent: "subprocess.Popen[bytes]", run: Path, ranks: int, moments: random.Random, gone: set[int], most: int
 ) -> Kill | None:
     """Kill one of the ranks that torchrun has started since the last kill; None where the run ended first."""
-    while len(workers := {rank: pid for rank, pid in _workers(agent.pid).items() if pid not in gone}) < ranks:
+    while len(workers := {rank: pid for rank, pid in workers_of(agent.pid).items() if pid not in gone}) < ranks:
         if agent.poll() is not None:
             return None
         time.sleep(0.01)
@@ -127,7 +131,7 @@ def _num_done(run: Path) -> int:
     return num_updates(run) if (run / "metrics.jsonl").exists() else 0
 
 
-def _workers(agent: int) -> dict[int, int]:
+def workers_of(agent: int) -> dict[int, int]:
     """The process of each rank among the children of this torchrun."""
     found: dict[int, int] = {}
     for task in Path(f"/proc/{agent}/task").glob("*/children"):
