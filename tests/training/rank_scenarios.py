@@ -108,9 +108,10 @@ def records(told):
 def on_some(size: int, action):
     """`action` with the group of the first `size` ranks; None on the others."""
     group = dist.new_group(list(range(size)))
-    result = action(group) if dist.get_rank() < size else None
-    dist.barrier()
-    return result
+    try:
+        return action(group) if dist.get_rank() < size else None
+    finally:
+        dist.barrier()  # the others wait, also after an error
 
 
 def shared_folder() -> Path:
