@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from anybatch.errors import TaskError
 from anybatch.parallel import Ranks
 from anybatch.parallel.wrapping import wrapping_of
 from anybatch.training.settings import Parallel
@@ -52,9 +53,12 @@ def _shard(model: nn.Module, optimizer: Optimizer, device: torch.device, group: 
 
     before = dict(model.named_parameters())
     mesh = DeviceMesh.from_group(group, device.type)
-    for block in _blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    try:
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    except ValueError as error:
+        raise TaskError(f"--parallel fsdp2: {error} Or use --parallel ddp.") from error
     after = dict(model.named_parameters())
     sharded: dict[Tensor, nn.Parameter] = {parameter: after[name] for name, parameter in before.items()}
     for settings in optimizer.param_groups:
