@@ -4,7 +4,7 @@ import pytest
 from torch.distributed import HashStore
 
 from anybatch import ParallelError
-from anybatch.training.launch import Launch, agree_on_round, find_launch
+from anybatch.training.launch import Launch, agree_on_round, find_launch, is_lost_rank
 
 
 def test_a_process_started_by_hand_is_alone():
@@ -56,3 +56,22 @@ def test_a_rank_killed_before_all_agreed_leaves_nothing_that_misleads_the_next()
 def test_a_rank_that_never_comes_is_named(rank, other):
     with pytest.raises(ParallelError, match=f"rank {rank} of 2 waited 0 s for rank {other}"):
         agree_on_round(HashStore(), rank, 2, seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:29101",
+        "[gloo/transport/tcp/pair.cc:532] Read error [127.0.0.1]:4242: Connection reset by peer",
+        "[gloo/transport/tcp/pair.cc:600] writev [127.0.0.1]:4242: Broken pipe",
+        "NCCL error in: ProcessGroupNCCL.cpp:3356, remote process exited or there was a network error",
+        "NCCL communicator was aborted on rank 1.",
+    ],
+)
+def test_what_a_collective_says_of_a_rank_that_has_gone_is_known(message):
+    assert is_lost_rank(RuntimeError(message))
+
+
+def test_other_errors_are_not_taken_for_it():
+    assert not is_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_lost_rank(ValueError("Connection closed by peer"))

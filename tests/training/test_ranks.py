@@ -106,7 +106,6 @@ def test_a_task_on_any_number_of_ranks_ends_as_one_process_with_the_whole_batch(
         assert not isinstance(result, str), result
         assert off(result[0], expected) < BOUND[dtype]
         assert losses_of(result[1]) == pytest.approx(losses, rel=1e-4)
-    assert all(torch.equal(result[0], results[0][0]) for result in results[:size])
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -76,9 +76,29 @@ def joined(launch: Launch, device: str) -> Iterator[Any]:
     fresh = PrefixStore(agree_on_round(store, launch.rank, launch.size), store)
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.size)
-    yield dist.group.WORLD
+    try:
+        yield dist.group.WORLD
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise ParallelError(
+            f"rank {launch.rank} has lost another rank, which says itself why, unless it was killed. With torchrun "
+            "--max-restarts N all ranks start again from the last checkpoint."
+        ) from error
     # after an error the others may be gone, and saying goodbye would wait for them
     dist.destroy_process_group()
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """True of what a collective raises when another rank has gone."""
+    lost = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "NCCL error",
+        "NCCL communicator was aborted",
+    )
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in lost)
 
 
 def agree_on_round(store: Any, rank: int, size: int, *, seconds: float = 1800.0) -> str:
