@@ -17,7 +17,14 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes about itself
-PRELOADED = ("torch", "torch._dynamo", "anybatch.cli.train", "anybatch.training.loop", "anybatch.training.tasks.digits")
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "anybatch.cli.train",
+    "anybatch.training.loop",
+    "anybatch.training.tasks.digits",
+)
 
 
 def main() -> int:
@@ -43,7 +50,7 @@ def _run(folder: Path, task: str, options: list[str], kills: int, moments: rando
         return 1
     length = time.monotonic() - began
     print(f"{task}: undisturbed run {length:.1f} s; the moments of the kills come from seed {seed}")
-    expected = _end_of(reference)
+    expected = end_of(reference)
     done = num_runs = num_different = 0
     while done < kills:
         run = folder / f"killed-{num_runs}"
@@ -56,11 +63,11 @@ def _run(folder: Path, task: str, options: list[str], kills: int, moments: rando
             # the last process of the last run is left alone
             if done < kills and _kill_after(process, moments.uniform(0.0, 0.6 * length)):
                 done += 1
-                at.append(_num_updates(run))
+                at.append(num_updates(run))
             elif done >= kills and _wait(process) != 0:
                 print("a resumed run failed")
                 return 1
-        is_equal = _end_of(run) == expected
+        is_equal = end_of(run) == expected
         num_different += not is_equal
         verdict = "equal bit for bit" if is_equal else "DIFFERENT"
         print(f"run {num_runs}: killed {len(at)} times, after updates {at}: its end is {verdict}")
@@ -106,13 +113,14 @@ def _is_finished(run: Path) -> bool:
     return (run / "run.json").exists() and RunFolder(run).read_run().status == "finished"
 
 
-def _num_updates(run: Path) -> int:
+def num_updates(run: Path) -> int:
+    """How many updates its records tell of."""
     from anybatch.training.records import RunFolder
 
     return sum(line["event"] == "update" for line in RunFolder(run).read_metrics())
 
 
-def _end_of(run: Path) -> bytes:
+def end_of(run: Path) -> bytes:
     """Everything that must be equal at the end, as bytes."""
     from anybatch.training.checkpoints import read
     from anybatch.training.records import RunFolder

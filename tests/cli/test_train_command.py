@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -57,7 +58,7 @@ def test_a_run_leaves_its_settings_metrics_checkpoints_and_page(tmp_path, task_f
     assert [line["rows"] for line in lines_of(out, "update")] == [12, 12, 12, 4] * 4
     assert [line["epoch"] for line in lines_of(out, "epoch")] == [1, 2, 3, 4]
     assert len(lines_of(out, "window")) == len(lines_of(out, "memory")) == 1
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["update-00000012.pt", "update-00000016.pt"]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["update-00000012", "update-00000016"]
     assert (out / "report.html").stat().st_size > 1000
     assert "page: out/report.html" in capsys.readouterr().out
 
@@ -132,13 +133,13 @@ def test_a_finished_run_has_nothing_left_to_do(task_file, capsys):
 def test_a_damaged_newest_checkpoint_is_said_and_passed_over(tmp_path, task_file, capsys):
     run(["train", str(task_file), "--out", "out", "-q"])
     folder = RunFolder(tmp_path / "out")
-    newest = tmp_path / "out" / "checkpoints" / "update-00000012.pt"
+    newest = tmp_path / "out" / "checkpoints" / "update-00000012" / "__0_0.distcp"
     newest.write_bytes(newest.read_bytes()[:500])
     record = json.loads((folder.path / "run.json").read_text())
     (folder.path / "run.json").write_text(json.dumps(record | {"status": "running"}))
     assert run(["train", "--resume", "out"]) == 0
     text = capsys.readouterr().out
-    assert "passed over: out/checkpoints/update-00000012.pt (500 bytes) is no whole checkpoint" in text
+    assert "passed over: out/checkpoints/update-00000012 is damaged: __0_0.distcp has 500 bytes" in text
     assert "going on after update 9" in text
     assert [line["update"] for line in lines_of(folder.path, "update")] == list(range(1, 13))
 
@@ -146,7 +147,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_passed_over(tmp_path, task_file
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, task_file, capsys):
     run(["train", str(task_file), "--out", "out", "-q"])
     for checkpoint in (tmp_path / "out" / "checkpoints").iterdir():
-        checkpoint.unlink()
+        shutil.rmtree(checkpoint)
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     (tmp_path / "out" / "run.json").write_text(json.dumps(record | {"status": "running"}))
     assert run(["train", "--resume", "out"]) == 0

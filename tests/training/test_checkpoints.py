@@ -1,4 +1,6 @@
+import json
 import os
+import pickle
 import random
 
 import numpy
@@ -6,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import CheckpointError, Update, resume, save, supervised, warmup
+from anybatch import CheckpointError, Objective, Update, resume, save, supervised, warmup
+from anybatch.training.checkpoint_files import read_tensors, sum_of
 from anybatch.training.checkpoints import checkpoints_in
 from anybatch.training.randomness import random_states, restore_random_states
 
@@ -84,7 +87,7 @@ def test_the_last_few_are_kept(tmp_path):
     update = make_update()
     for number in range(1, 8):
         save(tmp_path, update, number=number, keep=2)
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["update-00000007.pt", "update-00000006.pt"]
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["update-00000007", "update-00000006"]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -100,46 +103,109 @@ def test_a_truncated_newest_checkpoint_is_passed_over(tmp_path):
     good = weights(update)
     run(update, range(2, 4))
     newest = save(tmp_path, update, number=4)
-    newest.write_bytes(newest.read_bytes()[:-100])
+    tensors = newest / "__0_0.distcp"
+    tensors.write_bytes(tensors.read_bytes()[:-100])
     other = make_update(seed=99)
     resumed = resume(tmp_path, other)
     assert resumed is not None
     assert resumed.number == 2
-    assert "update-00000004.pt" in resumed.passed_over[0]
+    assert "update-00000004 is damaged: __0_0.distcp has" in resumed.passed_over[0]
     assert_same_bits(weights(other), good)
 
 
 def test_one_flipped_bit_is_noticed(tmp_path):
     update = make_update()
     path = save(tmp_path, update, number=1)
-    raw = bytearray(path.read_bytes())
+    tensors = path / "__0_0.distcp"
+    raw = bytearray(tensors.read_bytes())
     at = raw.find(update.model[0].weight.detach().numpy().tobytes())
     assert at > 0
     raw[at] ^= 1
-    path.write_bytes(raw)
-    assert torch.load(path, weights_only=True)["number"] == 1  # torch itself does not notice
-    with pytest.raises(CheckpointError, match="does not have its checksum"):
+    tensors.write_bytes(raw)
+    read_tensors(path, {"model.0.weight": torch.empty(5, 4)})  # torch itself does not notice
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp does not have its checksum"):
         resume(path, make_update())
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04" + bytes(100)])
-def test_a_foreign_file_is_named_with_its_size_and_what_to_give(tmp_path, content):
-    path = tmp_path / "update-00000001.pt"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"update-00000001.pt \({len(content)} bytes\) is no whole checkpoint"):
+@pytest.mark.parametrize("name", [".metadata", "states.pt", "rank-0.pt", "checkpoint.json", "__0_0.distcp"])
+def test_a_missing_file_is_named(tmp_path, name):
+    path = save(tmp_path, make_update(), number=1)
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
         resume(tmp_path, make_update())
 
 
-def test_a_torch_file_of_somebody_else_is_refused(tmp_path):
-    path = tmp_path / "model.pt"
-    torch.save({"weight": torch.zeros(2)}, path)
-    with pytest.raises(CheckpointError, match="anybatch did not save"):
-        resume(path, make_update())
+@pytest.mark.parametrize("content", [b"", b"hello", b'{"weight": 3}', b"[1]", b'{"anybatch": "run"}'])
+def test_a_foreign_folder_is_named(tmp_path, content):
+    path = tmp_path / "update-00000001"
+    path.mkdir()
+    (path / "checkpoint.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"update-00000001 is no whole checkpoint: checkpoint\.json"):
+        resume(tmp_path, make_update())
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_by_its_number(tmp_path):
+    path = save(tmp_path, make_update(), number=1)
+    contents = path / "checkpoint.json"
+    contents.write_text(contents.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(CheckpointError, match="has format 3; this version of anybatch reads format 2"):
+        resume(tmp_path, make_update())
+
+
+def test_a_checkpoint_of_before_which_was_one_file_is_refused_with_what_to_do(tmp_path):
+    torch.save({"anybatch": "checkpoint", "format": 1}, tmp_path / "update-00000001.pt")
+    for path in (tmp_path, tmp_path / "update-00000001.pt"):
+        with pytest.raises(CheckpointError, match=r"is a file; .* is a folder.*with the version that saved them"):
+            resume(path, make_update())
+
+
+def test_metadata_that_would_run_code_does_not(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "it ran"),)
+
+    path = save(tmp_path, make_update(), number=1)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    contents = json.loads((path / "checkpoint.json").read_text())
+    contents["files"][".metadata"] = sum_of(path / ".metadata")
+    (path / "checkpoint.json").write_text(json.dumps(contents))
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir does not belong"):
+        resume(tmp_path, make_update())
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_saving_a_number_again_replaces_it(tmp_path):
+    update = make_update()
+    save(tmp_path, update, number=1)
+    run(update, range(2))
+    save(tmp_path, update, number=1)
+    other = make_update(seed=99)
+    resume(tmp_path, other)
+    assert_same_bits(weights(other), weights(update))
+    assert [path.name for path in tmp_path.iterdir()] == ["update-00000001"]
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
+    save(tmp_path, make_update(), number=1).rename(tmp_path / "update-00000001-replaced")
+    resumed = resume(tmp_path, make_update())
+    assert resumed is not None
+    assert resumed.number == 1
+    save(tmp_path, make_update(), number=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["update-00000002"]
+
+
+def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path):
+    left = tmp_path / ".update-00000003"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"half")
+    assert resume(tmp_path, make_update()) is None
+    save(tmp_path, make_update(), number=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["update-00000004"]
 
 
 def test_when_none_can_be_read_all_are_named(tmp_path):
     for number in (1, 2):
-        (tmp_path / f"update-0000000{number}.pt").write_bytes(b"x")
+        (tmp_path / f"update-0000000{number}").mkdir()
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints.*00000002.*00000001"):
         resume(tmp_path, make_update())
 
@@ -178,7 +244,37 @@ def test_a_kill_while_writing_leaves_the_older_checkpoint(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", die)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, update, number=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["update-00000001.pt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["update-00000001"]
+
+
+def test_a_full_disk_is_an_error_of_ours_and_leaves_the_older_checkpoint(tmp_path, monkeypatch):
+    update = make_update()
+    save(tmp_path, update, number=1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"could not be written: on rank 0, OSError: .*No space left"):
+        save(tmp_path, update, number=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["update-00000001"]
+
+
+def test_an_optimizer_goes_on_with_parameters_that_never_had_a_gradient(tmp_path):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        objective = Objective(lambda model, batch: nn.functional.cross_entropy(model[0](batch[0]), batch[1]))
+        return Update(model, optimizer, objective, micro_batch=4)
+
+    straight, other = build(0), build(1)
+    run(straight, range(2))
+    save(tmp_path, straight, number=2)
+    run(straight, range(2, 4))
+    resume(tmp_path, other)
+    run(other, range(2, 4))
+    assert_same_bits(weights(straight), weights(other))
 
 
 def test_a_loader_goes_back_to_its_place(tmp_path):

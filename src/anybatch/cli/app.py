@@ -7,6 +7,7 @@ import typer
 
 from anybatch import __version__
 from anybatch.cli import options as opt
+from anybatch.training.launch import check_alone
 from anybatch.training.settings import Settings
 
 app = typer.Typer(
@@ -27,11 +28,14 @@ def _show_version(is_asked: bool) -> None:
 
 @app.callback()
 def anybatch(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
     """Train with the batch you want, on the memory you have, and get exactly that batch's gradient."""
+    if context.invoked_subcommand not in (None, "train"):
+        check_alone(context.invoked_subcommand)
 
 
 @app.command()
@@ -53,6 +57,7 @@ def train(
     updates: opt.Updates = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
+    parallel: opt.ParallelOption = "ddp",
     out: opt.Out = None,
     resume: Annotated[
         Path | None,
@@ -82,7 +87,8 @@ def train(
 ) -> int:
     """Train a task: a plan, the updates, a page to look at, and a run that survives being killed.
 
-    Ctrl-C saves and says how to go on.
+    Ctrl-C saves and says how to go on. On many ranks: torchrun --nproc-per-node 4 -m anybatch train TASK; the batch is
+    that of all ranks together, the micro-batch each rank's.
 
     Example: anybatch train digits --batch-size 128 --micro-batch 16
     """
@@ -105,6 +111,7 @@ def train(
         precision=precision,
         seed=seed,
         device=device,
+        parallel=parallel,
         save_every=save_every,
         keep=keep,
     )

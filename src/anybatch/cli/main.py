@@ -6,6 +6,7 @@ import traceback
 from typing import NoReturn
 
 from anybatch.errors import AnybatchError, NonFiniteError
+from anybatch.training.launch import find_launch
 
 MOST_FRAMES = 4
 """How much of a task's own traceback is shown."""
@@ -57,13 +58,18 @@ _EXTRAS = {
 def _fail_of(error: AnybatchError) -> int:
     from anybatch.training.find_task import TaskRaisedError
 
+    code = 1 if isinstance(error, NonFiniteError) else 2
+    if getattr(error, "is_told", False):  # rank 0 has said it
+        return code
     if isinstance(error, TaskRaisedError) and error.__cause__ is not None:
         print(short_traceback(error.__cause__), file=sys.stderr)
-    return _fail(str(error), 1 if isinstance(error, NonFiniteError) else 2)
+    return _fail(str(error), code)
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"anybatch: {' '.join(message.split())}", file=sys.stderr)
+    launch = find_launch()
+    who = "anybatch" if launch is None or launch.rank == 0 else f"anybatch, rank {launch.rank}"
+    print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

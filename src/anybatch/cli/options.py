@@ -7,7 +7,7 @@ import typer
 
 from anybatch.errors import SettingsError
 from anybatch.sizes import parse_bytes
-from anybatch.training.settings import Decay, LRRule, MemoryLimit, Precision, parse_micro_batch
+from anybatch.training.settings import Decay, LRRule, MemoryLimit, Parallel, Precision, parse_micro_batch
 
 TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."
 HOW = "How it learns"
@@ -110,6 +110,15 @@ Device = Annotated[
     str,
     typer.Option(
         "--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; auto takes a GPU if any.", rich_help_panel=WHERE
+    ),
+]
+ParallelOption = Annotated[
+    Parallel,
+    typer.Option(
+        "--parallel",
+        metavar="KIND",
+        help="ddp: each rank of torchrun holds the model; fsdp2: each holds a part of it.",
+        rich_help_panel=WHERE,
     ),
 ]
 Out = Annotated[

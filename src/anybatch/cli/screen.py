@@ -87,13 +87,16 @@ def plan_lines(plan: "Plan") -> list[str]:
     """The plan, in words."""
     cut = f"in {plan.micro_batches_per_update} micro-batches of up to {plan.micro_batch}"
     batch = f"{plan.batch} rows " + (cut if plan.micro_batches_per_update else f"cut by {plan.micro_batch}")
+    ranks = (
+        "" if plan.parallel is None else f", {plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'} ({plan.parallel})"
+    )
     tail = plan.rows % plan.batch
     shorter = f", the last of each epoch {tail} rows" if tail and plan.rows > plan.batch else ""
     rule = "" if plan.lr_rule == "none" else f"  ({plan.lr_rule} rule, {plan.base_batch} -> {plan.batch} rows)"
     beta2 = "" if plan.beta2 is None else f", beta2 {plan.beta2:.6g}"
     shape = f"warm-up {plan.warmup} updates, decay {plan.decay}{beta2}"
     return [
-        f"model   {plan.parameters:,} parameters on {plan.device}, {plan.precision}",
+        f"model   {plan.parameters:,} parameters on {plan.device}, {plan.precision}{ranks}",
         f"data    {plan.rows:,} rows to learn from, {plan.validation_rows:,} to validate on",
         f"batch   {batch}{shorter}",
         f"run     {plan.updates:,} updates, {plan.updates_per_epoch:,} per epoch, {plan.epochs} epochs",

@@ -13,6 +13,7 @@ from anybatch.cli.interrupts import Interrupts
 from anybatch.cli.screen import plan_lines, say, screen_for, summary_line
 from anybatch.errors import AnybatchError, RunError, SettingsError, TaskError
 from anybatch.training.find_task import check_task_exists, find_task
+from anybatch.training.launch import Launch, find_launch, joined
 from anybatch.training.records import Metric, Run, RunFolder, plain
 from anybatch.training.settings import Settings
 
@@ -35,32 +36,62 @@ class Request:
     is_quiet: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A run, before its first update or after some."""
+
+    folder: RunFolder
+    run: Run
+    goes_on: bool
+
+
 def train_command(request: Request) -> int:
-    """Train, and leave a run folder: 0 when finished, 1 when stopped before the end."""
-    folder, run = _open_run(request)
+    """Train, and leave a run folder: 0 when finished, 1 when stopped before the end.
+
+    Under torchrun every rank comes here; rank 0 alone prints and writes, checkpoints aside.
+    """
+    launch = find_launch()
+    is_first = launch is None or launch.rank == 0
+    request = dataclasses.replace(request, is_quiet=request.is_quiet or not is_first)
+    opened = _open_run(request, launch) if is_first else None
     check_installed("torchdata", *(["tensorboard"] if request.tensorboard else []))
-    settings = Settings(**run.settings)
-    say(f"anybatch {__version__}  training {short_name(run.task)}", is_quiet=request.is_quiet)
+    if opened is not None:
+        say(f"anybatch {__version__}  training {short_name(opened.run.task)}", is_quiet=request.is_quiet)
+    if launch is None:
+        assert opened is not None
+        return _train(request, opened, group=None, is_first=True)
+    with joined(launch, _device(request)) as group:  # torch is loaded from here on
+        from anybatch.training.exchange import from_first
+        from anybatch.training.spreading import ranks_of_group
+
+        opened = from_first(lambda: opened, ranks_of_group(group))
+        assert opened is not None
+        return _train(request, opened, group=group, is_first=is_first)
+
+
+def _train(request: Request, opened: Opened, *, group: Any, is_first: bool) -> int:
+    folder, run, is_quiet = opened.folder, opened.run, request.is_quiet
     if run.status == "finished":
-        say(f"{folder.path} is finished: nothing is left to do.", is_quiet=request.is_quiet)
+        say(f"{folder.path} is finished: nothing is left to do.", is_quiet=is_quiet)
         return 0
 
     build = find_task(run.task)  # torch is loaded from here on
     from anybatch.training.experiment import assemble
     from anybatch.training.loop import Loop
 
-    experiment = assemble(build, settings)
+    experiment = assemble(build, _settings(request, run), group=group)
     for line in plan_lines(experiment.plan):
-        say(line, is_quiet=request.is_quiet)
+        say(line, is_quiet=is_quiet)
     run = dataclasses.replace(run, plan=plain(experiment.plan), status="running")
-    folder.write_run(run)
-    progress = _go_on(folder, experiment, is_quiet=request.is_quiet) if request.resume is not None else None
+    if is_first:
+        folder.write_run(run)
+    progress = _go_on(folder, experiment, is_first=is_first, is_quiet=is_quiet) if opened.goes_on else None
     done = progress.update if progress is not None else 0
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        screen = stack.enter_context(screen_for(experiment.plan.updates, done, is_quiet=request.is_quiet))
-        listeners: list[Callable[[Metric], None]] = [folder.append, screen.show]
-        if request.tensorboard:
+        screen = stack.enter_context(screen_for(experiment.plan.updates, done, is_quiet=is_quiet))
+        listeners: list[Callable[[Metric], None]] = [folder.append, screen.show] if is_first else []
+        if request.tensorboard and is_first:
             from anybatch.cli.tensorboard import TensorBoard
 
             board = TensorBoard(folder.path, done)
@@ -75,33 +106,64 @@ def train_command(request: Request) -> int:
         try:
             progress = loop.run()
         except AnybatchError:
-            folder.write_run(dataclasses.replace(run, status="stopped"))
+            if is_first:
+                folder.write_run(dataclasses.replace(run, status="stopped"))
             raise
-    return _close(folder, run, experiment, progress, is_finished=loop.is_finished, is_quiet=request.is_quiet)
+    if is_first:
+        _close(folder, run, experiment, progress, is_finished=loop.is_finished, is_quiet=is_quiet)
+    return 0 if loop.is_finished else 1
 
 
-def _open_run(request: Request) -> tuple[RunFolder, Run]:
-    if request.resume is None:
+def _open_run(request: Request, launch: Launch | None) -> Opened:
+    resumed = request.resume or _run_of(launch, request)
+    name = None if launch is None else launch.name
+    if resumed is None:
         if request.task is None:
             raise TaskError("train needs a task, such as: anybatch train digits. See anybatch train --help.")
         check_task_exists(request.task)
         folder = new_folder(request.task, request.out)
-        return folder, first_record("train", request.task, request.settings)
-    folder = RunFolder(request.resume)
+        run = first_record("train", request.task, request.settings)
+        return Opened(folder=folder, run=dataclasses.replace(run, launch=name), goes_on=False)
+    folder = RunFolder(resumed)
     run = folder.read_run()
     if run.kind != "train":
-        raise RunError(f"{request.resume} is a run of {run.kind}, which cannot be resumed. Start it anew.")
-    if request.out is not None:
+        raise RunError(f"{resumed} is a run of {run.kind}, which cannot be resumed. Start it anew.")
+    if request.resume is not None and request.out is not None:
         raise SettingsError(f"--out {request.out} with --resume {request.resume}: a run goes on in its own folder.")
     if request.task is not None and first_record("train", request.task, request.settings).task != run.task:
-        raise TaskError(f"{request.resume} is a run of {run.task}, not of {request.task}. Leave the task out to go on.")
+        raise TaskError(f"{resumed} is a run of {run.task}, not of {request.task}. Leave the task out to go on.")
     _check_unchanged(request, run)
-    return folder, run
+    return Opened(folder=folder, run=dataclasses.replace(run, launch=name), goes_on=True)
+
+
+def _run_of(launch: Launch | None, request: Request) -> Path | None:
+    """The run that these ranks were at before torchrun restarted them; None: there is none, they begin."""
+    if launch is None or launch.name is None or request.task is None:
+        return None
+    places = [request.out] if request.out is not None else sorted(Path("runs").glob(f"{short_name(request.task)}-*"))
+    for place in places:
+        if (place / "run.json").is_file() and RunFolder(place).read_run().launch == launch.name:
+            return place
+    return None
+
+
+def _device(request: Request) -> str:
+    if request.resume is None:
+        return request.settings.device
+    return Settings(**RunFolder(request.resume).read_run().settings).device
+
+
+def _settings(request: Request, run: Run) -> Settings:
+    """As the run was started; only how ranks hold the model may be another, as their number may."""
+    settings = Settings(**run.settings)
+    return (
+        dataclasses.replace(settings, parallel=request.settings.parallel) if "parallel" in request.given else settings
+    )
 
 
 def _check_unchanged(request: Request, run: Run) -> None:
     wished = dataclasses.asdict(request.settings)
-    for name in sorted(request.given & wished.keys()):
+    for name in sorted(request.given & wished.keys() - {"parallel"}):
         if wished[name] != run.settings.get(name):
             raise SettingsError(
                 f"--{name.replace('_', '-')} {wished[name]} with --resume: this run was started with "
@@ -109,12 +171,13 @@ def _check_unchanged(request: Request, run: Run) -> None:
             )
 
 
-def _go_on(folder: RunFolder, experiment: "Experiment", *, is_quiet: bool) -> "Progress | None":
+def _go_on(folder: RunFolder, experiment: "Experiment", *, is_first: bool, is_quiet: bool) -> "Progress | None":
     from anybatch.training.checkpoints import resume
     from anybatch.training.loop import Progress
 
     resumed = resume(folder.checkpoints, experiment.update)
-    folder.rewind(resumed.number if resumed is not None else 0)
+    if is_first:
+        folder.rewind(resumed.number if resumed is not None else 0)
     if resumed is None:
         say("no checkpoint was saved yet: starting from the first update", is_quiet=is_quiet)
         return None
@@ -126,7 +189,7 @@ def _go_on(folder: RunFolder, experiment: "Experiment", *, is_quiet: bool) -> "P
 
 def _close(
     folder: RunFolder, run: Run, experiment: "Experiment", progress: "Progress", *, is_finished: bool, is_quiet: bool
-) -> int:
+) -> None:
     summary = _summary(folder, experiment, progress)
     folder.write_run(dataclasses.replace(run, status="finished" if is_finished else "stopped", summary=summary))
     page = write_page(folder)
@@ -145,7 +208,6 @@ def _close(
     say(f"page: {page}", is_quiet=is_quiet)
     if not is_finished:
         say(f"go on with: anybatch train --resume {folder.path}", is_quiet=is_quiet)
-    return 0 if is_finished else 1
 
 
 def _summary(folder: RunFolder, experiment: "Experiment", progress: "Progress") -> dict[str, Any]:

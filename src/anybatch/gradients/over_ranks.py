@@ -58,7 +58,7 @@ def over_ranks(work: Work, loss: Tensor, parts: Parts) -> Whole:
 def _gathered(work: Work, parts: Parts) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     agreed = work.agreed
     assert agreed is not None
-    held = [{name: _on_host(metric) for name, metric in part.items()} for part in parts.metrics]
+    held = [{name: on_host(metric) for name, metric in part.items()} for part in parts.metrics]
     rows = work.cut.row_numbers if any(isinstance(metric, PerRow) for part in held for metric in part.values()) else ()
     every = work.ranks.gather_objects((replace(parts, metrics=held), rows))
     metrics: list[Metrics] = []
@@ -80,7 +80,8 @@ def _gathered(work: Work, parts: Parts) -> tuple[dict[str, Tensor], tuple[int, .
     return combine(metrics, units, cut, kept), tuple(dropped)
 
 
-def _on_host(metric: Metric) -> Metric:
+def on_host(metric: Metric) -> Metric:
+    """The same metric with its numbers on the CPU, to be sent."""
     if isinstance(metric, Tensor):
         return metric.cpu()
     if isinstance(metric, PerRow):

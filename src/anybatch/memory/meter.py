@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch, tensors
+from anybatch.parallel import is_sharded
 from anybatch.update import Update, UpdateResult
 
 _PREFIX = "anybatch."
@@ -79,8 +80,9 @@ def standing_tensors(update: Update) -> list[Tensor]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The memory that these tensors hold together; views of one storage count once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    """The memory that these tensors hold together, in this process; views of one storage count once."""
+    held = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
     return sum(storages.values())
 
 

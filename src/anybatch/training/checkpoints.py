@@ -1,26 +1,29 @@
-"""Checkpoints at update boundaries: written whole or not at all, checked when read.
+"""Checkpoints at update boundaries: written whole or not at all, checked when read, on any number of ranks.
 
-A checkpoint holds the model, the optimizer, the scheduler, the scaler, all random states and the position in the data. It
-is a file of `torch.save` and read with `weights_only=True`: reading one runs no code from it.
+A checkpoint holds the model, the optimizer, the scheduler, the scaler, the random states of each rank and the position in the
+data. It is a folder, see `checkpoint_files`: saved by any number of ranks, DDP, FSDP2 or one process, and resumed by any other.
 """
 
-import os
 import re
-import zipfile
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from anybatch.errors import CheckpointError
-from anybatch.training.randomness import random_states, restore_random_states
+from anybatch.parallel import ONE_PROCESS, Ranks
+from anybatch.training import checkpoint_files as files
+from anybatch.training.checkpoint_files import Contents
+from anybatch.training.exchange import from_first
+from anybatch.training.randomness import random_states, restore_random_states, seed_from_these
+from anybatch.training.update_states import check_fits, load, optimizer_state, states_of
 from anybatch.update import Update
 
-FORMAT = 1
-_NAME = re.compile(r"update-(\d+)\.pt")
+_NAME = re.compile(r"update-(\d+)(-replaced)?")
+_OLD_NAME = re.compile(r"update-\d+\.pt")
 
 
 class Positioned(Protocol):
@@ -40,11 +43,13 @@ class Resumed:
     path: Path
     number: int
     """Updates done when it was saved."""
+    ranks: int
+    """How many ranks saved it."""
     progress: Mapping[str, Any]
     """What `save` was given as `progress`."""
     loader_state: dict[str, Any] | None
     passed_over: tuple[str, ...] = field(default=())
-    """Newer files that could not be read, and why."""
+    """Newer ones that could not be read, and why."""
 
 
 def save(
@@ -56,54 +61,49 @@ def save(
     progress: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Write `update-<number>.pt` into `folder`, then delete all but the `keep` newest.
+    """Write the checkpoint `update-<number>` into `folder`, then delete all but the `keep` newest.
 
-    Call it between two updates; `number` is how many are done, `progress` plain values of your own. The file appears under
-    its name when it is complete and on the disk: a kill at any moment leaves the older checkpoints as they were.
+    Call it between two updates, on every rank; `number` is how many are done, `progress` plain values of your own. The loader's
+    state and `progress` are those of rank 0. The checkpoint appears under its name when it is complete and on the disk: a kill
+    at any moment leaves the older ones as they were.
     """
+    ranks = Ranks.of(update.model)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {
-        "anybatch": "checkpoint",
-        "format": FORMAT,
-        "number": number,
-        "model": update.model.state_dict(),
-        "optimizer": update.optimizer.state_dict(),
-        "optimizer_type": type(update.optimizer).__name__,
-        "scheduler": None if update.scheduler is None else update.scheduler.state_dict(),
-        "scaler": None if update.scaler is None else update.scaler.state_dict(),
-        "random": random_states(),
-        "loader": None if loader is None else loader.state_dict(),
-        "progress": dict(progress or {}),
-    }
-    path = folder / f"update-{number:08d}.pt"
-    temporary = folder / f".{path.name}.{os.getpid()}"
+    path = folder / f"update-{number:08d}"
+    temporary = folder / f".{path.name}"
+    from_first(lambda: _make_empty(temporary), ranks)
+    tensors, states = states_of(update)
+    states |= {"loader": None if loader is None else loader.state_dict(), "progress": dict(progress or {})}
     try:
-        _write(temporary, content)
-        temporary.replace(path)
+        files.write(temporary, tensors, number=number, states=states, random=random_states(), ranks=ranks)
+        from_first(lambda: _put_in_place(temporary, path, keep), ranks)
     finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(folder)
-    for old in checkpoints_in(folder)[max(keep, 1) :]:
-        old.unlink(missing_ok=True)
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
     return path
 
 
 def resume(path: Path | str, update: Update, *, loader: Positioned | None = None) -> Resumed | None:
-    """Put a checkpoint back into `update`, into all random states, and into `loader` if one is given.
+    """Put a checkpoint back into `update`, into all random states, and into `loader` if one is given; on every rank.
 
     `path` is a checkpoint, or a folder of them: then the newest that can be read is used, and None is returned where there
-    is none at all. A checkpoint of another model or optimizer raises, and changes nothing.
+    is none at all. A checkpoint of another model or optimizer raises, and changes nothing. On as many ranks as saved it, each
+    gets its own random states back; on another number rank 0 does, and the others are seeded from them.
     """
-    found = read(Path(path))
+    ranks = Ranks.of(update.model)
+    found = _choose(Path(path), ranks)
     if found is None:
         return None
-    resumed, content = found
-    _check_fits(resumed.path, content, update)
-    _load(resumed.path, content, update)
+    resumed, states = found
+    shapes = files.read_shapes(resumed.path)
+    check_fits(resumed.path, states, shapes, update)
+    load(resumed.path, states, shapes, update)
     if loader is not None and resumed.loader_state is not None:
         loader.load_state_dict(resumed.loader_state)
-    restore_random_states(content["random"])
+    is_same = resumed.ranks == ranks.size
+    restore_random_states(files.read_values(resumed.path / f"rank-{ranks.rank if is_same else 0}.pt"))
+    if ranks.rank and not is_same:
+        seed_from_these(ranks.rank)
     return resumed
 
 
@@ -111,16 +111,39 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a folder by name, newest first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
+    named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(named, key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))]
 
 
 def read(path: Path) -> tuple[Resumed, dict[str, Any]] | None:
-    """The content of a checkpoint, or of the newest good one of a folder; None where the folder has none."""
-    paths = checkpoints_in(path) if not path.is_file() else [path]
+    """All of a checkpoint, or of the newest good one of a folder, whole and in this process; None where the folder has none."""
+    found = _choose(path, ONE_PROCESS)
+    if found is None:
+        return None
+    resumed, states = found
+    tensors = {
+        name: torch.empty(shape.size, dtype=shape.dtype) for name, shape in files.read_shapes(resumed.path).items()
+    }
+    files.read_tensors(resumed.path, tensors)
+    content = states | {
+        "number": resumed.number,
+        "model": {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        | states["model"],
+        "optimizer": optimizer_state(states, tensors),
+        "random": [files.read_values(resumed.path / f"rank-{rank}.pt") for rank in range(resumed.ranks)],
+    }
+    return resumed, content
+
+
+def _choose(path: Path, ranks: Ranks) -> tuple[Resumed, dict[str, Any]] | None:
+    """The newest checkpoint that all ranks found whole."""
+    paths = from_first(lambda: _candidates(path), ranks)
     passed_over: list[str] = []
     for candidate in paths:
         try:
-            content = _read_one(candidate)
+            contents: Contents = from_first(lambda: files.read_contents(candidate), ranks)  # noqa: B023
+            files.check(candidate, contents, ranks)
+            states = files.read_values(candidate / "states.pt")
         except CheckpointError as error:
             if len(paths) == 1:
                 raise
@@ -128,111 +151,45 @@ def read(path: Path) -> tuple[Resumed, dict[str, Any]] | None:
             continue
         resumed = Resumed(
             path=candidate,
-            number=content["number"],
-            progress=content["progress"],
-            loader_state=content["loader"],
+            number=contents.number,
+            ranks=contents.ranks,
+            progress=states["progress"],
+            loader_state=states["loader"],
             passed_over=tuple(passed_over),
         )
-        return resumed, content
+        return resumed, states
     if passed_over:
         raise CheckpointError(f"none of the {len(paths)} checkpoints in {path} can be read: {'; '.join(passed_over)}")
     return None
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        # the tensors are mapped, not read: this looks at the rest, before a checkpoint that nobody can load gets its name
-        torch.load(path, weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"a checkpoint with these contents could be written but not read back: {_first_line(error)}. Keep to tensors "
-            "and plain values in the states of the scheduler, the optimizer, the loader and in progress=."
-        ) from error
+def _candidates(path: Path) -> list[Path]:
+    if path.is_file() or (path / files.CONTENTS).exists():
+        return [path]
+    found = checkpoints_in(path)
+    if not found and path.is_dir():
+        return sorted((old for old in path.iterdir() if _OLD_NAME.fullmatch(old.name)), reverse=True)
+    return found
 
 
-def _read_one(path: Path) -> dict[str, Any]:
-    advice = "Give a checkpoint that anybatch saved, or its folder to use the newest good one."
-    try:
-        with zipfile.ZipFile(path) as archive:
-            # torch.load does not check the sums that the file carries: one flipped bit goes unseen
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"{path} is damaged: {damaged} does not have its checksum. {advice}")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is no whole checkpoint: {_first_line(error)}. {advice}"
-        ) from error
-    if not isinstance(content, dict) or content.get("anybatch") != "checkpoint":
-        raise CheckpointError(f"{path} holds a {type(content).__name__} that anybatch did not save. {advice}")
-    if content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {content.get('format')!r}; this version of anybatch reads format {FORMAT}. Resume it with the "
-            "version that saved it."
-        )
-    return content
+def _make_empty(temporary: Path) -> None:
+    """Without what runs that were killed while they saved have left."""
+    folder = temporary.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".update-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir()
 
 
-def _check_fits(path: Path, content: dict[str, Any], update: Update) -> None:
-    """Raise before anything is changed."""
-    saved, there = _shapes(content["model"]), _shapes(update.model.state_dict())
-    if saved != there:
-        names = sorted(name for name in saved.keys() | there.keys() if saved.get(name) != there.get(name))
-        name = names[0]
-        raise CheckpointError(
-            f"{path} is of another model: {name!r} is {saved.get(name, 'missing')} in the checkpoint and "
-            f"{there.get(name, 'missing')} in the model ({len(names)} differ). Resume with the task that saved it."
-        )
-    kind = type(update.optimizer).__name__
-    if content["optimizer_type"] != kind:
-        raise CheckpointError(
-            f"{path} was saved with {content['optimizer_type']}, this run has {kind}. Resume with the same optimizer."
-        )
-    for name, part in (("scheduler", update.scheduler), ("scaler", update.scaler)):
-        if (content[name] is None) != (part is None):
-            has, wants = ("no", "one") if content[name] is None else ("a", "none")
-            raise CheckpointError(
-                f"{path} has {has} {name}, this run has {wants}. Resume with the settings that it was saved with."
-            )
-
-
-def _load(path: Path, content: dict[str, Any], update: Update) -> None:
-    try:
-        update.optimizer.load_state_dict(content["optimizer"])
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} does not fit this optimizer: {_first_line(error)}. Resume with the optimizer that it was saved with."
-        ) from error
-    update.model.load_state_dict(content["model"])
-    if update.scheduler is not None:
-        update.scheduler.load_state_dict(content["scheduler"])
-    if update.scaler is not None:
-        update.scaler.load_state_dict(content["scaler"])
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        name: f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        for name, value in state.items()
-    }
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+def _put_in_place(temporary: Path, path: Path, keep: int) -> None:
+    files.sync_folder(temporary)
+    if path.exists():
+        path.rename(path.with_name(f"{path.name}-replaced"))  # still found, and still whole
+    temporary.rename(path)
+    files.sync_folder(path.parent)
+    found = checkpoints_in(path.parent)
+    replaced = [old for old in found if old.name.endswith("-replaced")]
+    for old in replaced + [old for old in found if old not in replaced][max(keep, 1) :]:
+        gone = old.with_name(f".{old.name}")  # half a folder must not look like a checkpoint
+        old.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

@@ -1,27 +1,67 @@
 """Batches of a task: the training data in an order that seed and epoch decide, the validation data as they lie."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from anybatch.batches import GlobalBatches
+from anybatch.parallel import ONE_PROCESS, Ranks
 from anybatch.training.task import Task
 
 
 def training_loader(task: Task, *, batch: int, seed: int, epoch: int) -> "StatefulDataLoader[Any]":
     """All rows once, shuffled; the order is a function of seed and epoch alone, and no other random state is drawn from."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls a function that torch 2.13 has deprecated
-        warnings.filterwarnings("ignore", message=".*set_vital.*is deprecated")
+    with _without_deprecations():
         return StatefulDataLoader(
             task.training, batch_size=batch, shuffle=True, generator=generator, collate_fn=task.collate
         )
 
 
-def validation_loader(task: Task) -> "DataLoader[Any]":
-    """All rows of the validation data in their order, `validation_batch` at a time."""
+def dealt_loader(
+    task: Task, *, batch: int, seed: int, epoch: int, ranks: Ranks = ONE_PROCESS
+) -> "StatefulDataLoader[Any]":
+    """The same batches as `training_loader`'s, of each the rows that are dealt to this rank, as `Dealt`.
+
+    Where it is in the data is the same on every rank, and for any number of them.
+    """
+    batches = GlobalBatches(
+        task.training,
+        batch,
+        rank=ranks.rank,
+        ranks=ranks.size,
+        seed=seed,
+        lengths=task.lengths,
+    )
+    batches.set_epoch(epoch)
     generator = torch.Generator()  # of its own: a loader draws a number when it starts
-    return DataLoader(task.validation, batch_size=task.validation_batch, collate_fn=task.collate, generator=generator)
+    with _without_deprecations():
+        loader: StatefulDataLoader[Any] = batches.loader(
+            collate_fn=task.collate or default_collate, loader=StatefulDataLoader, generator=generator
+        )
+    return loader
+
+
+def validation_loader(task: Task, ranks: Ranks = ONE_PROCESS) -> "DataLoader[Any]":
+    """Every rank's batches of the validation data, whole and in turn: `validation_batch` rows as they lie, from rank 0 on.
+
+    All ranks have as many; those that do not come out even end with the first batch once more.
+    """
+    size, count = task.validation_batch, len(task.validation)
+    starts = list(range(0, count, size))
+    starts += [0] * (-len(starts) % ranks.size)
+    rows = [list(range(start, min(start + size, count))) for start in starts[ranks.rank :: ranks.size]]
+    return DataLoader(task.validation, batch_sampler=rows, collate_fn=task.collate, generator=torch.Generator())
+
+
+@contextmanager
+def _without_deprecations() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # torchdata 0.11 calls a function that torch 2.13 has deprecated
+        warnings.filterwarnings("ignore", message=".*set_vital.*is deprecated")
+        yield

@@ -1,18 +1,21 @@
 """A task and settings put together: a plan that says what will happen, and an `Update` that makes it happen."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from anybatch.batches import Rows, Split, Tokens
+from anybatch.batches import Rows, Split, Tokens, deal_rows
 from anybatch.errors import SettingsError, TaskError
 from anybatch.memory import Fit
-from anybatch.training.randomness import seed_all
+from anybatch.parallel import Ranks
+from anybatch.training.randomness import seed_all, seed_from_these
 from anybatch.training.schedules import beta2_of, lr_factor, scale_lr, warmup
 from anybatch.training.settings import Settings
+from anybatch.training.spreading import ranks_of_group, spread
 from anybatch.training.task import Task
 from anybatch.update import Update
 
@@ -50,6 +53,10 @@ class Plan:
     device: str
     batch_norms: int
     """BatchNorm layers, which normalise each micro-batch by itself."""
+    ranks: int = 1
+    """Processes that learn from each batch together."""
+    parallel: str | None = None
+    """How they hold the model; None: one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +68,27 @@ class Experiment:
     plan: Plan
     update: Update
     device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
 
 
-def assemble(build: Callable[[], Task], settings: Settings) -> Experiment:
-    """Seed, build the task, and make its update; the same settings make the same experiment, bit for bit."""
+def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None) -> Experiment:
+    """Seed, build the task, and make its update; the same settings make the same experiment, bit for bit.
+
+    With a process `group` the model is spread over its ranks, which all call this. They build the same task; random numbers
+    drawn later, as by dropout, are each rank's own.
+    """
+    ranks = ranks_of_group(group)
     device = find_device(settings.device)
     seed_all(settings.seed)
     task = build()
     task.model.to(device)
-    plan = make_plan(task, settings, device)
+    model = task.model if group is None else spread(task.model, task.optimizer, settings.parallel, group)
+    plan = make_plan(task, settings, device, ranks=None if group is None else ranks)
     _set_lr(task, settings, plan)
     scheduler = warmup(task.optimizer, plan.warmup, updates=plan.updates, decay=settings.decay or task.decay)
     precision = settings.precision
     update = Update(
-        task.model,
+        model,
         task.optimizer,
         task.objective,
         micro_batch=find_split(task, settings, plan.batch),
@@ -84,15 +98,18 @@ def assemble(build: Callable[[], Task], settings: Settings) -> Experiment:
         autocast={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
         scaler=_scaler(device) if precision == "fp16" else None,
     )
-    return Experiment(task=task, settings=settings, plan=plan, update=update, device=device)
+    if ranks.rank:
+        seed_from_these(ranks.rank)
+    return Experiment(task=task, settings=settings, plan=plan, update=update, device=device, ranks=ranks)
 
 
-def make_plan(task: Task, settings: Settings, device: torch.device) -> Plan:
+def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ranks | None = None) -> Plan:
     """The numbers of the run; the optimizer is looked at and left alone."""
     rows = len(task.training)
     batch = settings.batch_size or task.batch_size
     split = find_split(task, settings, batch)
     size = split.size if isinstance(split, Rows) else None
+    num_ranks = 1 if ranks is None else ranks.size
     per_epoch = -(-rows // batch)
     updates = settings.updates or per_epoch * (settings.epochs or task.epochs)
     num_warmup = task.warmup if settings.warmup is None else settings.warmup
@@ -117,7 +134,7 @@ def make_plan(task: Task, settings: Settings, device: torch.device) -> Plan:
         validation_rows=len(task.validation),
         batch=batch,
         micro_batch=repr(split) if size is None else size,
-        micro_batches_per_update=None if size is None else -(-min(batch, rows) // size),
+        micro_batches_per_update=None if size is None else _num_cut(min(batch, rows), num_ranks, size),
         updates_per_epoch=per_epoch,
         updates=updates,
         epochs=-(-updates // per_epoch),
@@ -133,7 +150,14 @@ def make_plan(task: Task, settings: Settings, device: torch.device) -> Plan:
         precision=settings.precision,
         device=str(device),
         batch_norms=num_inexact_norms(task),
+        ranks=num_ranks,
+        parallel=None if ranks is None else settings.parallel,
     )
+
+
+def _num_cut(rows: int, ranks: int, size: int) -> int:
+    """Micro-batches of up to `size` rows, of all ranks: each cuts its own part of the rows."""
+    return sum(-(-len(part) // size) for part in deal_rows(rows, ranks))
 
 
 def num_inexact_norms(task: Task) -> int:

@@ -11,13 +11,14 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
-from anybatch.batches import Batch, num_rows
+from anybatch.batches import Dealt
 from anybatch.errors import TaskError
 from anybatch.training.checkpoints import Positioned, save
-from anybatch.training.data import training_loader, validation_loader
+from anybatch.training.data import dealt_loader, validation_loader
 from anybatch.training.experiment import Experiment
 from anybatch.training.measure import with_memory, with_timeline
 from anybatch.training.records import EpochDone, Metric, UpdateDone
+from anybatch.training.spreading import bare
 from anybatch.training.validation import Validated, validate
 from anybatch.update import UpdateResult
 
@@ -117,16 +118,25 @@ class Loop:
 
     def run(self) -> Progress:
         """Train until the plan is done or somebody asks to stop; a checkpoint is saved either way."""
-        while not self.is_finished and not self._should_stop():
+        while not self.is_finished and not self._agree(self._should_stop())[0]:
             self._run_epoch()
         if self._saved_at != self.progress.update:
             self._save(None)
         return self.progress
 
+    def _agree(self, *flags: bool) -> list[bool]:
+        """Of each flag, whether any rank has it: clocks and signals differ from rank to rank, and what is done must not."""
+        told = self.experiment.ranks.gather([float(flag) for flag in flags])
+        return [any(of_ranks) for of_ranks in zip(*told, strict=True)]
+
     def _run_epoch(self) -> None:
         experiment, epoch = self.experiment, self.progress.epoch
-        loader = training_loader(
-            experiment.task, batch=experiment.plan.batch, seed=experiment.settings.seed, epoch=epoch
+        loader = dealt_loader(
+            experiment.task,
+            batch=experiment.plan.batch,
+            seed=experiment.settings.seed,
+            epoch=epoch,
+            ranks=experiment.ranks,
         )
         if self.progress.loader_state is not None:
             loader.load_state_dict(self.progress.loader_state)
@@ -137,13 +147,14 @@ class Loop:
             left -= 1
             if left == 0 or self.is_finished:
                 break
-            if self._should_stop() or self._is_save_due():
+            is_stopping, is_save_due = self._agree(self._should_stop(), self._is_save_due())
+            if is_stopping or is_save_due:
                 self._save(loader)
-                if self._should_stop():
-                    return
+            if is_stopping:
+                return
         self._close_epoch()
 
-    def _learn(self, batch: Batch) -> None:
+    def _learn(self, batch: Dealt) -> None:
         number = self.progress.update + 1
         update, last = self.experiment.update, self.experiment.plan.updates
         began = perf_counter()
@@ -176,7 +187,7 @@ class Loop:
                 grad_norm=grad_norm,
                 lr=lr,
                 units=float(result.units),
-                rows=num_rows(batch),
+                rows=batch.num_rows,
                 micro_batches=result.micro_batches,
                 applied=result.applied,
                 seconds=seconds,
@@ -187,7 +198,14 @@ class Loop:
 
     def _close_epoch(self) -> None:
         progress, task = self.progress, self.experiment.task
-        validated = validate(task.model, task.whole_objective, validation_loader(task), self.experiment.device)
+        validated = validate(
+            bare(task.model),
+            task.whole_objective,
+            validation_loader(task, self.experiment.ranks),
+            self.experiment.device,
+            ranks=self.experiment.ranks,
+            num_batches=-(-len(task.validation) // task.validation_batch),
+        )
         sums = progress.sums
         units = sums.units or float("nan")
         done = EpochDone(

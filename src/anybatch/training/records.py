@@ -37,6 +37,8 @@ class Run:
     plan: Flat = field(default_factory=dict)
     status: Status = "running"
     summary: Flat = field(default_factory=dict)
+    launch: str | None = None
+    """The name of the launch of torchrun that runs it: restarted ranks find their run by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from anybatch.sizes import parse_bytes
 LRRule = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine"]
 Precision = Literal["fp32", "bf16", "fp16"]
+Parallel = Literal["ddp", "fsdp2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class Settings:
     precision: Precision = "fp32"
     seed: int = 0
     device: str = "auto"
+    parallel: Parallel = "ddp"
+    """How the ranks of torchrun hold the model: all of it each, or a part each; nothing to one process."""
     save_every: int | None = None
     """Updates between checkpoints; None: each epoch, and each minute of a longer one."""
     keep: int = 3
@@ -51,7 +54,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise SettingsError(f"{_option(name)} {value!r}: expected a number above 0, such as 0.1.")
-        for name, choices in (("lr_rule", LRRule), ("decay", Decay), ("precision", Precision)):
+        for name, choices in (("lr_rule", LRRule), ("decay", Decay), ("precision", Precision), ("parallel", Parallel)):
             value = getattr(self, name)
             if value is not None and value not in get_args(choices):
                 raise SettingsError(f"{_option(name)} {value!r}: expected one of {', '.join(get_args(choices))}.")

@@ -1,6 +1,6 @@
 """What a task is: a model, how it learns, from what, and how it is judged."""
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -37,6 +37,8 @@ class Task:
     """Rows that are held in memory at once."""
     split: Split | None = None
     """How a batch is cut where nobody asks for a number of rows; None: into `micro_batch` rows."""
+    lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None = None
+    """How long each row of `training` is, or a function of it that says so: ranks get rows of equal work then, not as many."""
     batch_norm: BatchNorm | None = None
     """What BatchNorm layers see of a batch that is cut, as in `Accumulator`; None warns of what is lost."""
     epochs: int = 10

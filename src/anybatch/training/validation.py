@@ -1,16 +1,19 @@
 """The loss and the metrics of a model on data it does not learn from."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, move
-from anybatch.gradients.metrics import combine
+from anybatch.gradients.metrics import Metrics, combine
 from anybatch.gradients.objective import Objective, count_units
+from anybatch.gradients.over_ranks import on_host
 from anybatch.gradients.shares import shares_of, weighted_sum
+from anybatch.parallel import ONE_PROCESS, Ranks
+from anybatch.training.spreading import reshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,31 +24,60 @@ class Validated:
     metrics: Mapping[str, float]
 
 
-def validate(model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device) -> Validated:
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One batch."""
+
+    loss: Tensor
+    metrics: Metrics
+    units: float
+
+
+def validate(
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[Batch],
+    device: torch.device,
+    *,
+    ranks: Ranks = ONE_PROCESS,
+    num_batches: int | None = None,
+) -> Validated:
     """Evaluate without gradients, in eval mode; the mode is put back.
 
-    Units weigh the batches, as in training; a loss that is a sum is given per unit.
+    Units weigh the batches, as in training; a loss that is a sum is given per unit. Of many ranks each has its batches, in
+    turn; where there are `num_batches` in all, what goes beyond them is run, because a sharded model needs every rank in every
+    forward, and does not count.
     """
     was_training = model.training
-    losses: list[Tensor] = []
-    metrics: list[Any] = []
-    units: list[float] = []
+    own: list[_Seen] = []
     model.eval()
     try:
         with torch.no_grad():
             for batch in batches:
                 there = move(batch, device)
                 returned = objective.loss(model, there)
-                loss, numbers = returned if isinstance(returned, tuple) else (returned, {})
-                losses.append(loss.reshape(()).float())
-                metrics.append(numbers)
-                units += count_units(objective, model, [there])
+                loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+                units = count_units(objective, model, [there])[0]
+                own.append(_Seen(loss.reshape(()).float(), metrics, units))
     finally:
+        reshard(model)
         model.train(was_training)
-    counted = [index for index, number in enumerate(units) if number > 0 or objective.reduction == "sum"]
-    weights = shares_of([units[index] for index in counted], objective.reduction).each
-    total = float(weighted_sum([losses[index] for index in counted], weights))
+    if ranks.size > 1:
+        own = [_on_host(seen) for seen in own]
+    in_turn = [seen for turn in zip(*ranks.gather_objects(own), strict=True) for seen in turn]
+    return _put_together(in_turn[:num_batches], objective.reduction)
+
+
+def _on_host(seen: _Seen) -> _Seen:
+    return replace(seen, loss=seen.loss.cpu(), metrics={name: on_host(metric) for name, metric in seen.metrics.items()})
+
+
+def _put_together(seen: list[_Seen], reduction: Literal["mean", "sum"]) -> Validated:
+    units = [one.units for one in seen]
+    counted = [one for one in seen if one.units > 0 or reduction == "sum"]
+    weights = shares_of([one.units for one in counted], reduction).each
+    total = float(weighted_sum([one.loss for one in counted], weights))
     return Validated(
-        loss=total / (sum(units) or 1.0) if objective.reduction == "sum" else total,
-        metrics={name: float(value) for name, value in combine(metrics, units).items()},
+        loss=total / (sum(units) or 1.0) if reduction == "sum" else total,
+        metrics={name: float(value) for name, value in combine([one.metrics for one in seen], units).items()},
     )

@@ -53,11 +53,11 @@ class TwoTowers(nn.Module):
         super().__init__()
         self.docstring = Tower()
         self.body = Tower()
-        self.scale = nn.Parameter(torch.tensor(10.0).log())
+        self.scale = nn.Parameter(torch.tensor([10.0]).log())  # FSDP2 takes no parameter without a dimension
 
     def forward(self, docstrings: Tensor, bodies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Directions of docstrings and bodies, and how sharply they are told apart."""
-        return self.docstring(docstrings), self.body(bodies), self.scale.exp()
+        return self.docstring(docstrings), self.body(bodies), self.scale.exp().squeeze(0)
 
 
 class Tower(nn.Module):

@@ -35,6 +35,7 @@ def task() -> Task:
         collate=pad,
         batch_size=32,
         micro_batch=8,
+        lengths=lambda rows: [len(row) - 1 for row in rows],
         split=Tokens(8 * LONGEST, length=bytes_of_rows, cost=Cost()),
         epochs=2,
         warmup=10,

@@ -1,0 +1,132 @@
+"""How this process was started: alone, or as a rank of torchrun. Knows nothing of torch until ranks are joined."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Any
+from uuid import uuid4
+
+from anybatch.errors import ParallelError, SettingsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One rank of a launch."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Its number on this machine: which GPU it takes."""
+    name: str | None
+    """The same for all ranks and after every restart of them; None where the launcher does not restart."""
+
+
+def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """What torchrun has told this process; None: it was started alone.
+
+    >>> find_launch({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    Launch(rank=1, size=2, local_rank=1, name=None)
+    """
+    found = os.environ if environ is None else environ
+    if "RANK" not in found or "WORLD_SIZE" not in found:
+        return None
+    name = found.get("TORCHELASTIC_RUN_ID")
+    if name == "none":  # what torchrun calls a launch that nobody named: the agent, our parent, tells it from others
+        name = f"none-{os.getppid()}"
+    return Launch(
+        rank=int(found["RANK"]), size=int(found["WORLD_SIZE"]), local_rank=int(found.get("LOCAL_RANK", 0)), name=name
+    )
+
+
+def check_alone(command: str | None) -> None:
+    """Raise if several ranks were started for a command that is for one process; all but rank 0 are silent."""
+    launch = find_launch()
+    if launch is not None and launch.size > 1:
+        error = SettingsError(
+            f"anybatch {command} works in one process, and torchrun has started {launch.size}. Start it without torchrun."
+        )
+        error.is_told = launch.rank > 0  # type: ignore[attr-defined]
+        raise error
+
+
+@contextmanager
+def joined(launch: Launch, device: str) -> Iterator[Any]:
+    """The process group of all ranks; on GPUs each rank's own is the current one from here on."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    if device.startswith("cuda:"):
+        raise SettingsError(
+            f"--device {device} with {launch.size} ranks: each takes the GPU of its own number. Give --device cuda, and "
+            "choose among GPUs with CUDA_VISIBLE_DEVICES."
+        )
+    is_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if is_cuda:
+        if launch.local_rank >= torch.cuda.device_count():
+            raise SettingsError(
+                f"rank {launch.rank} is number {launch.local_rank} (from 0) on a machine with {torch.cuda.device_count()} "
+                "GPUs. Give torchrun --nproc-per-node no more than that, or use --device cpu."
+            )
+        torch.cuda.set_device(launch.local_rank)
+    store, _, _ = next(iter(rendezvous("env://")))
+    fresh = PrefixStore(agree_on_round(store, launch.rank, launch.size), store)
+    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    dist.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.size)
+    try:
+        yield dist.group.WORLD
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise ParallelError(
+            f"rank {launch.rank} has lost another rank, which says itself why, unless it was killed. With torchrun "
+            "--max-restarts N all ranks start again from the last checkpoint."
+        ) from error
+    # after an error the others may be gone, and saying goodbye would wait for them
+    dist.destroy_process_group()
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """True of what a collective raises when another rank has gone."""
+    lost = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "NCCL error",
+        "NCCL communicator was aborted",
+    )
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in lost)
+
+
+def agree_on_round(store: Any, rank: int, size: int, *, seconds: float = 1800.0) -> str:
+    """A name that all ranks started together have in common, and those before a restart had not.
+
+    torchrun hands restarted ranks the store of those before (torch 2.13), with their addresses still in it: whoever is quicker
+    than another reads where that one was, and waits there for half an hour. So each rank leaves a word of its own, rank 0
+    answers with its own word and all that it sees, and a rank takes the answer that has its word in it.
+    """
+    word, end = uuid4().hex, monotonic() + seconds
+    store.set(f"anybatch/word/{rank}", word)
+
+    def told(key: str) -> str:
+        return store.get(f"anybatch/{key}").decode() if store.check([f"anybatch/{key}"]) else ""
+
+    def wait(others: str) -> None:
+        if monotonic() > end:
+            raise ParallelError(
+                f"rank {rank} of {size} waited {seconds:.0f} s for {others}. Look at what it said, or start all ranks anew."
+            )
+        sleep(0.01)
+
+    if rank > 0:
+        while word not in (answer := told("answer").split()):
+            wait("rank 0")
+        store.set(f"anybatch/taken/{rank}", answer[0])
+        return answer[0]
+    while missing := [other for other in range(1, size) if told(f"taken/{other}") != word]:
+        store.set("anybatch/answer", " ".join([word, *(told(f"word/{other}") for other in range(1, size))]))
+        wait(f"rank {missing[0]}")
+    return word
