@@ -12,7 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anybatch.batches import Batch, MicroBatch
 from anybatch.errors import MemoryLimitError, NonFiniteError, UpdateError
-from anybatch.gradients.accumulator import Accumulated, Accumulator, check_model
+from anybatch.gradients.accumulated import Accumulated
+from anybatch.gradients.accumulator import Accumulator
+from anybatch.gradients.checks import check_model
 from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.nonfinite import find_culprit
 from anybatch.gradients.norm_policy import BatchNorm

@@ -1,6 +1,7 @@
 """The exact gradient: objectives, the window, the accumulator, precision."""
 
-from anybatch.gradients.accumulator import Accumulated, Accumulator
+from anybatch.gradients.accumulated import Accumulated
+from anybatch.gradients.accumulator import Accumulator
 from anybatch.gradients.contrastive import InfoNCE, clip_loss, info_nce
 from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.criteria import supervised

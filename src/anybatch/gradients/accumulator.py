@@ -1,8 +1,7 @@
 """The accumulator: a batch in, its exact gradient in `.grad`."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,6 @@ from torch.amp import GradScaler
 from anybatch.batches import (
     AsGiven,
     Batch,
-    Cut,
     Dealt,
     MicroBatch,
     MicroBatches,
@@ -21,48 +19,25 @@ from anybatch.batches import (
     smaller,
     tensors,
 )
-from anybatch.errors import LossError, MemoryLimitError, ParallelError, UpdateError
+from anybatch.errors import MemoryLimitError, ParallelError
+from anybatch.gradients.accumulated import Accumulated, Done, result_together
 from anybatch.gradients.agreement import Agreed, agree, has_rows, size_of
-from anybatch.gradients.coupled import Coupled, Together
+from anybatch.gradients.checks import check_parts, check_sharded
+from anybatch.gradients.coupled import Coupled
 from anybatch.gradients.meeting import Meeting
-from anybatch.gradients.metrics import Metrics, PerRow, combine, detached
 from anybatch.gradients.norm_policy import BatchNorm, NormPolicy
 from anybatch.gradients.objective import Objective, count_units
 from anybatch.gradients.offload import Offload
 from anybatch.gradients.out_of_memory import once_more, until_it_fits
-from anybatch.gradients.over_ranks import Parts, over_ranks
 from anybatch.gradients.rewind import Rewind
 from anybatch.gradients.row_dropout import count_update, number_rows
-from anybatch.gradients.shares import Shares, shares_of, weighted_sum
+from anybatch.gradients.shares import Shares, shares_of
 from anybatch.gradients.statistics import copy_statistics, tracking_layers
 from anybatch.gradients.summing import GradientSum
 from anybatch.gradients.timing import stopwatch_for
 from anybatch.gradients.work import Autocast, Work, autocast_context, common_device, passes_fp16
 from anybatch.parallel import engine_for
 from anybatch.stages import Accumulate, Backward, Observer, Retry, Tracker, tracker_for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulated:
-    """What one batch left behind, beside its gradient. Reading a tensor waits for the device; nothing else does."""
-
-    loss: Tensor
-    """The loss of the whole batch, detached."""
-    units: float
-    """What the mean loss divided by: rows, target tokens, summed class weights."""
-    micro_batches: int
-    """How many micro-batches the batch was cut into."""
-    metrics: Mapping[str, Tensor]
-    """The objective's metrics, for the whole batch."""
-    dropped: tuple[int, ...] = ()
-    """Numbers of the micro-batches that were not finite and left out."""
-    retries: int = 0
-    """How often memory ran out and the batch was started again, in smaller micro-batches."""
-
-    @property
-    def has_gradient(self) -> bool:
-        """False only where every micro-batch that counts was dropped."""
-        return not self.dropped or self.units > 0
 
 
 class Accumulator:
@@ -109,7 +84,7 @@ class Accumulator:
         reshard: bool = True,
         observer: Observer | None = None,
     ) -> None:
-        _check(model, objective, autocast)
+        check_parts(model, objective, autocast)
         self.engine = engine_for(model, reshard=reshard)
         self.model = model
         self.objective = objective
@@ -117,7 +92,7 @@ class Accumulator:
         self.autocast = autocast
         self.norms = NormPolicy(model, batch_norm, offload)
         if self.engine.is_even:
-            _check_sharded(drop_nonfinite, is_exact=batch_norm == "exact")
+            check_sharded(drop_nonfinite, is_exact=batch_norm == "exact")
         if drop_nonfinite and self.engine.ranks.size > 1 and (isinstance(objective, Coupled) or batch_norm == "exact"):
             raise ParallelError(
                 f"on {self.engine.ranks.size} ranks, micro-batches whose rows look at each other are not left out one by one. "
@@ -174,9 +149,8 @@ class Accumulator:
                 tracker.end(Retry, reason=reason)
 
         if self.engine.ranks.size > 1 and (self.engine.is_even or self.norms.mode == "exact"):
-            return (
-                attempt()
-            )  # a rank that fails amid collectives cannot tell the others, and starts nothing again alone
+            # a rank that fails amid collectives cannot tell the others, and starts nothing again alone
+            return attempt()
         result, retries = until_it_fits(attempt, start_again)
         return replace(result, retries=retries) if retries else result
 
@@ -206,7 +180,7 @@ class Accumulator:
         drops = self.drop_nonfinite and not work.shares.is_empty
         isolate = drops and scaler is None  # an overflow of the scaled gradient is the scaler's to see
         layers = tracking_layers(self.model) if drops else []
-        done = _Done()
+        done = Done()
         try:
             with (
                 self._gradient_sum(work, isolate=isolate) as gradient_sum,
@@ -267,7 +241,7 @@ class Accumulator:
                 together = self.norms.run_together(work, gradient_sum, coupled=coupled, scaler=scaler, drops=drops)
                 work.meeting.hold(is_final=True)
                 work.turn.close(gradient_sum.parameters)
-                result = _result_together(together, work)
+                result = result_together(together, work)
                 if together.counted is not None:
                     gradient_sum.scale = work.shares.left_over(result.units)
                 if work.shares.is_empty:
@@ -360,12 +334,6 @@ class Accumulator:
         return GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate, copies=self.engine.overwrites)
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse what is no module."""
-    if not isinstance(model, nn.Module):
-        raise UpdateError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
-
-
 def _backward(gradient_sum: GradientSum, loss: Tensor, start: Tensor, index: int, tracker: Tracker | None) -> bool:
     if tracker is None:
         return gradient_sum.backward(loss, start)
@@ -375,119 +343,3 @@ def _backward(gradient_sum: GradientSum, loss: Tensor, start: Tensor, index: int
     tracker.begin(Accumulate)
     tracker.end(Accumulate, micro_batch=index, parameters=tuple(gradient_sum.parameters))
     return is_finite
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What the micro-batches so far have left."""
-
-    kept: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    metrics: list[Metrics] = field(default_factory=list)
-    unweighted: dict[int, Metrics] = field(default_factory=dict)
-    """Metrics of the micro-batches of no units."""
-
-    @property
-    def has_metrics(self) -> bool:
-        return any(self.metrics)
-
-    def add(self, index: int, loss: Tensor, metrics: Metrics, *, is_kept: bool) -> None:
-        if not is_kept:
-            self.dropped.append(index)
-            return
-        self.kept.append(index)
-        self.losses.append(loss)
-        self.metrics.append(detached(metrics))
-
-    def result(self, work: Work, dtype: torch.dtype) -> Accumulated:
-        shares = work.shares
-        units = [shares.units[index] for index in self.kept]
-        weights = shares_of(units, shares.reduction).each
-        parts = Parts(
-            metrics=[*self.metrics, *self.unweighted.values()],
-            units=[*units, *[0.0] * len(self.unweighted)],
-            indices=[*self.kept, *self.unweighted],
-            dropped=self.dropped,
-        )
-        loss = _batch_loss(shares, self.losses, weights)
-        if work.agreed is not None:
-            whole = over_ranks(work, loss if self.losses else loss.to(dtype), parts)
-            return Accumulated(micro_batches=sum(work.agreed.micro_batches), **whole)
-        return Accumulated(
-            loss=loss,
-            units=sum(units),
-            micro_batches=len(shares.units),
-            metrics=combine(parts.metrics, parts.units, work.cut, parts.indices),
-            dropped=tuple(self.dropped),
-        )
-
-
-def _batch_loss(shares: Shares, losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """0 for a batch of no units; nan where all that counts was dropped."""
-    if shares.is_empty:
-        return torch.zeros(())
-    return weighted_sum(losses, weights) if losses else torch.tensor(torch.nan)
-
-
-def _result_together(together: Together, work: Work) -> Accumulated:
-    weights = shares_of(together.units, work.shares.reduction).each
-    loss = _batch_loss(work.shares, together.losses, weights)
-    metrics = [detached(part) for part in together.metrics]
-    num_micro_batches = len(work.micro_batches) if work.agreed is None else sum(work.agreed.micro_batches)
-    if work.agreed is not None and together.counted is not None:
-        num_own = sum(index < work.shares.num_own for index in together.counted)  # a borrowed one is the last
-        parts = Parts(
-            metrics=metrics[:num_own],
-            units=together.units[:num_own],
-            indices=together.counted[:num_own],
-            dropped=(),
-        )
-        return Accumulated(micro_batches=num_micro_batches, **over_ranks(work, loss, parts))
-    return Accumulated(
-        loss=loss,
-        units=sum(together.units),
-        micro_batches=num_micro_batches,
-        metrics=combine(metrics, together.units, *_rows_together(together, work)),
-        dropped=tuple(together.dropped),
-    )
-
-
-def _rows_together(together: Together, work: Work) -> tuple[MicroBatches | None, Sequence[int]]:
-    """Whose row is whose: by micro-batch, or for a loss that saw all rows joined, in the order they were joined."""
-    cut = work.cut
-    if together.counted is not None:
-        return cut, together.counted
-    has_rows = any(isinstance(metric, PerRow) for part in together.metrics for metric in part.values())
-    if not has_rows or together.dropped or (cut.cut is None and work.agreed is None):
-        return None, ()
-    joined: list[int] = []
-    for rows in work.ranks.gather_objects(cut.row_numbers):
-        joined += [len(joined) + row for numbers in rows for row in numbers]
-    return MicroBatches((cut,), Cut(rows=(tuple(joined),), lengths=(0,))), (0,)
-
-
-def _check(model: nn.Module, objective: Objective | Coupled, autocast: Autocast) -> None:
-    check_model(model)
-    if not isinstance(objective, Objective | Coupled):
-        raise LossError(
-            f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
-            "supervised(criterion), huggingface(), Objective(loss, units) or Coupled(encode, loss)."
-        )
-    if autocast is not None and not isinstance(autocast, torch.dtype | AbstractContextManager):
-        raise UpdateError(
-            f"autocast={autocast!r}: expected a dtype, such as torch.bfloat16, a torch.autocast(...) of your own, or None."
-        )
-
-
-def _check_sharded(drops: bool, *, is_exact: bool) -> None:
-    if drops:
-        raise ParallelError(
-            "a model sharded by fully_shard cannot leave single micro-batches out: no rank has one's gradient alone. Use "
-            "on_nonfinite='skip', which leaves the update out, or DistributedDataParallel."
-        )
-    if is_exact:
-        raise ParallelError(
-            "batch_norm='exact' holds all micro-batches half-way through the forward, where fully_shard frees parameters. Wrap "
-            "the model in DistributedDataParallel, or use batch_norm='micro' or 'frozen'."
-        )
