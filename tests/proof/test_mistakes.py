@@ -33,6 +33,9 @@ def _seeded():
 def only_cause(verdict):
     assert not verdict.is_exact
     assert len(verdict.causes) == 1, verdict.describe()
+    for text in (verdict.causes[0].explanation, verdict.causes[0].fix):
+        assert text.endswith("."), text
+        assert " ." not in text, text
     return verdict.causes[0]
 
 
@@ -74,6 +77,8 @@ def test_class_weights_are_named():
     cause = only_cause(verify(mlp(), wrong, batch))
     assert cause.kind == "units"
     assert "summed class weights" in cause.explanation
+    assert "and should weigh" in cause.explanation
+    assert "supervised(nn.CrossEntropyLoss(weight=weight))" in cause.fix
     assert verify(mlp(), supervised(nn.CrossEntropyLoss(weight=weight)), batch).is_exact
 
 

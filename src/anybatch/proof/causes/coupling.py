@@ -49,8 +49,10 @@ def coupled(lab: Lab) -> Cause | None:
         "Give the loss as Coupled(encode, loss): encode(model, batch) returns the representations of the rows, "
         "loss(representations) one number for all of them. info_nce() and clip_loss() are there."
     )
-    in_model = "Take what looks across rows out of the model into the loss of Coupled(encode, loss), or use a layer "
-    "that looks at one row at a time."
+    in_model = (
+        "Take what looks across rows out of the model into the loss of Coupled(encode, loss), or use a layer that looks at "
+        "one row at a time."
+    )
     return Cause(
         kind="coupled",
         explanation="Rows look at each other: no weighting of the micro-batches' gradients gives the whole batch's "

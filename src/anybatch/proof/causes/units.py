@@ -45,8 +45,10 @@ def reduction(lab: Lab, before: Outcome) -> Found | None:
         explanation = (
             "The loss is a sum over rows, not a mean: losses of micro-batches add up to the whole batch's as they are"
         )
-        fix = "Say so: Objective(loss, units, reduction='sum'), or supervised() with a criterion of "
-        "reduction='sum'; or return the mean."
+        fix = (
+            "Say so: Objective(loss, units, reduction='sum'), or supervised() with a criterion of reduction='sum'; or return "
+            "the mean."
+        )
         return Cause(kind="sum", explanation=_falls(explanation, before, after), fix=fix), repaired, after
     explanation = "The objective says reduction='sum', but its loss is a mean: added up it is too large"
     fix = "Leave reduction at 'mean', or return the sum."
@@ -69,8 +71,10 @@ def units(lab: Lab, before: Outcome) -> Found | None:
         after = lab.try_out(repaired)
         if after.is_exact:
             now, wanted = (" ".join(f"{share:.3f}" for share in each) for each in (used, shares))
-            explanation = f"The mean loss does not divide by the units given, but by {count.name}: micro-batches "
-            f"weigh {now} and should weigh {wanted}"
+            explanation = (
+                f"The mean loss does not divide by the units given, but by {count.name}: micro-batches weigh {now} and should "
+                f"weigh {wanted}"
+            )
             fix = f"Give units={count.code}."
             return Cause(kind="units", explanation=_falls(explanation, before, after), fix=fix), repaired, after
     return None
@@ -168,8 +172,10 @@ def _observed(lab: Lab) -> Iterator[Count]:
         values = tuple(float(observed.units[call]) for observed in seen)
         if seen[0].is_weighted[call]:
             name = "the summed class weights of its targets"
-            code = "lambda batch: weight[targets(batch)].sum(), or use "
-            "supervised(nn.CrossEntropyLoss(weight=weight)), which counts so"
+            code = (
+                "lambda batch: weight[targets(batch)].sum(), or use supervised(nn.CrossEntropyLoss(weight=weight)), which "
+                "counts so"
+            )
         else:
             name, code = (
                 "what its loss function was seen to divide by",
