@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ["exactness", "peak", "overhead", "ragged", "tuning", "coupled", "batchnorm"]
+BENCHMARKS = ["exactness", "peak", "overhead", "ragged", "tuning", "coupled", "batchnorm", "ranks"]
 
 
 def main() -> None:

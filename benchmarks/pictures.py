@@ -47,3 +47,32 @@ def ragged_picture(cases: Mapping[str, Mapping[str, Any]]) -> str:
             "</svg>\n",
         ]
     )
+
+
+def ranks_picture(ddp: Mapping[str, Mapping[str, Any]], fsdp: Mapping[str, Any]) -> str:
+    """Bars of the time per batch on two ranks, as a ratio to a synchronisation per micro-batch; for FSDP2 with peaks."""
+    lines, y, unit, left = [], 46, 400, 240
+    for title, results in {**ddp, "FSDP2, the same transformer: parameters": fsdp}.items():
+        lines.append(f'<text x="12" y="{y}" class="case">{escape(title)}</text>')
+        y += 8
+        for name, result in results.items():
+            width = unit * result["ratio"]
+            colour = "#1a7f5a" if "anybatch" in name or "kept" in name else "#b0b0b0"
+            peak = f", peak {result['peak_bytes'] / 2**20:.0f} MiB" if "peak_bytes" in result else ""
+            lines += [
+                f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>',
+                f'<rect x="{left}" y="{y + 1}" width="{width:.1f}" height="{BAR - 3}" fill="{colour}"/>',
+                f'<text x="{left + width + 6:.1f}" y="{y + 12}">{result["ratio"]:.2f}{peak}</text>',
+            ]
+            y += BAR
+        y += GAP
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}">',
+            "<style>text{font:11px system-ui,sans-serif;fill:#222}.case{font-weight:600;font-size:13px}</style>",
+            f'<rect width="{WIDTH}" height="{y}" fill="#ffffff"/>',
+            '<text x="12" y="20" class="case">Time per batch on two ranks, 8 micro-batches each, to the first</text>',
+            *lines,
+            "</svg>\n",
+        ]
+    )

@@ -61,3 +61,10 @@ def test_a_coupled_loss_is_exact_in_a_fraction_of_the_memory_and_plain_accumulat
     assert measured["anybatch Coupled"].error < 1e-13
     assert measured["anybatch Coupled"].memory < 0.5
     assert measured["plain accumulation"].error > 1e-2
+
+
+def test_the_picture_of_two_ranks_has_a_bar_for_each_way():
+    ways = {"DDP, synchronised per micro-batch": {"ratio": 1.0}, "anybatch Update": {"ratio": 0.5}}
+    drawn = pictures.ranks_picture({"some model": ways}, {"kept": {"ratio": 0.7, "peak_bytes": 2**20}})
+    bars = xml.etree.ElementTree.fromstring(drawn).findall("{http://www.w3.org/2000/svg}rect")
+    assert [float(bar.attrib["width"]) for bar in bars[1:]] == [400.0, 200.0, 280.0]

@@ -1,0 +1,234 @@
+"""Two ranks under DDP and FSDP2: what one synchronisation per update saves, beside Accelerate and Lightning.
+
+    python -m benchmarks.ranks [--quick]
+
+Time per batch of 8 micro-batches per rank as a ratio to the same loop with a synchronisation per micro-batch, interleaved
+on the same two processes (gloo, one thread each), which wait for each other before every batch. FSDP2: parameters gathered
+again for each pass against parameters kept between micro-batches, time and peak memory. Ranks share one machine and its
+memory: a network between them makes synchronising dearer, not cheaper.
+"""
+
+import argparse
+import copy
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from anybatch import Update, supervised
+from anybatch.parallel import own_part
+from benchmarks.meter import Contender, Timing, interleave, peak_bytes
+from benchmarks.models import SmallTransformer
+from benchmarks.overhead import Clock, LightningWork
+from benchmarks.pictures import ranks_picture
+
+FOLDER = Path(__file__).parent.parent / "docs"
+RESULTS = FOLDER / "benchmarks" / "ranks.json"
+PICTURE = FOLDER / "pictures" / "ranks.svg"
+MICRO_BATCHES = 8
+
+
+def works() -> dict[str, tuple[nn.Module, tuple[Tensor, Tensor]]]:
+    """Models and this rank's part of a batch, to be cut into 8 micro-batches."""
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    transformer = SmallTransformer()
+    torch.manual_seed(dist.get_rank())
+    num_rows, tokens = 16 * MICRO_BATCHES, torch.randint(0, 256, (4 * MICRO_BATCHES, 64))
+    return {
+        "MLP 1.6 M, 2 x 8 x 16 rows": (mlp, (torch.randn(num_rows, 512), torch.randint(0, 10, (num_rows,)))),
+        "transformer 4 x 128, 2 x 8 x 4 x 64 tokens": (transformer, (tokens, tokens.roll(-1, 1))),
+    }
+
+
+def parts_of(batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    inputs, targets = (column.chunk(MICRO_BATCHES) for column in batch)
+    return list(zip(inputs, targets, strict=True))
+
+
+def by_hand(model: nn.Module, batch: tuple[Tensor, Tensor], *, syncs_each: bool) -> Contender:
+    """Equal micro-batches, so that the mean of means is right: this loop is the fastest that is."""
+    wrapped, criterion, parts = DistributedDataParallel(copy.deepcopy(model)), nn.CrossEntropyLoss(), parts_of(batch)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        for number, (inputs, targets) in enumerate(parts, start=1):
+            wrapped.require_backward_grad_sync = syncs_each or number == len(parts)
+            (criterion(wrapped(inputs), targets) / len(parts)).backward()
+        optimizer.step()
+
+    return run
+
+
+def with_anybatch(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> Contender:
+    wrapped = model if options else DistributedDataParallel(copy.deepcopy(model))
+    size = len(batch[0]) // MICRO_BATCHES
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+    update = Update(wrapped, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=size, **options)
+
+    def run() -> None:
+        update(batch)
+
+    return run
+
+
+def with_accelerate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Contender:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
+    wrapped = copy.deepcopy(model)
+    wrapped, optimizer = accelerator.prepare(wrapped, torch.optim.SGD(wrapped.parameters(), lr=1e-3))
+    criterion, parts = nn.CrossEntropyLoss(), parts_of(batch)
+
+    def run() -> None:
+        for inputs, targets in parts:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(criterion(wrapped(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return run
+
+
+def with_lightning(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Contender:
+    parts, batches = parts_of(batch), 3
+    module = LightningWork(copy.deepcopy(model))
+
+    def run() -> float:
+        clock = Clock(len(parts))
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            strategy=DDPStrategy(process_group_backend="gloo"),
+            devices=dist.get_world_size(),
+            use_distributed_sampler=False,
+            max_epochs=1,
+            accumulate_grad_batches=len(parts),
+            callbacks=[clock],
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(parts * batches, batch_size=None))
+        return (clock.end - clock.start) / (batches - 1)
+
+    return run
+
+
+def together(run: Contender) -> Contender:
+    """The same work, begun by both ranks at the same time."""
+
+    def waiting() -> float | None:
+        dist.barrier()
+        return run()
+
+    return waiting
+
+
+def replicated(model: nn.Module, batch: tuple[Tensor, Tensor], rounds: int) -> dict[str, Timing]:
+    contenders: dict[str, Callable[..., Contender]] = {
+        "DDP, synchronised per micro-batch": lambda *work: by_hand(*work, syncs_each=True),
+        "DDP, no_sync by hand": lambda *work: by_hand(*work, syncs_each=False),
+        "anybatch Update": with_anybatch,
+        "Accelerate": with_accelerate,
+        "Lightning": with_lightning,
+    }
+    ready = {name: together(make(model, batch)) for name, make in contenders.items()}
+    return interleave(ready, rounds=rounds, repeats=1)
+
+
+def sharded(model: nn.Module, batch: tuple[Tensor, Tensor], rounds: int) -> dict[str, dict[str, Any]]:
+    ready, peaks = {}, {}
+    for name, reshard in {"gathered again in each pass": True, "kept between micro-batches": False}.items():
+        wrapped = copy.deepcopy(model)
+        for block in wrapped.modules():
+            if isinstance(block, nn.TransformerEncoderLayer):
+                fully_shard(block)
+        fully_shard(wrapped)
+        run = with_anybatch(wrapped, batch, reshard=reshard)
+        run()
+        ready[name] = together(run)
+        peaks[name] = peak_bytes(run, [own_part(parameter.detach()) for parameter in wrapped.parameters()])
+    timings = interleave(ready, rounds=rounds, repeats=1)
+    return {name: {**asdict(timing), "peak_bytes": peaks[name]} for name, timing in timings.items()}
+
+
+def measure(*, is_quick: bool) -> None:
+    """What each rank does; rank 0 tells."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    rounds = 5 if is_quick else 30
+    results: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "accelerate": accelerate.__version__,
+            "lightning": lightning.__version__,
+        },
+        "ranks": dist.get_world_size(),
+        "micro_batches_per_rank": MICRO_BATCHES,
+        "ddp": {},
+    }
+    for name, (model, batch) in works().items():
+        timings = replicated(model, batch, rounds)
+        results["ddp"][name] = {contender: asdict(timing) for contender, timing in timings.items()}
+        _tell(name, results["ddp"][name])
+    model, batch = works()["transformer 4 x 128, 2 x 8 x 4 x 64 tokens"]
+    results["fsdp"] = sharded(model, batch, rounds)
+    _tell("FSDP2, the same transformer; parameters", results["fsdp"])
+    if dist.get_rank() == 0:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        PICTURE.write_text(ranks_picture(results["ddp"], results["fsdp"]))
+        print(f"\nwritten to docs/benchmarks/{RESULTS.name} and docs/pictures/{PICTURE.name}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _tell(title: str, timings: dict[str, dict[str, Any]]) -> None:
+    if dist.get_rank() != 0:
+        return
+    print(f"\n{title}: time per batch, as a ratio to the first", flush=True)
+    for name, timing in timings.items():
+        low, high = timing["spread"]
+        peak = f"   peak {timing['peak_bytes'] / 2**20:.1f} MiB" if "peak_bytes" in timing else ""
+        print(
+            f"  {name:36} {timing['ratio']:6.3f}   quartiles {low:.3f} to {high:.3f}   "
+            f"{timing['seconds'] * 1e3:8.2f} ms{peak}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and noisier")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(is_quick=options.quick)
+        return
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, "-m", "benchmarks.ranks", *sys.argv[1:]], check=True, env=environment)
+
+
+if __name__ == "__main__":
+    main()
