@@ -84,8 +84,8 @@ class _Exchange:
             return pool(parts)
         own = pool(parts) if any(part.count for part in parts) else parts[0]
         every = [told for (told,) in of_every_rank(self._ranks, [own])]
-        others = [moments for rank, moments in enumerate(every) if rank != self._ranks.rank]
-        together = pool([*parts, *others])
+        every[self._ranks.rank] = own  # with its graph
+        together = pool(every)  # in the order of the ranks, so that all have the same to the bit
         mean, var, self._chain = _SumGradients.apply(together.mean, together.var, self._chain, self._ranks)  # type: ignore[no-untyped-call]
         return Moments(together.count, mean, var, together.momentum)
 

@@ -68,10 +68,8 @@ def unknown_weights(lab: Lab) -> str:
     weights, residual = best_weights(lab)
     if not residual <= most(lab.floor.unit):
         return ""
-    return (
-        f" Micro-batches of {', '.join(str(len(rows)) for rows in lab.cut.row_numbers)} rows should weigh "
-        + ", ".join(f"{weight:.4f}" for weight in weights)
-    )
+    sizes = ", ".join(str(len(rows)) for rows in lab.cut.row_numbers)
+    return f" Micro-batches of {sizes} rows should weigh {', '.join(f'{weight:.4f}' for weight in weights)}."
 
 
 def _first_layer_that_mixes(lab: Lab) -> str | None:
