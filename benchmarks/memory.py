@@ -3,9 +3,9 @@
     python -m benchmarks.memory [--quick]
 
 Measured is the profiler's record of every allocation, with parameters, optimizer state and the batch that were there before.
-The plan is of a batch of 128 rows; each size is measured on its first four micro-batches, and the rows that are left out are taken
-off the prediction. Times are the processor's, because neighbours on a busy machine touch
-them less than the clock on the wall.
+The plan is of a batch of 128 rows; each size is measured on its first four micro-batches, two from 48 rows on, and the rows
+that are left out are taken off the prediction. Times are the processor's, because neighbours on a busy machine touch them
+less than the clock on the wall.
 """
 
 import json
@@ -106,7 +106,7 @@ def compare(case: Case, sizes: tuple[int, ...] = SIZES) -> Compared:
     )
     measured, predicted, whole = {}, {}, bytes_of(tensors(case.batch))
     for size in sizes:
-        count = min(4 * size, ROWS)
+        count = min(4, ROWS // size) * size  # all micro-batches equal
         batch = tuple(part[:count].clone() for part in case.batch)
         update = Update(case.model, optimizer, case.objective, micro_batch=size, batch_norm="micro")
         if not measured:
