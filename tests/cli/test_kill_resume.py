@@ -20,7 +20,7 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 )
 def test_killed_at_five_random_moments_and_resumed_it_ends_bit_for_bit_the_same(task, options):
     command = [sys.executable, str(SCRIPT), "--task", task, "--kills", "5", "--options", options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ONE_THREAD)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 kills" in done.stdout
     assert "0 ended differently" in done.stdout

@@ -77,6 +77,8 @@ def test_the_command_prints_tables_or_json_and_a_bad_rate_is_usage(capsys):
     assert "how large the batch must be" in capsys.readouterr().out
     assert run(["plan", "textbook", "--ranks", "4", "--json", "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 4
-    assert run(["plan", "textbook", "--bandwidth", "fast"]) == 2
+    assert run(["plan", "textbook", "--bandwidth", "25GB/s"]) == 2
+    assert "is of a plan for many ranks: say how many, such as --ranks 64" in capsys.readouterr().err
+    assert run(["plan", "textbook", "--ranks", "64", "--bandwidth", "fast"]) == 2
     assert "'fast': expected what a rank can send, such as 25GB/s" in capsys.readouterr().err
     assert run(["plan", "textbook", "--ranks", "0"]) == 2

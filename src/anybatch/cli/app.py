@@ -206,17 +206,18 @@ def plan(
         ),
     ] = None,
     bandwidth: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--bandwidth",
             metavar="RATE",
-            help="What each rank can send, such as 25GB/s or 200Gbit/s.",
+            help="What each rank can send, such as 200Gbit/s; if not given, 25GB/s.",
             rich_help_panel=opt.MANY,
         ),
-    ] = "25GB/s",
+    ] = None,
     latency: Annotated[
-        str, typer.Option("--latency", metavar="TIME", help="Of one message.", rich_help_panel=opt.MANY)
-    ] = "10us",
+        str | None,
+        typer.Option("--latency", metavar="TIME", help="Of one message; if not given, 10us.", rich_help_panel=opt.MANY),
+    ] = None,
     flops: Annotated[
         str | None,
         typer.Option(
@@ -248,9 +249,9 @@ def plan(
         from anybatch.cli.scale import scale_command
 
         settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
-        return scale_command(
-            task, settings, ranks=ranks, bandwidth=bandwidth, latency=latency, flops=flops, as_json=is_json
-        )
+        network = {"bandwidth": bandwidth or "25GB/s", "latency": latency or "10us"}
+        return scale_command(task, settings, ranks=ranks, **network, flops=flops, as_json=is_json)
+    opt.refuse_without_ranks(bandwidth=bandwidth, latency=latency, flops=flops)
     from anybatch.cli.plan import plan_command
 
     settings = Settings(

@@ -164,3 +164,10 @@ def given_options(context: typer.Context) -> set[str]:
         if source is not None and source.name == "COMMANDLINE":
             names.add(name)
     return names
+
+
+def refuse_without_ranks(**given: str | None) -> None:
+    """What says something of many ranks is not passed over where there is one."""
+    for name, value in given.items():
+        if value is not None:
+            raise SettingsError(f"--{name} {value!r} is of a plan for many ranks: say how many, such as --ranks 64.")

@@ -27,7 +27,8 @@ def task() -> Task:
     model = ByteModel()
     return Task(
         model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.05),
+        # the bias of keys has no gradient but rounding, which the usual eps of 1e-8 would blow up to steps like any other
+        optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.05),
         objective=supervised(ByteLoss(), units=predicted_bytes, metrics=next_byte),
         training=[row for number, row in enumerate(rows) if not is_held_out(number)],
         validation=[row for number, row in enumerate(rows) if is_held_out(number)],
