@@ -66,7 +66,7 @@ def memory_picture(cases: Mapping[str, Mapping[str, Any]]) -> str:
             "<style>text{font:11px system-ui,sans-serif;fill:#222}.case{font-weight:600;font-size:13px}</style>",
             f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
             '<text x="12" y="22" class="case">Peak memory of an update by micro-batch size: predicted before it runs '
-            f'(<tspan fill="{PREDICTED}">line</tspan>), measured (<tspan fill="{MEASURED}">dots</tspan>)</text>',
+            f'(<tspan fill="{PREDICTED}">line</tspan>), measured (<tspan fill="{MEASURED}">dots</tspan>); off at worst</text>',
             *charts,
             "</svg>\n",
         ]
@@ -90,7 +90,7 @@ def _peaks_chart(name: str, case: Mapping[str, Any], left: float, top: float) ->
     return "\n".join(
         [
             f'<text x="{left + 4}" y="{top + 12}" class="case">{escape(name)}</text>',
-            f'<text x="{left + CELL - 30}" y="{top + 12}" text-anchor="end">{case["worst"]:.2%} off at worst</text>',
+            f'<text x="{left + CELL - 30}" y="{top + 12}" text-anchor="end">{case["worst"]:.2%} off</text>',
             f'<path d="M{x0} {y0 - tall} V{y0} H{x0 + wide}" fill="none" stroke="#999"/>',
             f'<text x="{x0 - 4}" y="{y0 - tall + 4}" text-anchor="end">{high / 2**20:.0f}</text>',
             f'<text x="{x0 - 4}" y="{y0 - tall + 16}" text-anchor="end">MiB</text>',
