@@ -22,7 +22,7 @@ def test_every_python_block_runs_and_prints_what_is_written_below_it():
         if index + 1 < len(blocks) and blocks[index + 1][0] == "text":
             assert printed.getvalue() == blocks[index + 1][1]
             num_outputs += 1
-    assert num_outputs == 5
+    assert num_outputs == 7
 
 
 def test_the_readme_names_no_command_that_the_makefile_lacks():
