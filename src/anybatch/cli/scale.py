@@ -102,7 +102,7 @@ def scale_lines(scaled: Scaled) -> list[str]:
     """What is known of a pass on many ranks, in words and tables."""
     one_pass, network = scaled.timed.one_pass, scaled.network
     projection = Projection(network=network, one_pass=one_pass, micro_batches=1)
-    hidden = 1 - projection.exposed / projection.all_reduce if network.ranks > 1 else 1.0
+    hidden = max(1 - projection.exposed / projection.all_reduce, 0.0) if network.ranks > 1 else 1.0
     return [
         f"one micro-batch of {one_pass.rows} rows: forward {show_seconds(one_pass.forward)}, backward "
         f"{show_seconds(one_pass.backward)} ({scaled.timed.source}); gradients {_megabytes(one_pass.gradient_bytes)}",
