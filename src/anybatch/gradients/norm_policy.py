@@ -84,7 +84,7 @@ class NormPolicy:
                 scaler=scaler,
                 drops=drops,
             )
-            with work.turn.running(is_last=False):
+            with work.turn.together():
                 return exact.run()
         if not layers:
             return run_coupled(coupled, work, gradient_sum, scaler=scaler, drops=drops)

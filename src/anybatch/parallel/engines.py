@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import ParallelError
 from anybatch.parallel.by_hand import sum_by_hand
+from anybatch.parallel.gathering import gathered
 from anybatch.parallel.ranks import ONE_PROCESS, Ranks
 from anybatch.parallel.wrapping import fsdp_groups, wrapping_of
 
@@ -28,6 +29,9 @@ class Turn(Protocol):
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
         """The block around forward and backward of one pass."""
+
+    def together(self) -> AbstractContextManager[object]:
+        """The block around forward and backward of a batch whose micro-batches are all under way at once."""
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum over ranks what torch has not: after it `.grad` is the whole batch's, on every rank."""
@@ -72,6 +76,9 @@ class Alone:
         return self
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
+        return self._running
+
+    def together(self) -> AbstractContextManager[object]:
         return self._running
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -144,6 +151,9 @@ class _ByHand:
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
         return _unsynchronised(self.modules)
 
+    def together(self) -> AbstractContextManager[object]:
+        return _unsynchronised(self.modules)
+
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         sum_by_hand(self.ranks, parameters)
         for module in self.modules:
@@ -164,6 +174,9 @@ class _Reduced:
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
         return self._synchronised() if is_last else _unsynchronised(self.modules)
+
+    def together(self) -> AbstractContextManager[object]:
+        return _unsynchronised(self.modules)
 
     @contextmanager
     def _synchronised(self) -> Iterator[None]:
@@ -245,6 +258,9 @@ class _Scattered:
                 root.set_is_last_backward(True)
             for group, reshard in before:
                 group.reshard_after_backward = reshard
+
+    def together(self) -> AbstractContextManager[object]:
+        return gathered(self.roots)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         inside = {parameter for root in self.roots for parameter in root.parameters()}
