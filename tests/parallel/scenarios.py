@@ -812,7 +812,7 @@ def coupled_exact_norm(wrap: Wrap) -> dict[str, float]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)).double()
     batch = pairs(11)
-    loss = info_nce(learned=True)
+    loss = info_nce(learned=True).double()
     objective = Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), loss)
     twin, twin_loss = copy.deepcopy(model), copy.deepcopy(loss)
     twin_loss((twin(batch[0]), twin(batch[1]))).backward()
@@ -1009,5 +1009,6 @@ ON_THREE = (
     "fsdp_exact_norm",
     "fsdp_exact_norm_rank_without_rows",
     "fsdp_exact_norm_updates",
+    "fsdp_coupled_exact_norm",
     "ddp_micro_norm",
 )
