@@ -703,6 +703,7 @@ def exact_norm(wrap: Wrap, counts: list[int] | None = None) -> dict[str, float]:
     result = Accumulator(wrapped, objective, micro_batch=2 + 2 * dist.get_rank(), batch_norm="exact").backward(
         rows if len(rows[0]) else None
     )
+    is_held = DistributedDataParallel._active_ddp_module is not None
     plain = DistributedDataParallel(copy.deepcopy(model))
     own_part = own(batch, near_equal(14))
     F.cross_entropy(plain(own_part[0]), own_part[1]).backward()
@@ -712,6 +713,7 @@ def exact_norm(wrap: Wrap, counts: list[int] | None = None) -> dict[str, float]:
         "running": float((norms_of(wrapped) - norms_of(twin)).abs().max()),
         "tracked": float(max(b for n, b in wrapped.named_buffers() if "tracked" in n)) - 1,
         "loss": abs(float(result.loss) - float(wanted.detach())),
+        "is_held": is_held,
     }
 
 
@@ -904,6 +906,18 @@ def collectives(wrap: Wrap, micro_batch: int, reshard: bool = True) -> dict[str,
     return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
 
 
+def exact_norm_collectives(micro_batch: int) -> dict[str, int]:
+    """What a batch in lockstep sends, by name."""
+    accumulator = Accumulator(
+        fsdp_units(convolutional()), supervised(nn.CrossEntropyLoss()), micro_batch=micro_batch, batch_norm="exact"
+    )
+    rows = own(signals(14), near_equal(14))
+    accumulator.backward(rows)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        accumulator.backward(rows)
+    return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
+
+
 def synchronising_every_micro_batch() -> dict[str, int]:
     """The twin of counting: without no_sync there is one reduction per micro-batch."""
     model = DistributedDataParallel(network())
@@ -992,6 +1006,7 @@ COUNTS = {
     **{f"ddp_collectives_{size}": partial(collectives, ddp, size) for size in (12, 4, 1)},
     **{f"fsdp_collectives_{size}": partial(collectives, fsdp, size) for size in (12, 4, 1)},
     "fsdp_collectives_kept": partial(collectives, fsdp, 1, reshard=False),
+    **{f"fsdp_exact_norm_collectives_{size}": partial(exact_norm_collectives, size) for size in (7, 1)},
     "ddp_synchronising_every_micro_batch": synchronising_every_micro_batch,
 }
 ALL = {**DDP, **FSDP, **COUPLED, **NORMS, **MEMORY, **COUNTS}

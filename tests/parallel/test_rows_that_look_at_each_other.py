@@ -34,6 +34,7 @@ def test_exact_batch_norm_pools_over_ranks(told: Outcomes, name: str):
     for key in ("error", "running", "loss"):
         assert largest(told(name), key) < 1e-12
     assert largest(told(name), "tracked") == 0
+    assert largest(told(name), "is_held") == 0
 
 
 def test_statistics_of_each_rank_alone_are_far_off(told: Outcomes):

@@ -147,7 +147,7 @@ class NormPolicy:
         try:
             if work.agreed is not None and work.agreed.num_passes:
                 return ParallelError("not under fully_shard")
-            with scratch.undone(), work.turn.running(is_last=False):
+            with scratch.undone(), work.turn.together():
                 ExactNorm(
                     work=quiet,
                     layers=layers,

@@ -139,6 +139,17 @@ def _unsynchronised(modules: Sequence[DistributedDataParallel]) -> Iterator[None
         yield
 
 
+@contextmanager
+def _all_at_once(modules: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Unsynchronised forwards that are under way at the same time, each of which puts back what it found of the one before."""
+    outside = DistributedDataParallel._active_ddp_module
+    try:
+        with _unsynchronised(modules):
+            yield
+    finally:
+        DistributedDataParallel._active_ddp_module = outside  # else the class holds the model for ever, and its group
+
+
 @dataclass(frozen=True, slots=True)
 class _ByHand:
     """No pass is synchronised; gradients are summed at the close."""
@@ -152,7 +163,7 @@ class _ByHand:
         return _unsynchronised(self.modules)
 
     def together(self) -> AbstractContextManager[object]:
-        return _unsynchronised(self.modules)
+        return _all_at_once(self.modules)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         sum_by_hand(self.ranks, parameters)
@@ -176,7 +187,7 @@ class _Reduced:
         return self._synchronised() if is_last else _unsynchronised(self.modules)
 
     def together(self) -> AbstractContextManager[object]:
-        return _unsynchronised(self.modules)
+        return _all_at_once(self.modules)
 
     @contextmanager
     def _synchronised(self) -> Iterator[None]:
