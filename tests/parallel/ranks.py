@@ -1,5 +1,6 @@
 """Running claims on several ranks: one spawn, many scenarios, each leaving numbers behind for the tests to look at."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -47,5 +48,6 @@ def _rank(rank: int, size: int, folder: str, scenarios: dict[str, Scenario]) -> 
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
     torch.save(told, Path(folder) / f"{rank}.pt")
+    gc.collect()  # DDP's destructor waits for its group, for ever where that is gone
     dist.barrier()
     dist.destroy_process_group()

@@ -41,6 +41,21 @@ def fsdp(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+def fsdp_units(model: nn.Module) -> nn.Module:
+    """Every child with parameters a unit of its own; one may hold BatchNorms inside, or be one."""
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child)
+    return fully_shard(model)
+
+
+def ddp_sync_norm(model: nn.Module) -> nn.Module:
+    """Converted when it is wrapped: on the CPU DDP takes no SyncBatchNorm."""
+    wrapped = DistributedDataParallel(model)
+    wrapped.module = nn.SyncBatchNorm.convert_sync_batchnorm(wrapped.module)
+    return wrapped
+
+
 def hsdp(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
     return fully_shard(model, mesh=mesh)
@@ -566,12 +581,6 @@ def replicated_and_sharded() -> dict[str, float]:
     return uneven_rows(wrap) if dist.get_world_size() % 2 == 0 else uneven_rows(hsdp)
 
 
-def sharded_and_exact_norm() -> float:
-    model = fully_shard(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, LABELS)))
-    Accumulator(model, supervised(nn.CrossEntropyLoss()), micro_batch=2, batch_norm="exact")
-    return 0.0
-
-
 def sharded_and_tensor_parallel() -> float:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(network(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -643,20 +652,26 @@ def coupled(wrap: Wrap, counts: str = "uneven") -> dict[str, float]:
     }
 
 
-def convolutional() -> nn.Module:
+def convolutional(*, bias: bool = True) -> nn.Module:
+    """A bias before a BatchNorm has the gradient 0, of which AdamW would make steps of rounding errors."""
     torch.manual_seed(1)
     return nn.Sequential(
-        nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), Residual(4), nn.Flatten(), nn.Linear(16, LABELS)
+        nn.Conv1d(2, 4, 3, bias=bias),
+        nn.BatchNorm1d(4),
+        nn.ReLU(),
+        Residual(4, bias=bias),
+        nn.Flatten(),
+        nn.Linear(16, LABELS),
     ).double()
 
 
 class Residual(nn.Module):
     """Two branches, each with a BatchNorm: their order in backward is the engine's choice."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, bias: bool) -> None:
         super().__init__()
-        self.main = nn.Sequential(nn.Conv1d(width, width, 1), nn.BatchNorm1d(width))
-        self.side = nn.Sequential(nn.Conv1d(width, width, 1), nn.BatchNorm1d(width))
+        self.main = nn.Sequential(nn.Conv1d(width, width, 1, bias=bias), nn.BatchNorm1d(width))
+        self.side = nn.Sequential(nn.Conv1d(width, width, 1, bias=bias), nn.BatchNorm1d(width))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return (self.main(inputs) + self.side(inputs)).tanh()
@@ -688,6 +703,7 @@ def exact_norm(wrap: Wrap, counts: list[int] | None = None) -> dict[str, float]:
     result = Accumulator(wrapped, objective, micro_batch=2 + 2 * dist.get_rank(), batch_norm="exact").backward(
         rows if len(rows[0]) else None
     )
+    is_held = DistributedDataParallel._active_ddp_module is not None
     plain = DistributedDataParallel(copy.deepcopy(model))
     own_part = own(batch, near_equal(14))
     F.cross_entropy(plain(own_part[0]), own_part[1]).backward()
@@ -697,7 +713,71 @@ def exact_norm(wrap: Wrap, counts: list[int] | None = None) -> dict[str, float]:
         "running": float((norms_of(wrapped) - norms_of(twin)).abs().max()),
         "tracked": float(max(b for n, b in wrapped.named_buffers() if "tracked" in n)) - 1,
         "loss": abs(float(result.loss) - float(wanted.detach())),
+        "is_held": is_held,
     }
+
+
+def exact_norm_updates(wrap: Wrap) -> dict[str, float]:
+    """AdamW over batches of which one leaves the last rank without rows; then the model in eval, as it is used."""
+    model, batch = convolutional(bias=False), signals(14)
+    twin, wrapped = copy.deepcopy(model), wrap(copy.deepcopy(model))
+    objective = supervised(nn.CrossEntropyLoss())
+    update = Update(
+        wrapped,
+        torch.optim.AdamW(wrapped.parameters(), lr=0.01),
+        objective,
+        micro_batch=2 + dist.get_rank(),
+        batch_norm="exact",
+        clip_norm=0.5,
+    )
+    alone = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    size = dist.get_world_size()
+    for given in (near_equal(14), [14 - (size - 2), *[1] * (size - 2), 0], near_equal(14)[::-1], near_equal(14)):
+        rows = own(batch, given)
+        update(rows if len(rows[0]) else None)
+        alone.zero_grad()
+        F.cross_entropy(twin(batch[0]), batch[1]).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        alone.step()
+    running = float((norms_of(wrapped) - norms_of(twin)).abs().max())
+    wrapped.eval()
+    twin.eval()
+    with torch.no_grad():
+        outputs = float((wrapped(batch[0]) - twin(batch[0])).abs().max())
+    return {"error": difference(wrapped, twin), "running": running, "outputs": outputs}
+
+
+def exact_norm_low_precision() -> dict[str, float]:
+    """A gradient of 256 + 1 + 1 + 1 on each rank: 259 in fp32, and not a number of bf16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), mp_policy=policy)
+    weights = torch.tensor([256.0, 1.0, 1.0, 1.0])
+    objective = Objective(lambda model, rows: (model(rows[0])[:, 0].float() * rows[1]).sum(), reduction="sum")
+    Accumulator(model, objective, micro_batch=1, batch_norm="exact").backward((torch.randn(4, 3), weights))
+    return {"error": float(gathered(model[2].bias.grad)[0]) - 259 * dist.get_world_size()}
+
+
+def exact_norm_error_in_a_forward() -> dict[str, float]:
+    """Every rank fails in its second micro-batch, when the first has run and the others have begun; the next batch is right."""
+    model, batch = convolutional(), signals(14)
+    twin, wrapped = copy.deepcopy(model), fsdp_units(copy.deepcopy(model))
+    F.cross_entropy(twin(batch[0]), batch[1]).backward()
+    calls = [0]
+
+    def loss(model: nn.Module, rows: Any) -> Tensor:
+        calls[0] += 1
+        number = calls[0]
+        outputs = model(rows[0])
+        if number == 2:
+            raise ValueError("once")
+        return F.cross_entropy(outputs, rows[1])
+
+    accumulator = Accumulator(wrapped, Objective(loss), micro_batch=2, batch_norm="exact")
+    with contextlib.suppress(ValueError):
+        accumulator.backward(own(batch, near_equal(14)))
+    left = sum(parameter.grad is not None for parameter in wrapped.parameters())
+    accumulator.backward(own(batch, near_equal(14)))
+    return {"error": float((whole(wrapped) - whole(twin)).norm() / whole(twin).norm()), "left": left}
 
 
 def micro_norm(wrap: Wrap) -> dict[str, float]:
@@ -730,15 +810,15 @@ def measured_norm() -> dict[str, Any]:
     }
 
 
-def coupled_exact_norm() -> dict[str, float]:
+def coupled_exact_norm(wrap: Wrap) -> dict[str, float]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)).double()
     batch = pairs(11)
-    loss = info_nce(learned=True)
+    loss = info_nce(learned=True).double()
     objective = Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), loss)
     twin, twin_loss = copy.deepcopy(model), copy.deepcopy(loss)
     twin_loss((twin(batch[0]), twin(batch[1]))).backward()
-    wrapped = DistributedDataParallel(model)
+    wrapped = wrap(model)
     Accumulator(wrapped, objective, micro_batch=2, batch_norm="exact").backward(own(batch, near_equal(11)))
     got, wanted = torch.cat([whole(wrapped), whole(loss)]), torch.cat([whole(twin), whole(twin_loss)])
     return {"error": float((got - wanted).norm() / wanted.norm())}
@@ -826,6 +906,18 @@ def collectives(wrap: Wrap, micro_batch: int, reshard: bool = True) -> dict[str,
     return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
 
 
+def exact_norm_collectives(micro_batch: int) -> dict[str, int]:
+    """What a batch in lockstep sends, by name."""
+    accumulator = Accumulator(
+        fsdp_units(convolutional()), supervised(nn.CrossEntropyLoss()), micro_batch=micro_batch, batch_norm="exact"
+    )
+    rows = own(signals(14), near_equal(14))
+    accumulator.backward(rows)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        accumulator.backward(rows)
+    return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
+
+
 def synchronising_every_micro_batch() -> dict[str, int]:
     """The twin of counting: without no_sync there is one reduction per micro-batch."""
     model = DistributedDataParallel(network())
@@ -878,7 +970,6 @@ FSDP = {
     "fsdp_low_precision": partial(low_precision, torch.float32),
     "fsdp_low_precision_sums": partial(low_precision, None),
     "fsdp_overflow_of_a_shard": overflow_of_a_shard,
-    "fsdp_exact_norm": sharded_and_exact_norm,
     "fsdp_tensor_parallel": sharded_and_tensor_parallel,
 }
 COUPLED = {
@@ -886,11 +977,20 @@ COUPLED = {
     "ddp_coupled_rank_without_rows": partial(coupled, ddp, "none"),
     "fsdp_coupled": partial(coupled, fsdp),
     "fsdp_coupled_rank_without_rows": partial(coupled, fsdp, "none"),
-    "ddp_coupled_exact_norm": coupled_exact_norm,
+    "ddp_coupled_exact_norm": partial(coupled_exact_norm, ddp),
+    "fsdp_coupled_exact_norm": partial(coupled_exact_norm, fsdp_units),
 }
 NORMS = {
     "ddp_exact_norm": partial(exact_norm, ddp),
     "ddp_exact_norm_rank_without_rows": partial(exact_norm, ddp, [14]),
+    "ddp_sync_norm": partial(exact_norm, ddp_sync_norm),
+    "fsdp_exact_norm": partial(exact_norm, fsdp_units),
+    "fsdp_exact_norm_one_unit": partial(exact_norm, hsdp),
+    "fsdp_exact_norm_rank_without_rows": partial(exact_norm, fsdp_units, [14]),
+    "ddp_exact_norm_updates": partial(exact_norm_updates, ddp),
+    "fsdp_exact_norm_updates": partial(exact_norm_updates, fsdp_units),
+    "fsdp_exact_norm_low_precision": exact_norm_low_precision,
+    "fsdp_exact_norm_error_in_a_forward": exact_norm_error_in_a_forward,
     "ddp_micro_norm": partial(micro_norm, ddp),
     "fsdp_micro_norm": partial(micro_norm, fsdp),
     "ddp_measured_norm": measured_norm,
@@ -906,6 +1006,7 @@ COUNTS = {
     **{f"ddp_collectives_{size}": partial(collectives, ddp, size) for size in (12, 4, 1)},
     **{f"fsdp_collectives_{size}": partial(collectives, fsdp, size) for size in (12, 4, 1)},
     "fsdp_collectives_kept": partial(collectives, fsdp, 1, reshard=False),
+    **{f"fsdp_exact_norm_collectives_{size}": partial(exact_norm_collectives, size) for size in (7, 1)},
     "ddp_synchronising_every_micro_batch": synchronising_every_micro_batch,
 }
 ALL = {**DDP, **FSDP, **COUPLED, **NORMS, **MEMORY, **COUNTS}
@@ -920,5 +1021,9 @@ ON_THREE = (
     "ddp_drop",
     "ddp_coupled",
     "ddp_exact_norm_rank_without_rows",
+    "fsdp_exact_norm",
+    "fsdp_exact_norm_rank_without_rows",
+    "fsdp_exact_norm_updates",
+    "fsdp_coupled_exact_norm",
     "ddp_micro_norm",
 )

@@ -106,7 +106,6 @@ def test_updates_with_clipping_are_those_of_one_process(told: Outcomes, kind: st
         ("ddp_comm_hook_refused", "has the comm hook _halved, but dropping micro-batches"),
         ("ddp_unused_parameters_unannounced", "find_unused_parameters=True"),
         ("fsdp_drop", "on_nonfinite='skip'"),
-        ("fsdp_exact_norm", "batch_norm='micro' or 'frozen'"),
         ("fsdp_low_precision_sums", "reduce_dtype=torch.float32"),
         ("fsdp_tensor_parallel", "cut by tensor parallelism too"),
     ],

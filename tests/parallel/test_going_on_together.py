@@ -46,3 +46,10 @@ def test_fsdp_scatters_gradients_once_per_update(told: Outcomes, size: int):
 def test_fsdp_gathers_parameters_anew_in_each_pass_unless_they_are_kept(told: Outcomes):
     for again, kept in zip(told("fsdp_collectives_1"), told("fsdp_collectives_kept"), strict=True):
         assert kept["gloo:all_gather"] < 0.6 * again["gloo:all_gather"]
+
+
+def test_in_lockstep_fsdp_sends_the_same_however_many_micro_batches(told: Outcomes):
+    # a reduce-scatter, an all-reduce on gloo, for each of four units with parameters
+    for one, seven in zip(told("fsdp_exact_norm_collectives_7"), told("fsdp_exact_norm_collectives_1"), strict=True):
+        assert one == seven
+        assert one["gloo:all_reduce"] == 4

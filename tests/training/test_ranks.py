@@ -34,7 +34,6 @@ SPREAD = [
     for kind in KINDS
     for dtype in DTYPES
     if dtype == "float64" or size == 4
-    if (name, kind) != ("digits", "fsdp2")  # exact BatchNorm is refused there
 ]
 
 
@@ -42,7 +41,6 @@ SPREAD = [
 def told():
     scenarios = {" ".join(map(str, case)): Spread(*case[:3], DTYPES[case[3]]) for case in SPREAD}
     scenarios |= {f"{first} 1 {last}": Changing("textbook", first, last) for first, last in (KINDS, KINDS[::-1])}
-    scenarios["digits 2 fsdp2"] = Spread("digits", 2, "fsdp2", torch.float64)
     for kind in KINDS:
         scenarios |= {
             f"{kind} straight": Stopped(kind, stop_after=None),
@@ -160,10 +158,6 @@ def test_the_whole_of_the_validation_data_is_dealt_in_whole_batches_and_evenly()
     task = small("textbook", torch.float64)()  # 75 rows in batches of 16: five, the last of 11
     batches = [[len(batch[1]) for batch in validation_loader(task, Ranks(rank, 3))] for rank in range(3)]
     assert batches == [[16, 16], [16, 11], [16, 16]]  # the sixth stands in
-
-
-def test_exact_batch_norm_in_a_sharded_model_is_refused_by_name(told):
-    assert all("exact" in result and result.startswith("ParallelError") for result in told["digits 2 fsdp2"][:2])
 
 
 @pytest.mark.parametrize(("name", "kind"), sorted({(name, kind) for name, _, kind, _ in SPREAD}))

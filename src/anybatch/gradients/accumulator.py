@@ -92,7 +92,7 @@ class Accumulator:
         self.autocast = autocast
         self.norms = NormPolicy(model, batch_norm, offload)
         if self.engine.is_even:
-            check_sharded(drop_nonfinite, is_exact=batch_norm == "exact")
+            check_sharded(drop_nonfinite)
         if drop_nonfinite and self.engine.ranks.size > 1 and (isinstance(objective, Coupled) or batch_norm == "exact"):
             raise ParallelError(
                 f"on {self.engine.ranks.size} ranks, micro-batches whose rows look at each other are not left out one by one. "

@@ -30,14 +30,9 @@ def check_parts(model: nn.Module, objective: Objective | Coupled, autocast: Auto
         )
 
 
-def check_sharded(drops: bool, *, is_exact: bool) -> None:
+def check_sharded(drops: bool) -> None:
     if drops:
         raise ParallelError(
             "a model sharded by fully_shard cannot leave single micro-batches out: no rank has one's gradient alone. Use "
             "on_nonfinite='skip', which leaves the update out, or DistributedDataParallel."
-        )
-    if is_exact:
-        raise ParallelError(
-            "batch_norm='exact' holds all micro-batches half-way through the forward, where fully_shard frees parameters. Wrap "
-            "the model in DistributedDataParallel, or use batch_norm='micro' or 'frozen'."
         )

@@ -23,7 +23,7 @@ from anybatch.gradients.pooled import pooled
 from anybatch.gradients.replay import Replay
 from anybatch.gradients.spool import Spool
 from anybatch.gradients.summing import GradientSum
-from anybatch.gradients.work import Work
+from anybatch.gradients.work import Work, common_device
 from anybatch.stages import Accumulate, Backward, Forward, Load, Loss
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class ExactNorm:
             if self.drops and not bool(loss.isfinite()):
                 return indices
             units = [self.work.shares.units_of(indices) if ranks.size == 1 else self.work.shares.total]
-            start = torch.ones_like(loss)
+            start = torch.full_like(loss, self.work.turn.factor)
             if not self._backward(loss, start if self.scaler is None else self.scaler.scale(start)):
                 return indices
             if ranks.size > 1:
@@ -116,17 +116,21 @@ class ExactNorm:
 
     def _load(self) -> None:
         tracker = self.work.tracker
+        # parameters that are gathered for this batch may lie elsewhere than their parts
+        device = common_device(self.work.model.parameters()) or self.work.device
+        work = replace(self.work, device=device)
         loaded = []
         for index in range(len(self.work.micro_batches)):
             if tracker is not None:
                 tracker.begin(Load)
-            loaded.append(load(self.work, index))
+            loaded.append(load(work, index))
             if tracker is not None:
                 tracker.end(Load, micro_batch=index, batch=loaded[-1])
         self.work = replace(self.work, cut=MicroBatches(loaded, self.work.cut.cut), device=None)
 
     def _keeper(self) -> Keeper:
-        model, parameters = self.work.model, self.work.parameters
+        model = self.work.model
+        parameters = [*model.parameters(), *self.work.parameters]
         device = parameters[0].device if parameters else torch.device("cpu")
         stay = [*parameters, *model.buffers(), *tensors(self.work.micro_batches)]
         return Keeper(self.offload, stay, device, self.spool)

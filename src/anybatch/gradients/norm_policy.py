@@ -84,7 +84,7 @@ class NormPolicy:
                 scaler=scaler,
                 drops=drops,
             )
-            with work.turn.running(is_last=False):
+            with work.turn.together():
                 return exact.run()
         if not layers:
             return run_coupled(coupled, work, gradient_sum, scaler=scaler, drops=drops)
@@ -147,7 +147,7 @@ class NormPolicy:
         try:
             if work.agreed is not None and work.agreed.num_passes:
                 return ParallelError("not under fully_shard")
-            with scratch.undone(), work.turn.running(is_last=False):
+            with scratch.undone(), work.turn.together():
                 ExactNorm(
                     work=quiet,
                     layers=layers,

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import ParallelError
 from anybatch.parallel.by_hand import sum_by_hand
+from anybatch.parallel.gathering import gathered
 from anybatch.parallel.ranks import ONE_PROCESS, Ranks
 from anybatch.parallel.wrapping import fsdp_groups, wrapping_of
 
@@ -28,6 +29,9 @@ class Turn(Protocol):
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
         """The block around forward and backward of one pass."""
+
+    def together(self) -> AbstractContextManager[object]:
+        """The block around forward and backward of a batch whose micro-batches are all under way at once."""
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum over ranks what torch has not: after it `.grad` is the whole batch's, on every rank."""
@@ -72,6 +76,9 @@ class Alone:
         return self
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
+        return self._running
+
+    def together(self) -> AbstractContextManager[object]:
         return self._running
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -132,6 +139,17 @@ def _unsynchronised(modules: Sequence[DistributedDataParallel]) -> Iterator[None
         yield
 
 
+@contextmanager
+def _all_at_once(modules: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Unsynchronised forwards that are under way at the same time, each of which puts back what it found of the one before."""
+    outside = DistributedDataParallel._active_ddp_module
+    try:
+        with _unsynchronised(modules):
+            yield
+    finally:
+        DistributedDataParallel._active_ddp_module = outside  # else the class holds the model for ever, and its group
+
+
 @dataclass(frozen=True, slots=True)
 class _ByHand:
     """No pass is synchronised; gradients are summed at the close."""
@@ -143,6 +161,9 @@ class _ByHand:
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
         return _unsynchronised(self.modules)
+
+    def together(self) -> AbstractContextManager[object]:
+        return _all_at_once(self.modules)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         sum_by_hand(self.ranks, parameters)
@@ -164,6 +185,9 @@ class _Reduced:
 
     def running(self, *, is_last: bool) -> AbstractContextManager[object]:
         return self._synchronised() if is_last else _unsynchronised(self.modules)
+
+    def together(self) -> AbstractContextManager[object]:
+        return _all_at_once(self.modules)
 
     @contextmanager
     def _synchronised(self) -> Iterator[None]:
@@ -245,6 +269,9 @@ class _Scattered:
                 root.set_is_last_backward(True)
             for group, reshard in before:
                 group.reshard_after_backward = reshard
+
+    def together(self) -> AbstractContextManager[object]:
+        return gathered(self.roots)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         inside = {parameter for root in self.roots for parameter in root.parameters()}

@@ -58,16 +58,17 @@ def own_part(tensor: Any) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
+def fsdp_states(root: nn.Module) -> list[Any]:
+    """What `fully_shard` keeps for a root, the first, and for every unit below it."""
+    kind = _sharded_kind()
+    modules: list[Any] = [module for module in root.modules() if kind is not None and isinstance(module, kind)]
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+
+
 def fsdp_groups(root: nn.Module) -> Iterator[Any]:
     """Every parameter group of `fully_shard` in a root, itself and below."""
-    kind = _sharded_kind()
-    seen = set()
-    for module in root.modules():
-        if kind is not None and isinstance(module, kind):
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            if state not in seen:
-                seen.add(state)
-                yield from state._fsdp_param_groups
+    for state in fsdp_states(root):
+        yield from state._fsdp_param_groups
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,5 +1,6 @@
 """How this process was started: alone, or as a rank of torchrun. Knows nothing of torch until ranks are joined."""
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ def joined(launch: Launch, device: str) -> Iterator[Any]:
             f"rank {launch.rank} has lost another rank, which says itself why, unless it was killed. With torchrun "
             "--max-restarts N all ranks start again from the last checkpoint."
         ) from error
+    gc.collect()  # a model that is still held by a cycle would wait for its group when it goes
     # after an error the others may be gone, and saying goodbye would wait for them
     dist.destroy_process_group()
 
