@@ -52,7 +52,8 @@ def plan(
     `memory` is all there is for it, "6GiB" or bytes; None: what the device has free, with what this model already takes there.
     Without an optimizer it is the gradient alone. With `split=Tokens(...)` sizes are budgets of tokens. The options are
     those of `Update`. In `DistributedDataParallel` each rank plans for its own rows, and its buckets are taken off `memory`;
-    a model sharded by `fully_shard` has to be planned before. Parameters, buffers, gradients, the optimizer and random states stay as they are.
+    a model sharded by `fully_shard` has to be planned before. Parameters, buffers, gradients, the optimizer and random
+    states stay as they are.
     """
     if not 0 <= margin < 1:
         raise PlanError(f"plan(margin={margin!r}): expected a share of the memory to leave free, from 0 to below 1.")
