@@ -14,6 +14,7 @@ SOURCE = Path(anybatch.__file__).parent
 ROOMS = [
     "errors",
     "sizes",
+    "host_memory",
     "stages",
     "batches",
     "parallel",
@@ -67,7 +68,7 @@ def test_importing_anybatch_loads_no_torch_and_its_names_load_nothing_beyond_tor
         "from anybatch import *; print(*sorted(name.split('.')[0] for name in set(sys.modules) - before))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert set(loaded) <= {"anybatch", "torch", "__future__", "inspect"}
+    assert set(loaded) <= {"anybatch", "torch", "__future__", "inspect", "resource"}
 
 
 def test_arrows_point_down():

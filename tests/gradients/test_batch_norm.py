@@ -17,9 +17,11 @@ from anybatch import (
     BatchError,
     Coupled,
     LockstepError,
+    MemoryLimitError,
     MicroBatches,
     NonFiniteError,
     Objective,
+    Rows,
     Update,
     UpdateError,
     info_nce,
@@ -324,6 +326,23 @@ def test_an_interrupt_of_the_waiting_thread_leaves_no_thread_behind():
     with pytest.raises(KeyboardInterrupt):
         accumulator.backward(torch.randn(6, 3))
     assert threading.active_count() == threads
+
+
+def test_a_thread_that_cannot_start_is_named_and_not_tried_again_in_smaller_micro_batches(monkeypatch):
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "anybatch-lockstep-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    model, threads = nn.BatchNorm1d(3), threading.active_count()
+    accumulator = Accumulator(model, Objective(lambda model, x: model(x).mean()), micro_batch=2, batch_norm="exact")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(MemoryLimitError, match=r"runs each of 3 micro-batches in a thread .* Use larger micro-batches"):
+        accumulator.backward(torch.randn(6, 3))
+    assert threading.active_count() == threads
+    assert accumulator.split == Rows(2)
 
 
 def test_one_value_per_channel_in_the_whole_batch_is_refused():

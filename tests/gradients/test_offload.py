@@ -50,7 +50,7 @@ def test_auto_leaves_tensors_in_place_until_half_of_the_free_memory_is_taken_and
     monkeypatch.setattr(Spool, "write", lambda self, flat: written.append(flat.nbytes) or write(self, flat))
     run("auto")
     assert not written, "this fits"
-    monkeypatch.setattr(offload, "_half_of_free", lambda device: 200_000)
+    monkeypatch.setattr(offload, "free_on_host", lambda: 400_000)
     assert torch.equal(run("auto"), run(None))
     some = sum(written)
     written.clear()

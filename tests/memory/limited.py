@@ -4,39 +4,51 @@ import json
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybatch import Cost, Coupled, Objective, Rows, Tokens, Update, info_nce, supervised
+from anybatch import Cost, Coupled, Objective, Rows, Tokens, Update, info_nce, measure_peak, supervised
+from anybatch.memory.meter import bytes_of, standing_tensors
 
-WIDTH = 1024
+WIDTH = 256
 LENGTH = 64
 
 
 @dataclass(frozen=True)
 class Case:
+    """Few weights and large activations: most of what an update takes grows with its micro-batch."""
+
     model: Callable[[], nn.Module]
     objective: Any
     batch: Callable[[], Any]
     split: Callable[[], Any]
-    room: int
-    """MiB for the update, with its optimizer's state: the given split does not fit into it."""
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 4))
+    width = 32 * WIDTH
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def normed() -> nn.Module:
+    """Many layers, so that one layer of the whole batch, which `exact` has to hold, is little of it."""
+    width = 32
+    # a bias before BatchNorm has gradient 0, of which AdamW would make whole steps of rounding errors
+    blocks = [(nn.Linear(width, width, bias=False), nn.BatchNorm1d(width), nn.Tanh()) for _ in range(8)]
+    first = nn.Linear(4, width, bias=False)
+    return nn.Sequential(first, *(layer for block in blocks for layer in block), nn.Linear(width, 4))
 
 
 def classified(rows: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, 32), torch.randint(0, 4, (rows,))
+    return torch.randn(rows, 4), torch.randint(0, 4, (rows,))
 
 
 def bag() -> nn.Module:
-    return nn.Sequential(nn.Embedding(50, WIDTH // 4), nn.Tanh(), nn.Linear(WIDTH // 4, 4))
+    return nn.Sequential(nn.Embedding(50, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
 
 
 def bag_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -44,8 +56,7 @@ def bag_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy((model(batch["input_ids"]) * mask).sum(1) / mask.sum(1), batch["labels"])
 
 
-def ragged() -> dict[str, Tensor]:
-    rows = 512
+def ragged(rows: int) -> dict[str, Tensor]:
     lengths = torch.randint(2, LENGTH + 1, (rows,))
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     return {
@@ -60,15 +71,21 @@ def pairs() -> Coupled:
 
 
 CASES = {
-    "rows": Case(mlp, supervised(nn.CrossEntropyLoss()), lambda: classified(4096), lambda: Rows(4096), 16),
+    "rows": Case(mlp, supervised(nn.CrossEntropyLoss()), lambda: classified(512), lambda: Rows(512)),
     "tokens": Case(
         bag,
         Objective(bag_loss),
-        ragged,
-        lambda: Tokens(65536, cost=Cost(fixed=1e9), slack=0),
-        24,
+        lambda: ragged(256),
+        lambda: Tokens(256 * LENGTH, cost=Cost(fixed=1e9), slack=0),
     ),
-    "coupled": Case(mlp, pairs(), lambda: (torch.randn(1024, 32), torch.randn(1024, 32)), lambda: Rows(1024), 14),
+    "coupled": Case(mlp, pairs(), lambda: (torch.randn(256, 4), torch.randn(256, 4)), lambda: Rows(256)),
+    "exact": Case(
+        normed,
+        supervised(nn.CrossEntropyLoss()),
+        lambda: classified(32768),
+        lambda: Rows(32768),
+        {"batch_norm": "exact"},
+    ),
 }
 
 
@@ -78,36 +95,52 @@ def taken() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
-def train(case: Case, splits: list[Any], *, room: int | None = None) -> tuple[Tensor, list[int], list[Any]]:
-    """The weights after ten updates, what each had to retry, and the split that each ended with; one to begin each with."""
+def start(case: Case, split: Any) -> tuple[Update, list[Any]]:
     torch.manual_seed(0)
     model = case.model()
     batches = [case.batch() for _ in range(2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-    update = Update(model, optimizer, case.objective, micro_batch=splits[0])
+    return Update(model, optimizer, case.objective, micro_batch=split, **case.options), batches
+
+
+def need(case: Case) -> int:
+    """What an update of the given split takes beside weights, optimizer and batch, by the meter."""
+    update, batches = start(case, case.split())
+    update(batches[0])
+    standing = bytes_of(standing_tensors(update))
+    _, peak = measure_peak(update, batches[1])
+    return peak - standing
+
+
+def train(case: Case, splits: list[Any], *, room: int | None = None) -> tuple[Tensor, list[int], list[Any]]:
+    """The weights after ten updates, what each had to retry, and the split that each ended with; one to begin each with."""
+    update, batches = start(case, splits[0])
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if room is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (taken() + room * 2**20, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (taken() + room, hard))
     retries, ended = [], []
     for number in range(10):
         update.accumulator.split = splits[number] if number < len(splits) else update.accumulator.split
         retries.append(update(batches[number % 2]).retries)
         ended.append(update.accumulator.split)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-    weights = torch.cat([tensor.detach().double().flatten() for tensor in model.state_dict().values()])
+    weights = torch.cat([tensor.detach().double().flatten() for tensor in update.model.state_dict().values()])
     return weights, retries, ended
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
     case = CASES[sys.argv[1]]
+    full = need(case)
     at_once, never, _ = train(case, [case.split()])  # also the warm-up: all threads and kernels are there afterwards
     assert not any(never)
-    limited, retries, ended = train(case, [case.split()], room=case.room)
+    limited, retries, ended = train(case, [case.split()], room=full // 2)
     again, _, _ = train(case, ended)
     print(
         json.dumps(
             {
+                "need": full,
                 "retries": retries,
                 "split": repr(ended[-1]),
                 "difference": float((limited - at_once).norm() / at_once.norm()),

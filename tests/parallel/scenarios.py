@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch import Accumulator, Coupled, Mean, Objective, PerRow, Sum, Update, info_nce, supervised
+from anybatch import Accumulator, Coupled, Fit, Mean, Objective, PerRow, Sum, Update, info_nce, plan, supervised
 from anybatch.batches import take_rows
 from tests.reference import whole_batch_gradient
 
@@ -875,6 +875,25 @@ def second_pass(call: int, rows: int) -> bool:
     return rows > 2 and call > 2
 
 
+def fitted(wrap: Wrap) -> dict[str, Any]:
+    """Each rank chooses for its own rows: the last has half the memory; the gradient is the whole batch's."""
+    torch.manual_seed(1)
+    model = network(torch.float64)
+    twin = copy.deepcopy(model)
+    batch = tuple(t.double() if t.is_floating_point() else t for t in labelled(64))
+    goal, rows = supervised(nn.CrossEntropyLoss()), own(batch, near_equal(64))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
+    alone = plan(twin, optimizer, goal, rows, memory="1GiB", checkpointing=False)
+    memory = alone.peak(16 if dist.get_rank() == 0 else 8)
+    F.cross_entropy(twin(batch[0]), batch[1]).backward()
+    wrapped = wrap(model)
+    buckets = sum(p.nbytes for p in model.parameters()) if wrap is ddp else 0
+    fit = Fit(memory + buckets, margin=0.0)
+    Update(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.0), goal, micro_batch=fit)(rows)
+    assert fit.choice is not None
+    return {"size": fit.choice.size, "reason": fit.choice.reason, "error": error(wrapped, whole(twin))}
+
+
 def error_of_one_rank() -> float:
     """One rank alone fails in its second forward."""
     calls = [0]
@@ -1000,6 +1019,8 @@ MEMORY = {
     "ddp_out_of_memory_coupled": partial(out_of_memory, "coupled", more_than_two),
     "ddp_out_of_memory_second_pass": partial(out_of_memory, "coupled", second_pass),
     "ddp_out_of_memory_always": partial(out_of_memory, "rows", always),
+    "ddp_fit": partial(fitted, ddp),
+    "fsdp_fit": partial(fitted, fsdp),
     "ddp_error_of_one_rank": error_of_one_rank,
 }
 COUNTS = {

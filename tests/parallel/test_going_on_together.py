@@ -24,6 +24,18 @@ def test_an_error_of_one_rank_does_not_leave_the_others_waiting(told: Outcomes):
     assert failed == "ValueError: only here"
 
 
+def test_fit_chooses_for_the_rows_of_each_rank_beside_the_buckets_of_ddp(told: Outcomes):
+    assert [rank["size"] for rank in told("ddp_fit")] == [16, 8]
+    assert largest(told("ddp_fit"), "error") < 1e-12
+
+
+def test_fit_doubles_where_a_sharded_model_cannot_be_planned_and_says_why(told: Outcomes):
+    for rank in told("fsdp_fit"):
+        assert rank["reason"].startswith("PlanError: this ")
+        assert "is sharded by fully_shard" in rank["reason"]
+    assert largest(told("fsdp_fit"), "error") < 1e-12
+
+
 @pytest.mark.parametrize("size", [12, 4, 1])
 def test_ddp_reduces_once_per_update_whatever_the_number_of_micro_batches(told: Outcomes, size: int):
     # one bucket; three gathers of a few numbers: before the first forward, before the last pass, for the result

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Semaphore, Thread
 from typing import Any, Generic, TypeVar
 
-from anybatch.errors import LockstepError
+from anybatch.errors import LockstepError, MemoryLimitError
 from anybatch.gradients.thread_state import ThreadState, thread_state
 
 T = TypeVar("T")
@@ -50,10 +50,10 @@ class Lockstep(Generic[T]):
         ]
         try:
             for thread in threads:
-                thread.start()
+                self._start(thread)
             self._batons[0].release()
             self._all_ended.acquire()
-        except BaseException:  # an interrupt while waiting, or no memory for another thread
+        except BaseException:  # an interrupt while waiting, or no more threads
             self._is_abandoned = True
             raise
         finally:
@@ -107,6 +107,16 @@ class Lockstep(Generic[T]):
             self._batons[to].release()
             self._batons[index].acquire()
         self._holder = index
+
+    def _start(self, thread: Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # smaller micro-batches would be more threads: this is not tried again
+            raise MemoryLimitError(
+                f"{error}: batch_norm='exact' runs each of {len(self.forwards)} micro-batches in a thread of its own, and the "
+                "system allows no more of them, by number (ulimit -u), or by the memory that their stacks may take (ulimit -v, "
+                "-d; each takes ulimit -s). Use larger micro-batches, or raise the limit."
+            ) from error
 
     def _work(self, index: int, state: ThreadState) -> None:
         self._batons[index].acquire()

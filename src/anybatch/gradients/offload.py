@@ -1,6 +1,5 @@
 """What backward needs, kept elsewhere until it is needed: in the host's memory, or on disk."""
 
-import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch.errors import UpdateError
 from anybatch.gradients.spool import Spool
+from anybatch.host_memory import free_on_host
 
 Offload = Literal["auto", "host", "disk"] | None
 """Where saved tensors go: to `"host"` memory, to `"disk"`, `"auto"`: out once memory is half full; None: they stay."""
@@ -177,7 +177,4 @@ def _half_of_free(device: torch.device) -> int:
     if device.type != "cpu":
         free, _ = torch.accelerator.get_memory_info(device)
         return free // 2
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
-    except (AttributeError, ValueError):  # not known on this system: nothing is assumed to fit
-        return 0
+    return (free_on_host() or 0) // 2  # where the system does not tell, nothing is assumed to fit

@@ -4,11 +4,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.memory.probe import Setup
 from anybatch.memory.trials import Trials
+from anybatch.sizes import show_bytes
 
 
-def notes_for(trials: Trials, setup: Setup, *, is_merged: bool) -> tuple[str, ...]:
+def notes_for(trials: Trials, setup: Setup, *, is_merged: bool, bucket_bytes: int = 0) -> tuple[str, ...]:
     """Where this plan may be off, and by what. `is_merged` where nobody chose what BatchNorm sees."""
     notes = []
+    if bucket_bytes:
+        notes.append(
+            f"DistributedDataParallel keeps {show_bytes(bucket_bytes)} of buckets beside the gradients: they are taken off the "
+            "memory, and not counted in peaks."
+        )
     if setup.device.type != "cpu" and trials.method == "fake tensors":
         notes += _notes_of_gpu(trials, setup)
     has_norms = any(isinstance(module, _BatchNorm) for module in setup.parts[0].modules())

@@ -21,6 +21,7 @@ from anybatch.memory.plan import Breakdown, Checkpointing, Plan, SizePeak
 from anybatch.memory.probe import Setup
 from anybatch.memory.source import Source, source_of
 from anybatch.memory.trials import Trials, start_trials
+from anybatch.memory.unwrapping import unwrapped
 from anybatch.sizes import parse_bytes
 
 MARGIN = 0.05
@@ -50,13 +51,17 @@ def plan(
     meta device and `device` need not be there; where fake tensors cannot see or run it, small real steps on a real copy.
     `memory` is all there is for it, "6GiB" or bytes; None: what the device has free, with what this model already takes there.
     Without an optimizer it is the gradient alone. With `split=Tokens(...)` sizes are budgets of tokens. The options are
-    those of `Update`. Parameters, buffers, gradients, the optimizer and random states stay as they are.
+    those of `Update`. In `DistributedDataParallel` each rank plans for its own rows, and its buckets are taken off `memory`;
+    a model sharded by `fully_shard` has to be planned before. Parameters, buffers, gradients, the optimizer and random
+    states stay as they are.
     """
     if not 0 <= margin < 1:
         raise PlanError(f"plan(margin={margin!r}): expected a share of the memory to leave free, from 0 to below 1.")
-    parts = _unwrapped(model), optimizer, objective
-    there = _device_of(model, device)
-    room = parse_bytes(memory) if memory is not None else available_bytes(there) + _already(parts, there)
+    module, bucket_bytes = unwrapped(model)
+    parts = module, optimizer, objective
+    there = _device_of(module, device)
+    # buckets that are there already are no longer free
+    room = available_bytes(there) + _already(parts, there) if memory is None else parse_bytes(memory) - bucket_bytes
     options: dict[str, Any] = {"autocast": autocast, "batch_norm": batch_norm or "micro", "offload": offload}
     options |= {"clip_norm": clip_norm, "clip_value": clip_value}
     with undisturbed():
@@ -85,7 +90,7 @@ def plan(
         method=trials.method,
         reason=trials.reason,
         is_confirmed=found.is_confirmed,
-        notes=notes_for(trials, setup, is_merged=batch_norm is None),
+        notes=notes_for(trials, setup, is_merged=batch_norm is None, bucket_bytes=bucket_bytes),
         peaks=found.peaks,
     )
 
@@ -150,12 +155,6 @@ def _try_checkpointing(trials: Trials, found: Found) -> Checkpointing | None:
         peak=found.peak - saved,
         saved=max(saved, 0),
     )
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile: fake tensors follow its ops, which a compiler may fuse into fewer."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
 
 
 def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:

@@ -3,7 +3,7 @@
 from anybatch.parallel.by_hand import sum_by_hand
 from anybatch.parallel.engines import ALONE, Engine, Replicated, Sharded, Turn, engine_for
 from anybatch.parallel.ranks import ONE_PROCESS, Ranks
-from anybatch.parallel.wrapping import is_sharded, own_part
+from anybatch.parallel.wrapping import is_sharded, own_part, wrapping_of
 
 __all__ = [
     "ALONE",
@@ -17,4 +17,5 @@ __all__ = [
     "is_sharded",
     "own_part",
     "sum_by_hand",
+    "wrapping_of",
 ]

@@ -1,5 +1,6 @@
-"""What this process may still take of the host's memory, where somebody has set it a limit."""
+"""What this process may still take of the host's memory: what is free, within the limits that somebody has set it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,24 @@ except ImportError:  # not a POSIX system
     resource = None  # type: ignore[assignment]
 
 
+def free_on_host() -> int | None:
+    """What could still be allocated now, in bytes; None where the system does not tell."""
+    return min((number for number in (_available(), left_within_limits()) if number is not None), default=None)
+
+
 def left_within_limits(proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The least that any limit leaves: of the process (RLIMIT_AS, RLIMIT_DATA), or of a control group; None without one."""
     return min((max(left, 0) for left in (*_of_process(proc), *_of_groups(proc, groups))), default=None)
+
+
+def _available() -> int | None:
+    available = _fields(Path("/proc/meminfo"), ":").get("MemAvailable")
+    if available is not None:
+        return int(available.split()[0]) * 1024
+    try:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, ValueError):
+        return None
 
 
 def _of_process(proc: Path) -> Iterator[int]:

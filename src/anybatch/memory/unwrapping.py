@@ -1,0 +1,33 @@
+"""The module that is planned: without what compiles it, or synchronises it over ranks."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.errors import PlanError
+from anybatch.memory.meter import bytes_of
+from anybatch.parallel import wrapping_of
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, int]:
+    """The module inside `torch.compile` and `DistributedDataParallel`, and the bytes of the buckets that the latter keeps.
+
+    Fake tensors follow a module's ops, which a compiler may fuse into fewer. A rank tries its own rows alone: a wrapped copy
+    would wait for the other ranks, which may try other sizes.
+    """
+    buckets = 0
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            buckets += bytes_of(parameter for parameter in model.parameters() if parameter.requires_grad)
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            break
+    inside = wrapping_of(model)
+    if inside.sharded or inside.replicated:
+        how = "sharded by fully_shard" if inside.sharded else "wrapped in DistributedDataParallel in parts"
+        raise PlanError(
+            f"this {type(model).__name__} is {how}, and a copy to try an update on would wait for the other ranks. Plan the "
+            "model before it is wrapped."
+        )
+    return model, buckets
