@@ -12,10 +12,12 @@ import json
 import logging
 import platform
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import accelerate
 import lightning
@@ -171,8 +173,17 @@ class Clock(lightning.Callback):
 
 
 def with_lightning(work: Work) -> Contender:
-    parts, batches = work.micro_batches, 6 * work.repeats
-    module = LightningWork(copy.deepcopy(work.model))
+    return lightning_fit(work.model, work.micro_batches, 6 * work.repeats)
+
+
+def lightning_fit(
+    model: nn.Module,
+    parts: list[tuple[Tensor, Tensor]],
+    batches: int,
+    options: Callable[[], dict[str, Any]] = dict,
+) -> Contender:
+    """Seconds per batch of a fit of several, from the end of the first; `options()` are those of a new trainer."""
+    module = LightningWork(copy.deepcopy(model))
 
     def run() -> float:
         clock = Clock(len(parts))
@@ -185,6 +196,7 @@ def with_lightning(work: Work) -> Contender:
             enable_progress_bar=False,
             enable_checkpointing=False,
             enable_model_summary=False,
+            **options(),
         )
         trainer.fit(module, DataLoader(parts * batches, batch_size=None))
         return (clock.end - clock.start) / (batches - 1)

@@ -31,13 +31,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from anybatch import Update, supervised
 from anybatch.parallel import own_part
 from benchmarks.meter import Contender, Timing, interleave, peak_bytes
 from benchmarks.models import SmallTransformer
-from benchmarks.overhead import Clock, LightningWork
+from benchmarks.overhead import lightning_fit
 from benchmarks.pictures import ranks_picture
 
 FOLDER = Path(__file__).parent.parent / "docs"
@@ -108,28 +107,11 @@ def with_accelerate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Contender
 
 
 def with_lightning(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Contender:
-    parts, batches = parts_of(batch), 3
-    module = LightningWork(copy.deepcopy(model))
+    def options() -> dict[str, Any]:
+        strategy = DDPStrategy(process_group_backend="gloo")
+        return {"strategy": strategy, "devices": dist.get_world_size(), "use_distributed_sampler": False}
 
-    def run() -> float:
-        clock = Clock(len(parts))
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            strategy=DDPStrategy(process_group_backend="gloo"),
-            devices=dist.get_world_size(),
-            use_distributed_sampler=False,
-            max_epochs=1,
-            accumulate_grad_batches=len(parts),
-            callbacks=[clock],
-            logger=False,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, DataLoader(parts * batches, batch_size=None))
-        return (clock.end - clock.start) / (batches - 1)
-
-    return run
+    return lightning_fit(model, parts_of(batch), 3, options)
 
 
 def together(run: Contender) -> Contender:

@@ -10,7 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Accumulator, BatchError, Coupled, Objective, VerifyError, clip_loss, supervised, verify, windows
+from anybatch import (
+    Accumulator,
+    BatchError,
+    Coupled,
+    Objective,
+    SettingsError,
+    VerifyError,
+    clip_loss,
+    supervised,
+    verify,
+    windows,
+)
 from anybatch.proof.fitting import rows_that_fit
 from anybatch.proof.floor import Floor, floor_of
 from anybatch.proof.precision import Float64
@@ -185,7 +196,7 @@ def test_with_memory_given_only_the_rows_that_fit_are_verified():
 
 @pytest.mark.parametrize("memory", ["2", "GiB", 0, -1, True, 1.5])
 def test_a_memory_that_is_no_size_is_refused(memory):
-    with pytest.raises(VerifyError, match="expected a number of bytes, or a size with its unit"):
+    with pytest.raises(SettingsError, match="is no memory size: expected a number above 0 with its unit"):
         verify(mlp(), CROSS_ENTROPY, rows_of_numbers(), memory=memory)
 
 

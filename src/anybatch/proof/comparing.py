@@ -13,12 +13,13 @@ from anybatch.gradients import Autocast, BatchNorm, Coupled, Objective
 from anybatch.proof.causes import explain
 from anybatch.proof.copies import Copy, copy_model, inner_model, untouched
 from anybatch.proof.cuts import cuts_of, uneven, whole_batch
-from anybatch.proof.fitting import parse_memory, rows_that_fit
+from anybatch.proof.fitting import rows_that_fit
 from anybatch.proof.floor import Floor, floor_of, most, relative
 from anybatch.proof.lab import Lab
 from anybatch.proof.precision import can_be_raised, roundoff
 from anybatch.proof.running import Case, Gradient, make_case
 from anybatch.proof.verdict import Cause, CutResult, Verdict
+from anybatch.sizes import parse_bytes
 
 
 def verify(
@@ -49,7 +50,7 @@ def verify(
     """
     _check(model, objective)
     inner = inner_model(model)
-    limit = parse_memory(memory)
+    limit = None if memory is None else parse_bytes(memory)
     whole = whole_batch(batch, micro_batch)
     given = num_rows(whole)
     if given < 2:

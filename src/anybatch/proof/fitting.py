@@ -1,7 +1,6 @@
 """As many rows as fit: what one backward pass over so many rows takes, measured while they are doubled."""
 
 import itertools
-import re
 from collections.abc import Callable
 
 import torch
@@ -12,24 +11,6 @@ from anybatch.errors import VerifyError
 from anybatch.gradients.work import common_device
 from anybatch.proof.precision import can_be_raised
 from anybatch.proof.running import Case, make_case
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
-
-
-def parse_memory(memory: int | str | None) -> int | None:
-    """Bytes.
-
-    >>> parse_memory("1.5GiB"), parse_memory("200MB"), parse_memory(4096)
-    (1610612736, 200000000, 4096)
-    """
-    if memory is None or (isinstance(memory, int) and not isinstance(memory, bool) and memory > 0):
-        return memory
-    size = _SIZE.fullmatch(memory.strip()) if isinstance(memory, str) else None
-    if size is None or not float(size[1]):
-        raise VerifyError(
-            f"memory={memory!r}: expected a number of bytes, or a size with its unit, such as '2GiB' or '800MB'."
-        )
-    return int(float(size[1]) * (1024 if size[3] else 1000) ** " KMGT".index(size[2].upper() or " "))
 
 
 def rows_that_fit(case: Case, limit: int) -> int:
