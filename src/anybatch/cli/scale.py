@@ -52,8 +52,8 @@ def parse_flops(text: str) -> float:
 def parse_latency(text: str) -> float:
     """Seconds.
 
-    >>> parse_latency("10us")
-    1e-05
+    >>> parse_latency("250ms")
+    0.25
     """
     found = _LATENCY.fullmatch(text.strip())
     if found is None:
