@@ -63,7 +63,10 @@ def test_json_is_all_that_is_printed(tmp_path, capsys):
     ("arguments", "said"),
     [
         (["verify", "nowhere.py"], "there is no task file nowhere.py"),
-        (["verify", "textbook", "--memory", "lots"], "'lots' is no memory size: expected a number above 0 with its unit"),
+        (
+            ["verify", "textbook", "--memory", "lots"],
+            "'lots' is no memory size: expected a number above 0 with its unit",
+        ),
         (["verify", "textbook", "--batch-size", "1"], "give a batch of 2 rows or more"),
         (["verify", "textbook", "--batch-size", "0"], "--batch-size 0: expected a whole number"),
         (["verify"], "TASK"),

@@ -29,6 +29,8 @@ from anybatch.gradients.replay import RandomState
 from anybatch.gradients.row_masks import keep_mask, key_of
 from tests.reference import relative_error
 
+pytestmark = pytest.mark.xdist_group("row dropout")
+
 WORD = 2**32 - 1
 
 

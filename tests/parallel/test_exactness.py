@@ -4,6 +4,8 @@ import pytest
 
 from tests.parallel.ranks import Outcomes, largest
 
+pytestmark = pytest.mark.xdist_group("two ranks")
+
 BOTH = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from tests.parallel.ranks import Outcomes, largest
 
+pytestmark = pytest.mark.xdist_group("two ranks")
+
 
 @pytest.mark.parametrize("name", ["ddp_out_of_memory", "ddp_out_of_memory_coupled", "ddp_out_of_memory_second_pass"])
 def test_out_of_memory_on_one_rank_starts_all_again_in_smaller_micro_batches(told: Outcomes, name: str):

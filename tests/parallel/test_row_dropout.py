@@ -17,6 +17,8 @@ from anybatch import GlobalBatches, Update, row_dropout, supervised
 from anybatch.batches import deal_rows, take_rows
 from tests.parallel.ranks import outcomes
 
+pytestmark = pytest.mark.xdist_group("dropout on ranks")
+
 ROWS, BATCH = 49, 12
 """The last batch has one row: with two ranks, one has none."""
 

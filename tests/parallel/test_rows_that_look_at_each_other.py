@@ -4,6 +4,8 @@ import pytest
 
 from tests.parallel.ranks import Outcomes, largest
 
+pytestmark = pytest.mark.xdist_group("two ranks")
+
 COUPLED = ["ddp_coupled", "ddp_coupled_rank_without_rows", "fsdp_coupled", "fsdp_coupled_rank_without_rows"]
 
 

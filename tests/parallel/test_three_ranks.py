@@ -4,6 +4,8 @@ import pytest
 
 from tests.parallel.ranks import Outcomes, largest
 
+pytestmark = pytest.mark.xdist_group("three ranks")
+
 
 @pytest.mark.parametrize(
     "name",

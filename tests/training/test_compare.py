@@ -11,6 +11,8 @@ from anybatch.training.records import Arm, ArmEpoch, ArmRun
 from anybatch.training.settings import Settings
 from anybatch.training.usual_loop import run_usual_loop
 
+pytestmark = pytest.mark.xdist_group("compare")
+
 
 @pytest.fixture(scope="module")
 def comparison():

@@ -13,6 +13,8 @@ from anybatch.training.records import EpochDone, MemorySeen, UpdateDone, WindowS
 from anybatch.training.settings import Settings
 from anybatch.training.validation import validate
 
+pytestmark = pytest.mark.xdist_group("loop")
+
 UPDATES = 15  # 3 epochs of 75 rows in batches of 16
 
 

@@ -24,6 +24,8 @@ from anybatch.training.experiment import assemble
 from anybatch.training.find_task import find_task
 from tests.parallel.ranks import outcomes
 
+pytestmark = pytest.mark.xdist_group("tasks on ranks")
+
 TASKS = ("textbook", "stdlib", "pairs", "digits")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 BOUND = {"float64": 1e-12, "float32": 1e-5}

@@ -8,6 +8,8 @@ from anybatch.training.experiment import assemble
 from anybatch.training.settings import Settings
 from anybatch.training.trace import trace
 
+pytestmark = pytest.mark.xdist_group("trace")
+
 SETTINGS = Settings(updates=2, warmup=0, decay="none")
 
 
