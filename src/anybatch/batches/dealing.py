@@ -53,7 +53,7 @@ def deal_work(lengths: Sequence[int], ranks: int, cost: Cost) -> list[tuple[int,
     """Row numbers for each rank, ascending, so that rows cost about the same everywhere: longest first, each to whom has least.
 
     What is made equal is the sum of `cost.of_row`. A rank's real work also has the padding and the fixed cost of its own
-    cut; trading rows until those are equal too gained 0 to 3 % (5 % where a rank has 4 rows) and is left out.
+    cut; trading rows until those are equal too gained 0 to 5 % and is left out.
 
     >>> deal_work([9, 1, 1, 2, 5, 1], 2, Cost())
     [(0,), (1, 2, 3, 4, 5)]
