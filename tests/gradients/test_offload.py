@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from anybatch import Accumulator, UpdateError, supervised
+from anybatch import Accumulator, Objective, UpdateError, supervised
 from anybatch.gradients import offload
 from anybatch.gradients.offload import Keeper
 from anybatch.gradients.spool import Spool
@@ -181,3 +182,21 @@ def test_one_file_serves_all_batches_and_a_copy_has_its_own(tmp_path, monkeypatc
 def test_the_host_is_no_other_place_than_the_cpu():
     with pytest.raises(UpdateError, match=r"offload='host'.*the model is on the CPU.*Use offload='disk'"):
         run("host")
+
+
+def test_a_batch_that_failed_is_freed_though_its_graph_went_through_hooks():
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("here")
+
+    alive = []
+    model = nn.Sequential(nn.Linear(3, 4096), nn.BatchNorm1d(4096), nn.Tanh(), Failing())
+    model[2].register_forward_hook(
+        lambda module, inputs, output: alive.append(StorageWeakRef(output.untyped_storage()))
+    )
+    accumulator = Accumulator(model, Objective(lambda model, x: model(x).mean()), micro_batch=2, batch_norm="exact")
+    with pytest.raises(ValueError, match="here"):
+        accumulator.backward(torch.randn(4, 3))
+    gc.collect()
+    assert alive
+    assert all(storage.expired() for storage in alive)

@@ -72,15 +72,15 @@ class Keeper:
 
     def _pack(self, tensor: Tensor) -> Load:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.nbytes < SMALLEST:
-            return _Stays(tensor, tensor._version)
+            return _Stays(tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
         if storage._cdata in self._stay or storage.nbytes() > 2 * tensor.nbytes:
-            return _Stays(tensor, tensor._version)
+            return _Stays(tensor.detach(), tensor._version)
         kept = self._kept.get(storage._cdata)
         if kept is None or kept.version != tensor._version:
             if self._budget >= storage.nbytes():
                 self._budget -= storage.nbytes()
-                return _Stays(tensor, tensor._version)
+                return _Stays(tensor.detach(), tensor._version)
             self._forget_the_dead()
             # the weak reference holds the storage's address: no other storage can be taken for this one
             kept = _Kept(StorageWeakRef(storage), tensor._version, self._put(storage, tensor.device))
@@ -155,7 +155,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Stays:
-    """A saved tensor that is where it was. Torch does not look after tensors that went through a hook, so this does."""
+    """A saved tensor that is where it was. Torch does not look after tensors that went through a hook, so this does.
+
+    It is held without its graph: the two would hold each other, and a batch that failed would never be freed.
+    """
 
     tensor: Tensor
     version: int
