@@ -321,7 +321,7 @@ def test_what_a_loss_has_learned_is_part_of_the_checkpoint(tmp_path):
 def test_a_loss_that_learns_nothing_cannot_go_on_from_one_that_did(tmp_path):
     update, _ = pairs_update(0)
     save(tmp_path, update, number=0)
-    with pytest.raises(CheckpointError, match="beside the model.*missing in this run"):
+    with pytest.raises(CheckpointError, match=r"beside the model.*missing in this run"):
         resume(tmp_path, pairs_update(0, learned=False)[0])
 
 
