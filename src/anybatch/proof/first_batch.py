@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from anybatch.batches import Batch, Dealt, MicroBatches, Tokens, num_rows, take_rows
-from anybatch.errors import ExactnessError
+from anybatch.errors import ExactnessError, VerifyError
 from anybatch.gradients import Accumulator
 from anybatch.gradients.agreement import has_rows
 from anybatch.proof.comparing import unit_of, verify
@@ -24,6 +24,11 @@ def self_check(accumulator: Accumulator, batch: Batch) -> None:
     cause. With `batch_norm="micro"` the user has chosen other statistics than the batch's; then all else is checked, with
     BatchNorm frozen. Everything is left as it was. Each rank looks at rows of its own, and all raise if one does.
     """
+    if accumulator.engine.is_even:
+        raise VerifyError(
+            "check=True runs a copy of the model, and one sharded by fully_shard cannot be copied. Call verify() on the model "
+            "before it is sharded, and leave check=False."
+        )
     problem: Exception | None = None
     try:
         _look_at(accumulator, batch)
