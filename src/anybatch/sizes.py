@@ -19,9 +19,9 @@ def parse_bytes(size: str | int) -> int:
     if found is not None:
         number, unit = float(found[1]), found[2].upper()
         base = 1024 if "I" in unit else 1000
-        limit = int(number * base ** " KMGT".index(unit[0].replace("B", " ")))
-        if limit > 0:
-            return limit
+        limit = number * base ** " KMGT".index(unit[0].replace("B", " "))
+        if 1 <= limit < float("inf"):
+            return int(limit)
     raise SettingsError(f"{size!r} is no memory size: expected a number above 0 with its unit, such as 6GiB or 800MB.")
 
 

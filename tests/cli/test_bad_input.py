@@ -23,6 +23,7 @@ def test_an_unknown_task_is_told_which_there_are(capsys, command):
         (["--batch-size", "0"], "--batch-size 0: expected a whole number, 1 or more"),
         (["--batch-size", "many"], "'--batch-size'"),
         (["--micro-batch", "3 bananas"], "--micro-batch '3 bananas': expected a number of rows"),
+        (["--memory", "9" * 400 + "GiB"], "is no memory size: expected a number above 0 with its unit"),
         (["--memory", "2 bananas"], "'2 bananas' is no memory size: expected a number above 0 with its unit"),
         (
             ["--memory", "2GiB", "--micro-batch", "1GiB"],

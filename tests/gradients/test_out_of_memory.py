@@ -16,6 +16,7 @@ from anybatch import (
     Auto,
     Cost,
     Coupled,
+    Dealt,
     MemoryLimitError,
     MicroBatches,
     Objective,
@@ -399,3 +400,29 @@ def test_other_errors_are_not_retried():
 
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         Accumulator(mlp(), Objective(loss), micro_batch=8).backward(rows_case().batches[0])
+
+
+class AtMost(nn.Module):
+    """Memory for so many rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        return x
+
+
+def test_dealt_rows_that_come_cut_already_are_cut_further():
+    torch.manual_seed(0)
+    x, y = torch.randn(14, 6, dtype=torch.float64), torch.randint(0, 3, (14,))
+    layer, objective = nn.Linear(6, 3).double(), supervised(nn.CrossEntropyLoss())
+    model = nn.Sequential(AtMost(4), layer)
+    given = Dealt(MicroBatches([(x[:8], y[:8]), (x[8:], y[8:])]), tuple(range(14)), 14)
+    result = Accumulator(model, objective, micro_batch=2).backward(given)
+    assert (result.retries, result.micro_batches) == (1, 4)
+    grads = torch.autograd.grad(nn.functional.cross_entropy(layer(x), y), list(layer.parameters()))
+    for parameter, grad in zip(layer.parameters(), grads, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)

@@ -9,7 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch import ExactnessError, Objective, Tokens, Update, supervised, windows
+from anybatch import (
+    Dealt,
+    ExactnessError,
+    Fit,
+    Objective,
+    Tokens,
+    Update,
+    VerifyError,
+    plan,
+    row_dropout,
+    supervised,
+    verify,
+    windows,
+)
 from tests.proof.sound import GPT, LENGTH, cnn, images, mlp, next_token, rows_of_numbers, shifted, texts
 from tests.proof.test_mistakes import Counting, NumpyNoise
 
@@ -46,6 +59,10 @@ def assert_same(before: object, now: object) -> None:
         assert_same(list(before.values()), list(now.values()))
     else:
         assert before == now
+
+
+def dealt(batch: tuple[torch.Tensor, torch.Tensor]) -> Dealt:
+    return Dealt(batch, tuple(range(len(batch[0]))), len(batch[0]))
 
 
 WRONG = {
@@ -116,6 +133,34 @@ def test_sound_updates_pass_the_check():
         (mlp(), supervised(nn.CrossEntropyLoss()), next(iter(windows([rows_of_numbers()] * 2, 2))), {"micro_batch": 4}),
         (mlp(), supervised(nn.CrossEntropyLoss()), (torch.randn(1, 6), torch.tensor([1])), {"micro_batch": 4}),
         (mlp(), supervised(nn.CrossEntropyLoss()), rows_of_numbers(), {"micro_batch": 4, "autocast": torch.bfloat16}),
+        (mlp(), supervised(nn.CrossEntropyLoss()), dealt(rows_of_numbers()), {"micro_batch": 4}),
+        (row_dropout(mlp(0.2)), supervised(nn.CrossEntropyLoss()), dealt(rows_of_numbers()), {"micro_batch": 4}),
+        (mlp(), supervised(nn.CrossEntropyLoss()), rows_of_numbers(), {"micro_batch": Fit("1GiB")}),
+        (mlp(), supervised(nn.CrossEntropyLoss()), rows_of_numbers(), {"micro_batch": "auto"}),
     ]
     for model, objective, given, options in cases:
         assert Update(model, adam(model), objective, check=True, **options)(given).applied
+
+
+def test_verify_takes_what_an_update_takes():
+    batch, objective = rows_of_numbers(), supervised(nn.CrossEntropyLoss())
+    assert verify(mlp(), objective, dealt(batch)).is_exact
+    assert plan(mlp(), None, objective, dealt(batch), memory="1GiB").rows == len(batch[0])
+    assert verify(mlp(), objective, batch, micro_batch=Fit("1GiB")).is_exact
+    assert verify(mlp(), objective, batch, micro_batch="auto").is_exact
+    assert verify(row_dropout(mlp(0.2)), objective, batch).is_exact
+
+
+def test_one_row_in_batch_norm_is_a_finding_and_no_crash():
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    inputs, targets = rows_of_numbers()
+    verdict = verify(model, supervised(nn.CrossEntropyLoss()), (inputs[:4], targets[:4]))
+    assert [cause.kind for cause in verdict.causes] == ["batch_norm"]
+
+
+def test_a_sharded_model_is_refused_with_what_to_do_instead(monkeypatch):
+    model = mlp()
+    update = Update(model, adam(model), supervised(nn.CrossEntropyLoss()), micro_batch=4, check=True)
+    monkeypatch.setattr(type(update.accumulator.engine), "is_even", True)
+    with pytest.raises(VerifyError, match=r"fully_shard cannot be copied.*before it is sharded"):
+        update(rows_of_numbers())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import CheckpointError, Objective, Update, resume, save, supervised, warmup
+from anybatch import CheckpointError, Coupled, Objective, Update, clip_loss, resume, save, supervised, warmup
 from anybatch.training.checkpoint_files import read_tensors, sum_of
 from anybatch.training.checkpoints import checkpoints_in
 from anybatch.training.randomness import random_states, restore_random_states
@@ -293,3 +293,39 @@ def test_a_loader_goes_back_to_its_place(tmp_path):
     other = Counter()
     resume(tmp_path, make_update(), loader=other)
     assert other.at == 3
+
+
+def pairs_update(seed, *, learned=True):
+    torch.manual_seed(seed)
+    model, loss = nn.Linear(4, 3), clip_loss(temperature=0.5, learned=learned)
+    optimizer = torch.optim.Adam([*model.parameters(), *loss.parameters()], lr=0.1)
+    both = Coupled(lambda model, batch: (model(batch[0]), model(batch[1])), loss)
+    return Update(model, optimizer, both, micro_batch=4), loss
+
+
+def test_what_a_loss_has_learned_is_part_of_the_checkpoint(tmp_path):
+    pairs = torch.randn(8, 4), torch.randn(8, 4)
+    update, loss = pairs_update(0)
+    for _ in range(3):
+        update(pairs)
+    save(tmp_path, update, number=3)
+    update(pairs)
+    other, other_loss = pairs_update(1)
+    resume(tmp_path, other)
+    other(pairs)
+    assert_same_bits(weights(other), weights(update))
+    for one, same in zip(other_loss.parameters(), loss.parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
+def test_a_loss_that_learns_nothing_cannot_go_on_from_one_that_did(tmp_path):
+    update, _ = pairs_update(0)
+    save(tmp_path, update, number=0)
+    with pytest.raises(CheckpointError, match=r"beside the model.*missing in this run"):
+        resume(tmp_path, pairs_update(0, learned=False)[0])
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, True])
+def test_a_number_that_no_checkpoint_would_be_found_by_is_refused(tmp_path, number):
+    with pytest.raises(CheckpointError, match=f"number={number}"):
+        save(tmp_path, make_update(), number=number)

@@ -156,7 +156,7 @@ class Accumulator:
 
     def _shrink(self, batch: Batch, work: Work | None, reason: str) -> None:
         """Cut in smaller micro-batches from now on; those that come cut already, too."""
-        is_given = isinstance(batch, MicroBatches)
+        is_given = isinstance(batch.batch if isinstance(batch, Dealt) else batch, MicroBatches)
         found = None if work is None else smaller(self._given if is_given else self.split, work.cut)
         if not self.engine.ranks.any(found is not None):
             where = "before the first micro-batch ran" if work is None else "with a single row in each micro-batch"

@@ -118,7 +118,8 @@ class ExactNorm:
         tracker = self.work.tracker
         # parameters that are gathered for this batch may lie elsewhere than their parts
         device = common_device(self.work.model.parameters()) or self.work.device
-        work = replace(self.work, device=device)
+        is_there = all(tensor.device == device for tensor in tensors(self.work.micro_batches))
+        work = replace(self.work, device=None if is_there else device)
         loaded = []
         for index in range(len(self.work.micro_batches)):
             if tracker is not None:

@@ -1,7 +1,7 @@
 """`row_dropout`: dropout whose masks depend on the row of the batch, and on neither the cut nor the ranks."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -222,6 +222,13 @@ class NumberedRows:
 def masks_of(model: nn.Module) -> Masks | None:
     """What the swapped layers of `model` share; None where there are none."""
     return next((module.masks for module in model.modules() if isinstance(module, RowDropout)), None)
+
+
+def rows_running(model: nn.Module, row_numbers: Iterable[int]) -> AbstractContextManager[None]:
+    """The block in which `model` runs on these rows of the batch, for a model with swapped layers."""
+    masks = masks_of(model)
+    devices = {parameter.device for parameter in model.parameters()}
+    return nullcontext() if masks is None else masks.at(tuple(row_numbers), devices)
 
 
 def count_update(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, Rows, Tokens, tensors
+from anybatch.batches import Batch, Dealt, Rows, Tokens, tensors
 from anybatch.errors import PlanError
 from anybatch.gradients import Autocast, BatchNorm, Coupled, Objective
 from anybatch.gradients.offload import Offload
@@ -57,6 +57,8 @@ def plan(
     """
     if not 0 <= margin < 1:
         raise PlanError(f"plan(margin={margin!r}): expected a share of the memory to leave free, from 0 to below 1.")
+    if isinstance(batch, Dealt):
+        batch = batch.batch
     module, bucket_bytes = unwrapped(model)
     parts = module, optimizer, objective
     there = _device_of(module, device)

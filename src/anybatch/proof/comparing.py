@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from anybatch.batches import Batch, MicroBatch, MicroBatches, num_rows, take_rows
+from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Purpose, num_rows, take_rows
 from anybatch.errors import VerifyError
 from anybatch.gradients import Autocast, BatchNorm, Coupled, Objective
 from anybatch.proof.causes import explain
@@ -49,6 +49,8 @@ def verify(
     True
     """
     _check(model, objective)
+    if isinstance(batch, Dealt):
+        batch = batch.batch
     inner = inner_model(model)
     limit = None if memory is None else parse_bytes(memory)
     whole = whole_batch(batch, micro_batch)
@@ -61,7 +63,10 @@ def verify(
         if rows is not None and rows < given:
             whole = take_rows(whole, slice(0, rows))
             case = make_case(case.model, objective, whole, batch_norm=batch_norm, autocast=autocast, copy=copy)
-        cuts = cuts_of(batch, whole, micro_batch, None if num_rows(whole) == given else range(num_rows(whole)))
+        taken = None if num_rows(whole) == given else range(num_rows(whole))
+        options = {"autocast": autocast, "batch_norm": batch_norm}
+        purpose = Purpose(model=case.model, objective=objective, options=options)
+        cuts = cuts_of(batch, whole, micro_batch, taken, purpose=purpose)
         return _Proof(case, cuts, given).verdict()
 
 

@@ -5,7 +5,18 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from anybatch.batches import Batch, MicroBatch, MicroBatches, Rows, Tokens, as_split, join_rows, num_rows, take_rows
+from anybatch.batches import (
+    Batch,
+    MicroBatch,
+    MicroBatches,
+    Purpose,
+    Rows,
+    Tokens,
+    as_split,
+    join_rows,
+    num_rows,
+    take_rows,
+)
 from anybatch.errors import BatchError, SplitError, VerifyError
 
 
@@ -24,7 +35,12 @@ def whole_batch(batch: Batch, micro_batch: MicroBatch | None) -> Batch:
 
 
 def cuts_of(
-    given: Batch, whole: Batch, micro_batch: MicroBatch | None, rows: Sequence[int] | None = None
+    given: Batch,
+    whole: Batch,
+    micro_batch: MicroBatch | None,
+    rows: Sequence[int] | None = None,
+    *,
+    purpose: Purpose,
 ) -> dict[str, MicroBatches]:
     """Cuts by name, no two of them alike: as configured, rows by 1, by 3, in half, and by tokens where rows have lengths.
 
@@ -38,9 +54,11 @@ def cuts_of(
     elif micro_batch is not None:
         split = copy.deepcopy(as_split(micro_batch))  # one that learns must not learn from this
         raw = isinstance(split, Tokens) and split.collate is not None
-        cuts[f"as configured: {split!r}"] = split.cut(
-            [given[row] for row in rows] if raw and rows else given if raw else whole
-        )
+        batch = [given[row] for row in rows] if raw and rows else given if raw else whole
+        settle = getattr(split, "settle", None)
+        if settle is not None:
+            settle(purpose, batch)
+        cuts[f"as configured: {split!r}"] = split.cut(batch)
     for name, size in (("rows by 1", 1), ("rows by 3", 3), ("in half", -(-count // 2))):
         cuts[name] = Rows(size).cut(whole)
     by_tokens = _by_tokens(whole, micro_batch)

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.batches import Batch, MicroBatches, Tokens, num_rows, take_rows
-from anybatch.errors import ExactnessError
+from anybatch.batches import Batch, Dealt, MicroBatches, Tokens, num_rows, take_rows
+from anybatch.errors import ExactnessError, VerifyError
 from anybatch.gradients import Accumulator
+from anybatch.gradients.agreement import has_rows
 from anybatch.proof.comparing import unit_of, verify
 from anybatch.proof.copies import copy_model, inner_model, untouched
 from anybatch.proof.cuts import uneven
@@ -21,8 +22,28 @@ def self_check(accumulator: Accumulator, batch: Batch) -> None:
     As many rows as one micro-batch holds, spread over the batch: so it needs no more memory than the update, but for a copy
     of the model, and costs two passes over one micro-batch. Where these are too far apart, `verify` judges, and looks for the
     cause. With `batch_norm="micro"` the user has chosen other statistics than the batch's; then all else is checked, with
-    BatchNorm frozen. Everything is left as it was.
+    BatchNorm frozen. Everything is left as it was. Each rank looks at rows of its own, and all raise if one does.
     """
+    if accumulator.engine.is_even:
+        raise VerifyError(
+            "check=True runs a copy of the model, and one sharded by fully_shard cannot be copied. Call verify() on the model "
+            "before it is sharded, and leave check=False."
+        )
+    problem: Exception | None = None
+    try:
+        _look_at(accumulator, batch)
+    except Exception as error:
+        problem = error
+    is_refused = accumulator.engine.ranks.any(problem is not None)
+    if problem is not None:
+        raise problem
+    if is_refused:
+        raise ExactnessError(
+            "the self-check of the first batch failed on another rank, which says why; nothing was changed."
+        )
+
+
+def _look_at(accumulator: Accumulator, batch: Batch) -> None:
     sample = _spread_rows(accumulator, batch)
     if sample is None:
         return
@@ -55,8 +76,15 @@ def _is_near(model: nn.Module, accumulator: Accumulator, sample: Batch, options:
 
 def _spread_rows(accumulator: Accumulator, batch: Batch) -> Batch | None:
     """Rows from all over the batch, as many as its first micro-batch has, at least 2; None where there is but one row."""
+    if isinstance(batch, Dealt):
+        batch = batch.batch
+    if not has_rows(batch):
+        return None
     if isinstance(batch, MicroBatches):
         return next((part for part in batch if num_rows(part) > 1), None)
+    settle = getattr(accumulator.split, "settle", None)
+    if settle is not None:
+        settle(accumulator.purpose, batch)  # what the update would begin with
     split = copy.deepcopy(accumulator.split)  # one that learns must not learn from this
     rows = split.cut(batch).row_numbers
     count, wanted = sum(map(len, rows)), max(2, len(rows[0]))

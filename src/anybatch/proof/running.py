@@ -14,6 +14,7 @@ from anybatch.batches import Batch, MicroBatches, Rows, move, num_rows
 from anybatch.gradients import Accumulator, Autocast, BatchNorm, Coupled, Objective
 from anybatch.gradients.batch_norm import batch_norms
 from anybatch.gradients.objective import checked_loss
+from anybatch.gradients.row_dropout import count_update, masks_of, rows_running
 from anybatch.gradients.work import autocast_context, common_device
 from anybatch.proof.copies import Copy, copy_batch, copy_model, copy_objective
 from anybatch.proof.draws import Draws, recomputing, recording, replaying
@@ -84,6 +85,9 @@ class Case:
         """The batch in micro-batches, by `Accumulator`."""
         with self._setting() as (model, objective):
             parts = MicroBatches([self._own_batch(part, model) for part in cut], cut.cut)
+            masks = masks_of(model)
+            if masks is not None:
+                masks.strict = False  # the run in one go was watched; here following the draws moves the generators
             places = {id(part): rows for part, rows in zip(parts, cut.row_numbers, strict=True)}
             accumulator = Accumulator(
                 model,
@@ -99,6 +103,7 @@ class Case:
 
     def _once(self, batch: Batch, rows: Sequence[int] | None, watch: Watch | None = None) -> Gradient:
         with self._setting() as (model, objective):
+            count_update(model)  # as `Accumulator` does: row_dropout's masks are then the same
             if self.batch_norm == "frozen":
                 for layer in batch_norms(model).values():
                     layer.train(layer.running_mean is None and layer.training)
@@ -115,7 +120,7 @@ class Case:
     def _forward(
         self, objective: Objective | Coupled, model: nn.Module, batch: Batch, rows: Sequence[int] | None
     ) -> Any:
-        with self._around(self.draws, rows):
+        with self._around(self.draws, rows), rows_running(model, rows or range(self.num_rows)):
             if isinstance(objective, Objective):
                 return objective.loss(model, batch)
             representations = objective.encode(model, batch)

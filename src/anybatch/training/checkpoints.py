@@ -67,6 +67,8 @@ def save(
     state and `progress` are those of rank 0. The checkpoint appears under its name when it is complete and on the disk: a kill
     at any moment leaves the older ones as they were.
     """
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise CheckpointError(f"number={number!r}: expected how many updates are done, a whole number, 0 or more.")
     ranks = Ranks.of(update.model)
     folder = Path(folder)
     path = folder / f"update-{number:08d}"

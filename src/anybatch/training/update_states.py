@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.errors import CheckpointError
 from anybatch.parallel import is_sharded
@@ -20,7 +20,7 @@ from anybatch.update import Update
 def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What many ranks may share, as named tensors, and all else as plain values."""
     model, optimizer = bare(update.model).state_dict(), update.optimizer.state_dict()
-    tensors = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)}
+    tensors = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)} | _beside(update)
     moments: dict[str, tuple[Any, str]] = {}
     rest: dict[Any, dict[str, Any]] = {}
     for key, state in optimizer["state"].items():
@@ -39,6 +39,16 @@ def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "scheduler": None if update.scheduler is None else update.scheduler.state_dict(),
         "scaler": None if update.scaler is None else update.scaler.state_dict(),
     }
+
+
+def _beside(update: Update) -> dict[str, Tensor]:
+    """What is learned beside the model: parameters that the optimizer steps, by their place in it; a coupled loss's buffers."""
+    own = set(bare(update.model).parameters())
+    stepped = [parameter for group in update.optimizer.param_groups for parameter in group["params"]]
+    found = {f"beside.{place}": held.detach() for place, held in enumerate(stepped) if held not in own}
+    loss = update.accumulator.objective.loss
+    buffers = loss.named_buffers() if isinstance(loss, nn.Module) else ()
+    return found | {f"beside.loss.{name}": held for name, held in buffers}
 
 
 def optimizer_state(states: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -63,6 +73,16 @@ def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape
         raise CheckpointError(
             f"{path} is of another model: {name!r} is {saved.get(name, 'missing')} in the checkpoint and "
             f"{there.get(name, 'missing')} in the model ({len(names)} differ). Resume with the task that saved it."
+        )
+    saved = {name: str(shape) for name, shape in shapes.items() if name.startswith("beside.")}
+    there = {name: _described(value) for name, value in _beside(update).items()}
+    if saved != there:
+        name = min(name for name in saved.keys() | there.keys() if saved.get(name) != there.get(name))
+        place = name.removeprefix("beside.")
+        raise CheckpointError(
+            f"{path} has other parameters beside the model, such as a loss's: {place!r} of the optimizer or the loss is "
+            f"{saved.get(name, 'missing')} in the checkpoint and {there.get(name, 'missing')} in this run. Give the optimizer "
+            "the parameters that it had when it was saved."
         )
     kind = type(update.optimizer).__name__
     if states["optimizer_type"] != kind:
@@ -98,6 +118,7 @@ def load(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], upd
     weights = model.state_dict()
     read_tensors(path, {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)})
     model.load_state_dict(weights | states["model"])
+    read_tensors(path, _beside(update))
     if update.scheduler is not None:
         update.scheduler.load_state_dict(states["scheduler"])
     if update.scaler is not None:

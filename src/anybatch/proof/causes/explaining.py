@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from anybatch.proof.causes.batch_norm import batch_norm
 from anybatch.proof.causes.coupling import coupled, touched, unknown_weights
@@ -12,6 +13,8 @@ from anybatch.proof.causes.units import reduction, units
 from anybatch.proof.cuts import untrimmed
 from anybatch.proof.lab import Lab, Outcome
 from anybatch.proof.verdict import Cause
+
+T = TypeVar("T")
 
 REPAIRS: tuple[Callable[[Lab, Outcome], Found | None], ...] = (
     changed_inputs,
@@ -38,7 +41,7 @@ def explain(lab: Lab) -> tuple[Cause, ...]:
     if trimming is not None:
         return (trimming,)
     for repair in REPAIRS:
-        found = repair(lab, now)
+        found = _tried(repair, lab, now)
         if found is not None:
             cause, case, now = found
             causes.append(cause)
@@ -48,10 +51,18 @@ def explain(lab: Lab) -> tuple[Cause, ...]:
     if now.failure is not None:
         return (*causes, _failed(now.failure))
     for look in SIGNS:
-        cause_seen = look(lab)
+        cause_seen = _tried(look, lab)
         if cause_seen is not None:
             return (*causes, cause_seen)
     return (*causes, _unknown(lab, now)) if not causes else tuple(causes)
+
+
+def _tried(experiment: Callable[..., T | None], *given: Lab | Outcome) -> T | None:
+    """What an experiment finds; nothing where its few rows cannot run alone, such as a single one in BatchNorm."""
+    try:
+        return experiment(*given)
+    except Exception:  # whatever a model raises on a few rows
+        return None
 
 
 def _trimming(lab: Lab) -> Cause | None:
