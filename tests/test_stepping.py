@@ -13,6 +13,7 @@ from tests.injection import OutOfMemoryAt
 
 OPTIMIZERS = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "SGD, nesterov": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "Adam": lambda groups: torch.optim.Adam(groups, lr=0.1, amsgrad=True),
     "AdamW, foreach": lambda groups: torch.optim.AdamW(groups, lr=0.1, foreach=True),
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=0.1, momentum=0.5, centered=True),

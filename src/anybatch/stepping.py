@@ -19,8 +19,8 @@ class Stepping:
     """The steps of one optimizer.
 
     The first step makes the state, and needs more than those after it; so does one that meets parameters for the first
-    time. It is preceded by a copy of the parameters: from an accelerator to the host, on the CPU to disk. If memory runs out
-    in it, parameters, state and random state are put back, memory is freed, and it is done once more. Later steps are not
+    time. It is preceded by a copy of parameters and gradients: from an accelerator to the host, on the CPU to disk. If memory
+    runs out in it, all that and the random state are put back, memory is freed, and it is done once more. Later steps are not
     copied; memory that runs out in one of them is an error that says so.
     """
 
@@ -78,7 +78,7 @@ class _Before:
     """What a step changes, as it was."""
 
     tensors: list[tuple[Tensor, Callable[[], Tensor]]]
-    """Parameters and state tensors, each with what gives its copy."""
+    """Parameters, gradients and state tensors, each with what gives its copy."""
     state: dict[Any, Any]
     groups: list[dict[str, Any]]
     random: RandomState
@@ -89,7 +89,14 @@ class _Before:
         spool = Spool()
         state = {key: dict(held) if isinstance(held, dict) else held for key, held in optimizer.state.items()}
         values = [value for held in state.values() if isinstance(held, dict) for value in held.values()]
-        changing = [*(p.detach() for p in moving), *(value for value in values if isinstance(value, Tensor))]
+        gradients = [
+            p.grad.detach() for p in moving if p.grad is not None and not p.grad.is_sparse
+        ]  # nesterov adds to them
+        changing = [
+            *(p.detach() for p in moving),
+            *gradients,
+            *(value for value in values if isinstance(value, Tensor)),
+        ]
         return _Before(
             tensors=[(tensor, kept(tensor, spool)) for tensor in changing],
             state=state,

@@ -394,6 +394,29 @@ def test_a_buffer_that_changes_for_the_first_time_in_the_batch_that_fails_is_an_
     assert float(model.calls) == 4
 
 
+def test_a_buffer_written_through_data_is_put_back():
+    class Average(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.data.mul_(0.9).add_(x.detach().sum())  # no version tells of it
+            return super().forward(x)
+
+    def learned(split: int, *points: int) -> float:
+        torch.manual_seed(0)
+        accumulator = Accumulator(Average(), supervised(nn.CrossEntropyLoss()), micro_batch=8)
+        first, second = rows_case().batches[:2]
+        accumulator.backward(first)
+        accumulator.split = Rows(split)
+        with OutOfMemoryAt(*points):
+            assert accumulator.backward(second).retries == len(points)
+        return float(accumulator.model.mean)
+
+    assert learned(8, 40) == learned(4) != learned(8)
+
+
 def test_other_errors_are_not_retried():
     def loss(model: nn.Module, batch: Any) -> Tensor:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

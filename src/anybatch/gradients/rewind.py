@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from anybatch.gradients.keeping import kept
@@ -29,13 +30,14 @@ class Rewind:
 
     Buffers are copied before the first batch, to where memory is not short, and from then on only those that were seen to
     change, in place: running statistics and power iterations, but no masks or tables of positions. State that is neither
-    a buffer nor torch's random state is out of sight.
+    a buffer nor torch's random state is out of sight, and so is a write through `.data` that the first batch did not make.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._known: dict[Slot, tuple[Tensor | None, int]] = {}
         self._moving: set[Slot] = set()
+        self._first: dict[Slot, Copy] = {}
 
     def start(self) -> Start:
         """This moment, to go back to."""
@@ -65,13 +67,16 @@ class Rewind:
 
     def _copy(self, slot: Slot, tensor: Tensor, version: int, spool: Spool) -> Copy | None:
         """A copy of a buffer never seen before, or seen to change, or BatchNorm's, which changes unseen."""
-        before = self._known.get(slot)
-        if before is not None and (before[0] is not tensor or before[1] != version):
+        before, first = self._known.get(slot), self._first.pop(slot, None)
+        if before is not None and (before[0] is not tensor or before[1] != version or _differs(tensor, first)):
             self._moving.add(slot)
         if isinstance(slot[0], _NormBase) or slot in self._moving:
             copy = tensor.clone()
             return lambda: copy
-        return kept(tensor.detach(), spool) if before is None else None
+        if before is not None:
+            return None
+        self._first[slot] = kept(tensor.detach(), spool)
+        return self._first[slot]
 
     def _devices(self) -> set[torch.device]:
         if not _has_accelerator():
@@ -82,6 +87,13 @@ class Rewind:
 @cache
 def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
+
+
+def _differs(tensor: Tensor, first: Copy | None) -> bool:
+    """True of a buffer that the first batch changed; also through `.data`, which no version tells of."""
+    if first is None or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        return False
+    return not torch.equal(first().to(tensor.device), tensor)
 
 
 def _version(tensor: Tensor) -> int:
