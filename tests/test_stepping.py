@@ -145,4 +145,4 @@ def test_only_the_first_step_is_copied(monkeypatch):
     stepping = Stepping(optimizer)
     for _ in range(3):
         stepping.step(optimizer.step)
-    assert len(copied) == 4
+    assert len(copied) == 2 * 4  # parameters and gradients
