@@ -5,8 +5,8 @@ python -m benchmarks.scale
 
 from pathlib import Path
 
-from anybatch.cli.scale import batch_table, ranks_table, sharding_table, update_table
-from anybatch.parallel.scale import Network, Pass, Projection
+from anybatch.cli.commands.run_ranks_plan import batch_table, ranks_table, sharding_table, update_table
+from anybatch.projection.network import Network, Pass, Projection
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "scale.svg"
 PARAMETERS = 124e6

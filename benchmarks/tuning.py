@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Auto, Batch, Objective, Rows, Split, Tokens, huggingface, supervised
-from anybatch.batches.search import LIMIT, ladder
-from anybatch.gradients import timing
+from anybatch.batches.tuning.search import LIMIT, ladder
+from anybatch.passes import timing
 from benchmarks.gpt import ByteGPTForCausalLM
 from benchmarks.models import SmallTransformer
 from benchmarks.texts import collate, draw

@@ -1,28 +1,25 @@
 """Train with the batch you want, on the memory you have, and get exactly that batch's gradient.
 
-The public names live in `anybatch.api` and are loaded when the first of them is asked for, so that the command line can
+The public names are listed in `anybatch.api`, and each is loaded when it is first asked for, so that the command line can
 answer `--help` without loading torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from anybatch.lazy import homes, lazily
 
 if TYPE_CHECKING:
     from anybatch.api import *  # noqa: F403
 
 __version__ = "0.1.0"
 
+_load = lazily(__name__, listed_in="anybatch.api")
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("__") and name != "__all__":
-        raise AttributeError(name)
-    api = import_module("anybatch.api")
-    try:
-        return getattr(api, name)
-    except AttributeError:
-        raise AttributeError(f"anybatch has no {name!r}; it has {', '.join(api.__all__)}.") from None
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        return sorted(homes("anybatch.api")) if name == "__all__" else _load(name)
 
 
 def __dir__() -> list[str]:
-    api = import_module("anybatch.api")
-    return sorted([*api.__all__, "__version__"])
+    return sorted([*homes("anybatch.api"), "__version__"])

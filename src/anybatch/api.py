@@ -18,6 +18,7 @@ from anybatch.batches import (
     take_rows,
     windows,
 )
+from anybatch.dropout import row_dropout
 from anybatch.errors import (
     AnybatchError,
     BatchError,
@@ -39,29 +40,25 @@ from anybatch.errors import (
     VerifyError,
     WindowError,
 )
-from anybatch.gradients import (
-    Accumulated,
-    Accumulator,
+from anybatch.gradients import Window
+from anybatch.memory import Breakdown, Checkpointing, Fit, Fitted, Plan, SizePeak, measure_peak, plan
+from anybatch.objectives import (
     Coupled,
     InfoNCE,
     Mean,
     Objective,
     PerRow,
     Sum,
-    Window,
     clip_loss,
     huggingface,
     info_nce,
-    row_dropout,
     sentence_transformers,
     supervised,
 )
-from anybatch.memory import Breakdown, Checkpointing, Fit, Fitted, Plan, SizePeak, measure_peak, plan
 from anybatch.parallel import Ranks
+from anybatch.passes import Accumulated, Accumulator
 from anybatch.proof import Cause, CutResult, ParameterError, Verdict, verify
-from anybatch.training.checkpoints import Resumed, resume, save
-from anybatch.training.schedules import Scaling, scale_lr, warmup
-from anybatch.training.task import Task
+from anybatch.training import Resumed, Scaling, Task, resume, save, scale_lr, warmup
 from anybatch.update import Update, UpdateResult
 
 __all__ = [

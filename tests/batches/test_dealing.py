@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from anybatch import Accumulator, BatchError, CheckpointError, Cost, Dealt, GlobalBatches, supervised
-from anybatch.batches import best_cut, deal_rows, deal_work
+from anybatch.batches.cost.cheapest_cut import best_cut
+from anybatch.batches.dealing.dealt import deal_rows, deal_work
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*is deprecated")  # torchdata 0.11 calls it
 

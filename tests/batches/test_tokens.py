@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anybatch import Cost, SplitError, Tokens, num_rows
-from anybatch.batches import as_split
+from anybatch.batches.splits.micro_batch_option import as_split
 
 FINE = Cost(fixed=1.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.training.checkpoints import read
+from anybatch.training.checkpoints.saving import read
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_resume.py"
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}

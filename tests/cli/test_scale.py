@@ -4,10 +4,17 @@ import json
 
 import pytest
 
+from anybatch.cli.commands.run_ranks_plan import (
+    parse_bandwidth,
+    parse_flops,
+    parse_latency,
+    scale_lines,
+    scale_record,
+    scale_task,
+)
 from anybatch.cli.main import run
-from anybatch.cli.scale import parse_bandwidth, parse_flops, parse_latency, scale_lines, scale_record, scale_task
 from anybatch.errors import SettingsError
-from anybatch.parallel.scale import Network
+from anybatch.projection.network import Network
 from anybatch.training.settings import Settings
 
 

@@ -43,7 +43,8 @@ def test_bad_input_is_refused_without_torch(arguments):
 def test_train_says_something_before_it_loads_torch():
     watch = """
 import sys
-from anybatch.cli import main, screen, train
+from anybatch.cli import main, screen
+from anybatch.cli.commands import run_train as train
 def say(text, **_):
     assert "torch" not in sys.modules, "torch was loaded first"
     print(text)

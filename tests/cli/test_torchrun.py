@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from anybatch.cli.main import run
-from anybatch.training.checkpoints import read
-from anybatch.training.launch import find_launch
+from anybatch.training.checkpoints.saving import read
+from anybatch.training.launch.torchrun import find_launch
 from benchmarks.kill_ranks import workers_of
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_an_error_of_another_rank_says_whose_it_is(as_rank, capsys):
 
 
 def test_a_restarted_launch_finds_its_run_and_another_does_not(tmp_path, task_file, as_rank):
-    from anybatch.cli.train import Request, _open_run
+    from anybatch.cli.commands.run_train import Request, _open_run
     from anybatch.training.settings import Settings
 
     def opened(out):

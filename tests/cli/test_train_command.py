@@ -9,7 +9,7 @@ import time
 import pytest
 
 from anybatch.cli.main import run
-from anybatch.training.records import RunFolder
+from anybatch.records.run_folder import RunFolder
 
 
 def lines_of(folder, event):

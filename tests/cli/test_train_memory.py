@@ -5,7 +5,7 @@ import json
 import pytest
 
 from anybatch.cli.main import run
-from anybatch.training.records import RunFolder
+from anybatch.records.run_folder import RunFolder
 
 LARGE_TASK = """
 import torch

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import anybatch.memory.fit as fit_module
 from anybatch import (
     Accumulator,
     Auto,
@@ -19,8 +20,7 @@ from anybatch import (
     measure_peak,
     supervised,
 )
-from anybatch.batches import as_split
-from anybatch.memory import fit as fit_module
+from anybatch.batches.splits.micro_batch_option import as_split
 from tests.injection import OutOfMemoryAbove
 from tests.reference import relative_error, whole_batch_gradient
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from anybatch import Coupled, Objective, PlanError, Tokens, Update, info_nce, measure_peak, plan, supervised
-from anybatch.memory.envelope import fit
-from anybatch.memory.recorder import Timeline
+from anybatch.memory.predicting.envelope import fit
+from anybatch.memory.tracing.recorder import Timeline
 from benchmarks.models import LongAttention
 
 CLASSES = supervised(nn.CrossEntropyLoss())

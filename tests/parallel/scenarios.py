@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import Accumulator, Coupled, Fit, Mean, Objective, PerRow, Sum, Update, info_nce, plan, supervised
-from anybatch.batches import take_rows
+from anybatch.batches.counting import take_rows
 from tests.reference import whole_batch_gradient
 
 LABELS = 3

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from anybatch import GlobalBatches, Update, row_dropout, supervised
-from anybatch.batches import deal_rows, take_rows
+from anybatch.batches.counting import take_rows
+from anybatch.batches.dealing.dealt import deal_rows
 from tests.parallel.ranks import outcomes
 
 pytestmark = pytest.mark.xdist_group("dropout on ranks")

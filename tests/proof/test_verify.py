@@ -22,10 +22,10 @@ from anybatch import (
     verify,
     windows,
 )
-from anybatch.proof.fitting import rows_that_fit
+from anybatch.proof.cases.case import Gradient, make_case
+from anybatch.proof.cases.float64 import Float64
 from anybatch.proof.floor import Floor, floor_of
-from anybatch.proof.precision import Float64
-from anybatch.proof.running import Gradient, make_case
+from anybatch.proof.rows_that_fit import rows_that_fit
 from tests.proof.sound import ROWS, both, cnn, images, mlp, rows_of_numbers, towers
 from tests.reference import whole_batch_gradient
 

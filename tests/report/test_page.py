@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from playwright.sync_api import expect
 
-from anybatch.report import write_page
+from anybatch.report.page import write_page
 from tests.report.run_folders import (
     HOSTILE,
     compare_folder,

@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from anybatch import Task, resume, supervised
+from anybatch.records.run_folder import EpochDone, UpdateDone
 from anybatch.training.experiment import assemble
-from anybatch.training.find_task import find_task
 from anybatch.training.loop import Loop, Progress
-from anybatch.training.records import EpochDone, UpdateDone
 from anybatch.training.settings import Settings
+from anybatch.training.tasks.lookup import find_task
 
 UPDATES = 20
 SIZES = (1, 2, 4)

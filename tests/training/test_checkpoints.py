@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from anybatch import CheckpointError, Coupled, Objective, Update, clip_loss, resume, save, supervised, warmup
-from anybatch.training.checkpoint_files import read_tensors, sum_of
-from anybatch.training.checkpoints import checkpoints_in
-from anybatch.training.randomness import random_states, restore_random_states
+from anybatch.training.checkpoints.checkpoint_files import read_tensors, sum_of
+from anybatch.training.checkpoints.random_states import random_states, restore_random_states
+from anybatch.training.checkpoints.saving import checkpoints_in
 
 
 def make_update(seed=0, width=5, optimizer_type=torch.optim.AdamW, scheduler=True, scaler=False):

@@ -2,16 +2,16 @@ import math
 
 import pytest
 import torch
-from small_tasks import small_task
 
 from anybatch import SettingsError, TaskError, resume, supervised
+from anybatch.records.run_folder import EpochDone, MemorySeen, UpdateDone, WindowSeen
 from anybatch.training.data import training_loader
 from anybatch.training.experiment import assemble, find_device
-from anybatch.training.find_task import find_task
 from anybatch.training.loop import Loop, Progress
-from anybatch.training.records import EpochDone, MemorySeen, UpdateDone, WindowSeen
 from anybatch.training.settings import Settings
+from anybatch.training.tasks.lookup import find_task
 from anybatch.training.validation import validate
+from tests.training.small_tasks import small_task
 
 pytestmark = pytest.mark.xdist_group("loop")
 

@@ -2,9 +2,9 @@ import torch
 from torch import nn
 
 from anybatch import Update, supervised
-from anybatch.memory.meter import bytes_of
+from anybatch.memory.tracing.meter import bytes_of
+from anybatch.records.run_folder import MemoryPoint
 from anybatch.training.measure import MOST_POINTS, thin_out, with_memory, with_timeline
-from anybatch.training.records import MemoryPoint
 
 
 def wide_update(micro_batch):

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from rank_scenarios import (
+from torch import nn
+
+from anybatch.batches.dealing.dealt import deal_rows
+from anybatch.parallel.ranks import Ranks
+from anybatch.training.data import validation_loader
+from anybatch.training.experiment import assemble
+from anybatch.training.tasks.lookup import find_task
+from tests.parallel.ranks import outcomes
+from tests.training.rank_scenarios import (
     BATCH,
     KINDS,
     SIZES,
@@ -15,14 +23,6 @@ from rank_scenarios import (
     small,
     weights,
 )
-from torch import nn
-
-from anybatch.batches import deal_rows
-from anybatch.parallel import Ranks
-from anybatch.training.data import validation_loader
-from anybatch.training.experiment import assemble
-from anybatch.training.find_task import find_task
-from tests.parallel.ranks import outcomes
 
 pytestmark = pytest.mark.xdist_group("tasks on ranks")
 

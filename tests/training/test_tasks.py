@@ -1,14 +1,14 @@
 import pytest
 import torch
-from small_tasks import small_task
 
 from anybatch import TaskError
+from anybatch.records.run_folder import UpdateDone
 from anybatch.training.experiment import assemble
-from anybatch.training.find_task import BUILT_IN, find_task
 from anybatch.training.loop import Loop
-from anybatch.training.records import UpdateDone
 from anybatch.training.settings import Settings
 from anybatch.training.tasks import sources, stdlib
+from anybatch.training.tasks.lookup import BUILT_IN, find_task
+from tests.training.small_tasks import small_task
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -1,19 +1,26 @@
-"""What a batch is: its rows, taking them, cutting it into micro-batches. Pure: no autograd here."""
+"""What a batch is: its rows, cutting it into micro-batches, what those cost, dealing them to ranks. No autograd here."""
 
-from anybatch.batches.auto import Auto, Choice
-from anybatch.batches.costs import Cost
-from anybatch.batches.counting import RowNumbers, move, num_rows, rows, take_rows
-from anybatch.batches.cutting import Cut, best_cut
-from anybatch.batches.dealing import Dealt, deal_rows, deal_work
-from anybatch.batches.doubling import Doubling
-from anybatch.batches.global_batches import GlobalBatches
+from anybatch.batches.cost import Cost, Cut
+from anybatch.batches.counting import move, num_rows, rows, take_rows
+from anybatch.batches.dealing import Dealt, GlobalBatches, deal_rows
 from anybatch.batches.joining import join_rows
-from anybatch.batches.nesting import Batch, map_tensors, tensors
-from anybatch.batches.shrinking import AsGiven, smaller
-from anybatch.batches.spelling import MicroBatch, as_split
-from anybatch.batches.splits import Learner, MicroBatches, Purpose, Rows, Split
-from anybatch.batches.tokens import Tokens
-from anybatch.batches.windows import Windows, windows
+from anybatch.batches.lengths import RowLengths
+from anybatch.batches.nesting import Batch, children, is_array, map_tensors, tensors
+from anybatch.batches.padding import narrow
+from anybatch.batches.splits import (
+    AsGiven,
+    MicroBatch,
+    MicroBatches,
+    Purpose,
+    Rows,
+    Split,
+    Tokens,
+    Windows,
+    as_split,
+    smaller,
+    windows,
+)
+from anybatch.batches.tuning import Auto, Choice, Doubling
 
 __all__ = [
     "AsGiven",
@@ -25,22 +32,22 @@ __all__ = [
     "Dealt",
     "Doubling",
     "GlobalBatches",
-    "Learner",
     "MicroBatch",
     "MicroBatches",
     "Purpose",
-    "RowNumbers",
+    "RowLengths",
     "Rows",
     "Split",
     "Tokens",
     "Windows",
     "as_split",
-    "best_cut",
+    "children",
     "deal_rows",
-    "deal_work",
+    "is_array",
     "join_rows",
     "map_tensors",
     "move",
+    "narrow",
     "num_rows",
     "rows",
     "smaller",

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from anybatch import __version__
-from anybatch.cli import options as opt
-from anybatch.training.launch import check_alone
-from anybatch.training.settings import Settings
+from anybatch.cli import arguments as opt
+from anybatch.training import Settings, check_alone
 
 app = typer.Typer(
     name="anybatch",
@@ -92,7 +91,7 @@ def train(
 
     Example: anybatch train digits --batch-size 128 --micro-batch 16
     """
-    from anybatch.cli.train import Request, train_command
+    from anybatch.cli.commands import Request, train_command
 
     size, room = opt.size_and_room(micro_batch, memory)
     settings = Settings(
@@ -144,7 +143,7 @@ def compare(
 
     Example: anybatch compare textbook --seeds 5
     """
-    from anybatch.cli.compare import compare_command
+    from anybatch.cli.commands import compare_command
 
     settings = Settings(
         batch_size=batch_size,
@@ -173,7 +172,7 @@ def trace(
 
     Example: anybatch trace textbook
     """
-    from anybatch.cli.trace import trace_command
+    from anybatch.cli.commands import trace_command
 
     settings = Settings(
         batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), lr=lr, seed=seed, device=device, updates=2
@@ -246,13 +245,13 @@ def plan(
     Example: anybatch plan stdlib --ranks 64 --bandwidth 25GB/s
     """
     if ranks is not None:
-        from anybatch.cli.scale import scale_command
+        from anybatch.cli.commands import scale_command
 
         settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
         network = {"bandwidth": bandwidth or "25GB/s", "latency": latency or "10us"}
         return scale_command(task, settings, ranks=ranks, **network, flops=flops, as_json=is_json)
     opt.refuse_without_ranks(bandwidth=bandwidth, latency=latency, flops=flops)
-    from anybatch.cli.plan import plan_command
+    from anybatch.cli.commands import plan_command
 
     settings = Settings(
         batch_size=batch_size, clip_norm=clip_norm, precision=precision, seed=seed, device=device, updates=1
@@ -290,7 +289,7 @@ def verify(
 
     Example: anybatch verify digits --micro-batch 5
     """
-    from anybatch.cli.verify import verify_command
+    from anybatch.cli.commands import verify_command
 
     settings = Settings(
         batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), precision=precision, seed=seed, device=device
@@ -309,7 +308,7 @@ def report(
     """
     from anybatch.cli.folders import write_page
     from anybatch.cli.screen import say
-    from anybatch.training.records import RunFolder
+    from anybatch.records import RunFolder
 
     folder = RunFolder(run)
     folder.read_run()

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from anybatch import __version__
 from anybatch.errors import RunError
-from anybatch.training.find_task import BUILT_IN
-from anybatch.training.provenance import command_line, git_revision, now, versions
-from anybatch.training.records import Kind, Run, RunFolder
-from anybatch.training.settings import Settings
+from anybatch.records import Kind, Run, RunFolder
+from anybatch.training import BUILT_IN, Settings, command_line, git_revision, now, versions
 
 
 def check_installed(*modules: str) -> None:

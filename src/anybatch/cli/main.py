@@ -6,7 +6,7 @@ import traceback
 from typing import NoReturn
 
 from anybatch.errors import AnybatchError, NonFiniteError
-from anybatch.training.launch import find_launch
+from anybatch.training import find_launch
 
 MOST_FRAMES = 4
 """How much of a task's own traceback is shown."""
@@ -56,7 +56,7 @@ _EXTRAS = {
 
 
 def _fail_of(error: AnybatchError) -> int:
-    from anybatch.training.find_task import TaskRaisedError
+    from anybatch.training import TaskRaisedError
 
     code = 1 if isinstance(error, NonFiniteError) else 2
     if getattr(error, "is_told", False):  # rank 0 has said it
@@ -78,7 +78,7 @@ def short_traceback(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen") and not frame.filename.endswith("find_task.py")
+        if not frame.filename.startswith("<frozen") and not frame.filename.endswith("lookup.py")
     ]
     lines = [*traceback.format_list(frames[-MOST_FRAMES:]), *traceback.format_exception_only(error)]
     return "Traceback (most recent call last):\n" + "".join(lines).rstrip()

@@ -5,7 +5,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from anybatch.cli.screen import epoch_line
-from anybatch.training.records import EpochDone, Metric, UpdateDone
+from anybatch.records import EpochDone, Metric, UpdateDone
 
 
 class _Rate(ProgressColumn):

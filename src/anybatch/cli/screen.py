@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
-from anybatch.training.records import EpochDone, Metric, UpdateDone
+from anybatch.records import EpochDone, Metric, UpdateDone
 
 if TYPE_CHECKING:
-    from anybatch.training.experiment import Plan
+    from anybatch.training import Plan
 
 BATCH_NORM_NOTE = "BatchNorm takes its statistics from each micro-batch, so the gradient is not exactly the batch's"
 SECONDS_BETWEEN_LINES = 10.0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from anybatch.training.records import EpochDone, Metric, UpdateDone
+from anybatch.records import EpochDone, Metric, UpdateDone
 
 
 class TensorBoard:

@@ -1,37 +1,22 @@
-"""The exact gradient: objectives, the window, the accumulator, precision."""
+"""The arithmetic of sums: shares, where gradients add up, the window, precision, norms."""
 
-from anybatch.gradients.accumulated import Accumulated
-from anybatch.gradients.accumulator import Accumulator
-from anybatch.gradients.contrastive import InfoNCE, clip_loss, info_nce
-from anybatch.gradients.coupled import Coupled
-from anybatch.gradients.criteria import supervised
-from anybatch.gradients.huggingface import huggingface
-from anybatch.gradients.metrics import Mean, Metric, Metrics, PerRow, Sum
-from anybatch.gradients.norm_policy import BatchNorm
-from anybatch.gradients.objective import Objective
-from anybatch.gradients.row_dropout import row_dropout
-from anybatch.gradients.sentence_transformers import sentence_transformers
+from anybatch.gradients.gradient_sum import GradientSum, all_finite
+from anybatch.gradients.norm_and_clip import clip_to_norm, clip_to_value, gradient_norm
+from anybatch.gradients.precision import cast_gradients, found_overflow, takes_fp32_gradients
+from anybatch.gradients.shares import Shares, shares_of, weighted_sum
 from anybatch.gradients.window import Window
-from anybatch.gradients.work import Autocast
 
 __all__ = [
-    "Accumulated",
-    "Accumulator",
-    "Autocast",
-    "BatchNorm",
-    "Coupled",
-    "InfoNCE",
-    "Mean",
-    "Metric",
-    "Metrics",
-    "Objective",
-    "PerRow",
-    "Sum",
+    "GradientSum",
+    "Shares",
     "Window",
-    "clip_loss",
-    "huggingface",
-    "info_nce",
-    "row_dropout",
-    "sentence_transformers",
-    "supervised",
+    "all_finite",
+    "cast_gradients",
+    "clip_to_norm",
+    "clip_to_value",
+    "found_overflow",
+    "gradient_norm",
+    "shares_of",
+    "takes_fp32_gradients",
+    "weighted_sum",
 ]

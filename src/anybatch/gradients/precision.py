@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn, optim
 from torch.amp import GradScaler
 
-from anybatch.gradients.summing import LOW_PRECISION
+from anybatch.low_precision import LOW_PRECISION
 
 TAKE_FP32 = (
     optim.SGD,

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import LossError, UnitsError, WindowError
-from anybatch.gradients.metrics import Number
+from anybatch.gradients.gradient_sum import GradientSum
 from anybatch.gradients.shares import weighted_sum
-from anybatch.gradients.summing import GradientSum
+from anybatch.objectives import Number
 
 
 class Window:

@@ -1,8 +1,36 @@
-"""Predicting the memory of an update before it runs, and measuring it when it does."""
+"""Predicting an update's peak memory, measuring it, choosing what fits."""
 
-from anybatch.memory.fit import Fit, Fitted
-from anybatch.memory.meter import measure_peak
-from anybatch.memory.plan import Breakdown, Checkpointing, Plan, SizePeak
-from anybatch.memory.planning import plan
+from typing import TYPE_CHECKING
 
-__all__ = ["Breakdown", "Checkpointing", "Fit", "Fitted", "Plan", "SizePeak", "measure_peak", "plan"]
+from anybatch.lazy import lazily
+
+if TYPE_CHECKING:
+    from anybatch.memory.fit import Fit, Fitted
+    from anybatch.memory.planning import plan
+    from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, SizePeak
+    from anybatch.memory.tracing import (
+        bytes_of,
+        drop_gradients,
+        measure_peak,
+        metered,
+        optimizer_tensors,
+        standing_tensors,
+    )
+else:
+    __getattr__ = lazily(__name__)
+
+__all__ = [
+    "Breakdown",
+    "Checkpointing",
+    "Fit",
+    "Fitted",
+    "Plan",
+    "SizePeak",
+    "bytes_of",
+    "drop_gradients",
+    "measure_peak",
+    "metered",
+    "optimizer_tensors",
+    "plan",
+    "standing_tensors",
+]

@@ -21,10 +21,10 @@ from anybatch.batches import (
     tensors,
 )
 from anybatch.errors import MemoryLimitError, SplitError
-from anybatch.gradients.out_of_memory import first_line
-from anybatch.memory.plan import Plan
 from anybatch.memory.planning import MARGIN, plan
+from anybatch.memory.predicting import Plan
 from anybatch.sizes import parse_bytes, show_bytes
+from anybatch.state import first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

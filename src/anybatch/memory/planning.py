@@ -9,20 +9,28 @@ from torch.optim import Optimizer
 
 from anybatch.batches import Batch, Dealt, Rows, Tokens, tensors
 from anybatch.errors import PlanError
-from anybatch.gradients import Autocast, BatchNorm, Coupled, Objective
-from anybatch.gradients.offload import Offload
 from anybatch.memory.available import available_bytes
-from anybatch.memory.checkpointing import checkpointed, repeated_blocks
-from anybatch.memory.copies import Parts, undisturbed
-from anybatch.memory.finding import Found, find
-from anybatch.memory.meter import bytes_of, optimizer_tensors
-from anybatch.memory.notes import notes_for
-from anybatch.memory.plan import Breakdown, Checkpointing, Plan, SizePeak
-from anybatch.memory.probe import Setup
-from anybatch.memory.source import Source, source_of
-from anybatch.memory.trials import Trials, start_trials
+from anybatch.memory.predicting import (
+    Breakdown,
+    Checkpointing,
+    Found,
+    Plan,
+    SizePeak,
+    Source,
+    Trials,
+    checkpointed,
+    find,
+    notes_for,
+    repeated_blocks,
+    source_of,
+    start_trials,
+)
+from anybatch.memory.tracing import Parts, Setup, bytes_of, optimizer_tensors, undisturbed
 from anybatch.memory.unwrapping import unwrapped
+from anybatch.objectives import Coupled, Objective
+from anybatch.passes import Autocast, BatchNorm
 from anybatch.sizes import parse_bytes
+from anybatch.state import Offload
 
 MARGIN = 0.05
 """The share of the memory that a plan leaves free, unless told otherwise."""

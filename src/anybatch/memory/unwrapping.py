@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import PlanError
-from anybatch.memory.meter import bytes_of
+from anybatch.memory.tracing import bytes_of
 from anybatch.parallel import wrapping_of
 
 

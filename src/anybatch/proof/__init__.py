@@ -1,8 +1,22 @@
-"""Proof that the accumulated gradient is the whole batch's, and the explanation where it is not."""
+"""Accumulated against whole: the gradients compared, and the cause where they differ."""
 
-from anybatch.proof.comparing import verify
-from anybatch.proof.first_batch import self_check
-from anybatch.proof.floor import ParameterError
-from anybatch.proof.verdict import Cause, CutResult, Verdict
+from typing import TYPE_CHECKING
 
-__all__ = ["Cause", "CutResult", "ParameterError", "Verdict", "self_check", "verify"]
+from anybatch.lazy import lazily
+
+if TYPE_CHECKING:
+    from anybatch.proof.comparing import verify
+    from anybatch.proof.first_batch import self_check
+    from anybatch.proof.floor import ParameterError
+    from anybatch.proof.verdict import Cause, CutResult, Verdict
+else:
+    __getattr__ = lazily(__name__)
+
+__all__ = [
+    "Cause",
+    "CutResult",
+    "ParameterError",
+    "Verdict",
+    "self_check",
+    "verify",
+]

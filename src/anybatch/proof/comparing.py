@@ -9,15 +9,23 @@ from torch import nn
 
 from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Purpose, num_rows, take_rows
 from anybatch.errors import VerifyError
-from anybatch.gradients import Autocast, BatchNorm, Coupled, Objective
-from anybatch.proof.causes import explain
-from anybatch.proof.copies import Copy, copy_model, inner_model, untouched
+from anybatch.objectives import Coupled, Objective
+from anybatch.passes import Autocast, BatchNorm
+from anybatch.proof.cases import (
+    Case,
+    Copy,
+    Gradient,
+    can_be_raised,
+    copy_model,
+    inner_model,
+    make_case,
+    roundoff,
+    untouched,
+)
+from anybatch.proof.causes import Lab, explain
 from anybatch.proof.cuts import cuts_of, uneven, whole_batch
-from anybatch.proof.fitting import rows_that_fit
 from anybatch.proof.floor import Floor, floor_of, most, relative
-from anybatch.proof.lab import Lab
-from anybatch.proof.precision import can_be_raised, roundoff
-from anybatch.proof.running import Case, Gradient, make_case
+from anybatch.proof.rows_that_fit import rows_that_fit
 from anybatch.proof.verdict import Cause, CutResult, Verdict
 from anybatch.sizes import parse_bytes
 

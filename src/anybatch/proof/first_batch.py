@@ -7,13 +7,11 @@ from torch import nn
 
 from anybatch.batches import Batch, Dealt, MicroBatches, Tokens, num_rows, take_rows
 from anybatch.errors import ExactnessError, VerifyError
-from anybatch.gradients import Accumulator
-from anybatch.gradients.agreement import has_rows
+from anybatch.passes import Accumulator, has_rows
+from anybatch.proof.cases import copy_model, inner_model, make_case, untouched
 from anybatch.proof.comparing import unit_of, verify
-from anybatch.proof.copies import copy_model, inner_model, untouched
 from anybatch.proof.cuts import uneven
 from anybatch.proof.floor import most, relative
-from anybatch.proof.running import make_case
 
 
 def self_check(accumulator: Accumulator, batch: Batch) -> None:

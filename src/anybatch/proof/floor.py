@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from anybatch.proof.running import Gradient, size
+from anybatch.proof.cases import Gradient, size
 
 SAFETY = 6.0
 """One or two permutations are a small sample of all orders of adding up."""

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from anybatch.proof.cases import Precision
 from anybatch.proof.floor import ParameterError
-from anybatch.proof.precision import Precision
 
 Kind = Literal[
     "units",

@@ -1,5 +1,7 @@
-"""Finished results in, one HTML page out. Nothing imports this room but the command line; it imports no torch."""
+"""Finished results in, one HTML page out."""
 
 from anybatch.report.page import write_page
 
-__all__ = ["write_page"]
+__all__ = [
+    "write_page",
+]

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from anybatch.report.comparing import final, num_seeds
-from anybatch.report.proving import largest_error, proof_sentence, written_precision
+from anybatch.report.charts import final, largest_error, num_seeds, proof_sentence, written_precision
 from anybatch.report.results import Comparison, PeakPlan, Proof, Results, Scalar
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words
 

@@ -10,16 +10,25 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from anybatch.report.chart import Chart, Table
-from anybatch.report.comparing import comparison_charts, final_table
+from anybatch.report.charts import (
+    Chart,
+    Table,
+    comparison_charts,
+    course_charts,
+    cuts_table,
+    epoch_charts,
+    final_table,
+    memory_charts,
+    plan_charts,
+    proof_charts,
+    stage_colour,
+    timeline_chart,
+    update_charts,
+    walk_charts,
+)
 from anybatch.report.headline import headline, summary
-from anybatch.report.peaks import plan_charts
-from anybatch.report.proving import cuts_table, proof_charts
 from anybatch.report.reading import read_results
 from anybatch.report.results import Layer, Results, Scalar, Step
-from anybatch.report.training import course_charts, epoch_charts, update_charts
-from anybatch.report.walk import walk_charts
-from anybatch.report.window import memory_charts, stage_colour, timeline_chart
 from anybatch.report.writing import entry, moment, plural, sample, tied, words
 
 PAGE = "report.html"

@@ -1,4 +1,80 @@
-"""The experiment behind the command line: tasks, settings, the loop, checkpoints, comparisons, traces.
+"""The loop behind `anybatch train`: tasks, settings, checkpoints, ranks."""
 
-Nothing is imported here, so that `settings` and `records` can be read without loading torch.
-"""
+from typing import TYPE_CHECKING
+
+from anybatch.lazy import lazily
+
+if TYPE_CHECKING:
+    from anybatch.training.checkpoints import Resumed, resume, save, seed_all
+    from anybatch.training.data import training_loader, validation_loader
+    from anybatch.training.experiment import (
+        Experiment,
+        Plan,
+        assemble,
+        find_device,
+        find_split,
+        make_plan,
+        num_inexact_norms,
+    )
+    from anybatch.training.launch import Launch, check_alone, find_launch, from_first, joined, ranks_of_group
+    from anybatch.training.loop import MEMORY_AT, Loop, Progress, judged
+    from anybatch.training.measure import observed, profiled
+    from anybatch.training.pass_time import PassTime, time_pass
+    from anybatch.training.provenance import command_line, git_revision, now, versions
+    from anybatch.training.schedules import ADAMS, Scaling, scale_lr, warmup
+    from anybatch.training.settings import Decay, LRRule, MemoryLimit, Parallel, Precision, Settings, parse_micro_batch
+    from anybatch.training.tasks import BUILT_IN, Task, TaskRaisedError, check_task_exists, find_task
+    from anybatch.training.validation import validate
+else:
+    __getattr__ = lazily(__name__)
+
+__all__ = [
+    "ADAMS",
+    "BUILT_IN",
+    "Decay",
+    "Experiment",
+    "LRRule",
+    "Launch",
+    "Loop",
+    "MEMORY_AT",
+    "MemoryLimit",
+    "Parallel",
+    "PassTime",
+    "Plan",
+    "Precision",
+    "Progress",
+    "Resumed",
+    "Scaling",
+    "Settings",
+    "Task",
+    "TaskRaisedError",
+    "assemble",
+    "check_alone",
+    "check_task_exists",
+    "command_line",
+    "find_device",
+    "find_launch",
+    "find_split",
+    "find_task",
+    "from_first",
+    "git_revision",
+    "joined",
+    "judged",
+    "make_plan",
+    "now",
+    "num_inexact_norms",
+    "observed",
+    "parse_micro_batch",
+    "profiled",
+    "ranks_of_group",
+    "resume",
+    "save",
+    "scale_lr",
+    "seed_all",
+    "time_pass",
+    "training_loader",
+    "validate",
+    "validation_loader",
+    "versions",
+    "warmup",
+]

@@ -11,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from anybatch.batches import GlobalBatches
 from anybatch.parallel import ONE_PROCESS, Ranks
-from anybatch.training.task import Task
+from anybatch.training.tasks import Task
 
 
 def training_loader(task: Task, *, batch: int, seed: int, epoch: int) -> "StatefulDataLoader[Any]":

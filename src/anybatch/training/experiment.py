@@ -12,11 +12,11 @@ from anybatch.batches import Rows, Split, Tokens, deal_rows
 from anybatch.errors import SettingsError, TaskError
 from anybatch.memory import Fit
 from anybatch.parallel import Ranks
-from anybatch.training.randomness import seed_all, seed_from_these
+from anybatch.training.checkpoints import seed_all, seed_from_these
+from anybatch.training.launch import ranks_of_group, spread
 from anybatch.training.schedules import beta2_of, lr_factor, scale_lr, warmup
 from anybatch.training.settings import Settings
-from anybatch.training.spreading import ranks_of_group, spread
-from anybatch.training.task import Task
+from anybatch.training.tasks import Task
 from anybatch.update import Update
 
 CPU_SCALE = 2.0**12

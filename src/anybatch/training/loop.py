@@ -13,12 +13,12 @@ from typing import Any
 
 from anybatch.batches import Dealt
 from anybatch.errors import TaskError
+from anybatch.records import EpochDone, Metric, UpdateDone
 from anybatch.training.checkpoints import Positioned, save
 from anybatch.training.data import dealt_loader, validation_loader
 from anybatch.training.experiment import Experiment
+from anybatch.training.launch import bare
 from anybatch.training.measure import with_memory, with_timeline
-from anybatch.training.records import EpochDone, Metric, UpdateDone
-from anybatch.training.spreading import bare
 from anybatch.training.validation import Validated, validate
 from anybatch.update import UpdateResult
 

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 
 from anybatch.batches import Batch
-from anybatch.memory.meter import bytes_of, drop_gradients, metered, standing_tensors
-from anybatch.stages import Event, Observer, Retry, Zero
-from anybatch.training.records import MemoryPoint, MemorySeen, StageTime, WindowSeen
+from anybatch.events import Event, Observer, Retry, Zero
+from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
+from anybatch.records import MemoryPoint, MemorySeen, StageTime, WindowSeen
 from anybatch.update import Update, UpdateResult
 
 MOST_POINTS = 400

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from anybatch.batches import move
 from anybatch.errors import SettingsError
-from anybatch.gradients.objective import evaluate
-from anybatch.gradients.work import autocast_context
-from anybatch.parallel.scale import Pass
+from anybatch.objectives import evaluate
+from anybatch.passes import autocast_context
+from anybatch.projection import Pass
 from anybatch.training.data import training_loader
 from anybatch.training.experiment import Experiment
 

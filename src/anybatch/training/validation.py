@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, move
-from anybatch.gradients.metrics import Metrics, combine
-from anybatch.gradients.objective import Objective, count_units
-from anybatch.gradients.over_ranks import on_host
-from anybatch.gradients.shares import shares_of, weighted_sum
+from anybatch.gradients import shares_of, weighted_sum
+from anybatch.objectives import Metrics, Objective, combine, count_units
 from anybatch.parallel import ONE_PROCESS, Ranks
-from anybatch.training.spreading import reshard
+from anybatch.passes import on_host
+from anybatch.training.launch import reshard
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,9 @@
-"""Causes, each found by an experiment that changes one thing."""
+"""Why an accumulated gradient differs: an experiment for each cause."""
 
+from anybatch.proof.causes.experiments import Lab
 from anybatch.proof.causes.explaining import explain
 
-__all__ = ["explain"]
+__all__ = [
+    "Lab",
+    "explain",
+]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, tensors
-from anybatch.proof.causes.units import best_weights
+from anybatch.proof.causes.counting_units import best_weights
+from anybatch.proof.causes.experiments import Lab
 from anybatch.proof.floor import most
-from anybatch.proof.lab import Lab
 from anybatch.proof.verdict import Cause
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from anybatch.proof.causes.batch_norm import batch_norm
+from anybatch.proof.causes.batch_statistics import batch_norm
+from anybatch.proof.causes.counting_units import reduction, units
 from anybatch.proof.causes.coupling import coupled, touched, unknown_weights
+from anybatch.proof.causes.experiments import Lab, Outcome
+from anybatch.proof.causes.leftover_state import Found, changed_inputs, model_state, own_generator
 from anybatch.proof.causes.randomness import not_by_row, outside_torch
-from anybatch.proof.causes.state import Found, changed_inputs, model_state, own_generator
-from anybatch.proof.causes.units import reduction, units
 from anybatch.proof.cuts import untrimmed
-from anybatch.proof.lab import Lab, Outcome
 from anybatch.proof.verdict import Cause
 
 T = TypeVar("T")

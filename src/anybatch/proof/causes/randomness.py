@@ -1,10 +1,9 @@
 """Draws from generators that torch knows nothing of, and draws of torch that belong to no row."""
 
-from anybatch.proof.causes.state import RANDOM_FIX
-from anybatch.proof.copies import outer_states, restore_outer
+from anybatch.proof.cases import closure_state, outer_states, restore_outer
+from anybatch.proof.causes.experiments import Lab
+from anybatch.proof.causes.leftover_state import RANDOM_FIX
 from anybatch.proof.floor import most, relative
-from anybatch.proof.lab import Lab
-from anybatch.proof.states import closure_state
 from anybatch.proof.verdict import Cause
 
 

@@ -9,8 +9,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from anybatch.gradients import supervised
-from anybatch.training.task import Task
+from anybatch.objectives import supervised
+from anybatch.training.tasks.task import Task
 from anybatch.training.tasks.textbook import accuracy
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from anybatch.gradients import Coupled, Mean
-from anybatch.training.task import Task
+from anybatch.objectives import Coupled, Mean
 from anybatch.training.tasks.sources import functions, is_held_out
+from anybatch.training.tasks.task import Task
 
 BUCKETS = 8192
 """Words share this many embeddings, by their hash; 0 is the padding."""

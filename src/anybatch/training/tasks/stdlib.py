@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.batches import Cost, Tokens
-from anybatch.gradients import Mean, supervised
-from anybatch.training.task import Task
+from anybatch.objectives import Mean, supervised
 from anybatch.training.tasks.sources import functions, is_held_out
+from anybatch.training.tasks.task import Task
 
 LONGEST = 256
 """Bytes of a row; longer functions are cut there."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from anybatch.gradients import Mean, supervised
-from anybatch.training.task import Task
+from anybatch.objectives import Mean, supervised
+from anybatch.training.tasks.task import Task
 
 
 def task() -> Task:

@@ -1,0 +1,21 @@
+"""Splits: the policies that cut a batch into micro-batches, and what `micro_batch=` may be given as."""
+
+from anybatch.batches.splits.by_rows import MicroBatches, Purpose, Rows, Split
+from anybatch.batches.splits.by_tokens import Tokens
+from anybatch.batches.splits.grouping import Windows, windows
+from anybatch.batches.splits.micro_batch_option import MicroBatch, as_split
+from anybatch.batches.splits.shrinking import AsGiven, smaller
+
+__all__ = [
+    "AsGiven",
+    "MicroBatch",
+    "MicroBatches",
+    "Purpose",
+    "Rows",
+    "Split",
+    "Tokens",
+    "Windows",
+    "as_split",
+    "smaller",
+    "windows",
+]

@@ -1,0 +1,27 @@
+"""What `micro_batch=` may be given as."""
+
+from numbers import Integral
+from typing import Literal
+
+from anybatch.batches.splits.by_rows import Rows, Split
+from anybatch.errors import SplitError
+
+MicroBatch = int | Split | Literal["auto"]
+"""A number of rows, a split, or "auto"."""
+
+
+def as_split(micro_batch: MicroBatch) -> Split:
+    """An int stands for `Rows(int)`, "auto" for `Fit(fastest=True)`; a split stands for itself."""
+    if isinstance(micro_batch, Integral):
+        return Rows(int(micro_batch))
+    if isinstance(micro_batch, str) and micro_batch == "auto":
+        # the one place where a room knows of one above it: a word has no class that the user could import from there
+        from anybatch.memory import Fit
+
+        return Fit(fastest=True)
+    if isinstance(micro_batch, Split) and not isinstance(micro_batch, type):
+        return micro_batch
+    raise SplitError(
+        f"micro_batch={micro_batch!r} is not a split: give a number of rows, such as 16, a split, such as Rows(16), "
+        'Tokens(8192) or Fit("6GiB"), or "auto".'
+    )

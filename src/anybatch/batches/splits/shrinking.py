@@ -1,0 +1,64 @@
+"""Smaller micro-batches after some that did not fit."""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from anybatch.batches.cost import Cut
+from anybatch.batches.nesting import Batch
+from anybatch.batches.splits.by_rows import MicroBatches, Rows, Shrinking, Split, near_equal
+from anybatch.errors import BatchError
+
+
+@dataclass(frozen=True, slots=True)
+class AsGiven:
+    """The split of batches that came cut already: it leaves them as they are."""
+
+    def cut(self, batch: Batch) -> MicroBatches:
+        """`batch` itself."""
+        assert isinstance(batch, MicroBatches)
+        return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The micro-batches of another split, those of more than `size` rows cut further.
+
+    >>> import torch
+    >>> [len(part) for part in Within(AsGiven(), 4).cut(MicroBatches((torch.zeros(7), torch.zeros(3))))]
+    [4, 3, 3]
+    """
+
+    split: Split
+    size: int
+
+    def cut(self, batch: Batch) -> MicroBatches:
+        """Every micro-batch of the other split, in its order, in near-equal parts of at most `size` rows."""
+        whole = self.split.cut(batch)
+        parts = [part for micro_batch in whole for part in Rows(self.size).cut(micro_batch)]
+        return MicroBatches(parts, None if whole.cut is None else self._further(whole.cut))
+
+    def _further(self, cut: Cut) -> Cut:
+        rows: list[tuple[int, ...]] = []
+        lengths: list[int] = []
+        for numbers, length in zip(cut.rows, cut.lengths, strict=True):
+            stops = [0, *accumulate(near_equal(len(numbers), self.size))]
+            rows += [numbers[start:stop] for start, stop in pairwise(stops)]
+            lengths += [length] * (len(stops) - 1)
+        return Cut(rows=tuple(rows), lengths=tuple(lengths))
+
+
+def smaller(split: Split, ran: MicroBatches) -> Split | None:
+    """The split to use after `ran`, which `split` cut, did not fit; None where no micro-batch can be made smaller.
+
+    A split that has `shrink` says itself; the micro-batches of any other are cut in half.
+    """
+    shrunk = split.shrink(ran) if isinstance(split, Shrinking) else None
+    if shrunk is not None:
+        return shrunk
+    try:
+        most = max(len(rows) for rows in ran.row_numbers)
+    except BatchError:
+        return None  # micro-batches of the user's own making, whose rows nobody can count
+    if most == 1:
+        return None
+    return Within(split.split if isinstance(split, Within) else split, most // 2)

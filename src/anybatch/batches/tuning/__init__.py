@@ -1,0 +1,10 @@
+"""Splits that look for their own size while training goes on."""
+
+from anybatch.batches.tuning.auto import Auto, Choice
+from anybatch.batches.tuning.doubling import Doubling
+
+__all__ = [
+    "Auto",
+    "Choice",
+    "Doubling",
+]

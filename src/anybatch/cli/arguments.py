@@ -1,0 +1,173 @@
+"""The options that several commands share, each with its help, and the settings that they make."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from anybatch.errors import SettingsError
+from anybatch.sizes import parse_bytes
+from anybatch.training import Decay, LRRule, MemoryLimit, Parallel, Precision, parse_micro_batch
+
+TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."
+HOW = "How it learns"
+WHERE = "Where and how long"
+MANY = "On many ranks"
+
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK_HELP, show_default=False)]
+BatchSize = Annotated[
+    int | None,
+    typer.Option("--batch-size", "-b", metavar="ROWS", help="Rows that one update learns from.", rich_help_panel=HOW),
+]
+MicroBatch = Annotated[
+    str | None,
+    typer.Option(
+        "--micro-batch",
+        "-m",
+        metavar="ROWS|auto",
+        help="Rows that are held in memory at once, such as 16; auto: the fastest that fit, found while training.",
+        rich_help_panel=HOW,
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="What an update may take, such as 2GiB: micro-batches are as large as is predicted to fit.",
+        rich_help_panel=HOW,
+    ),
+]
+Epochs = Annotated[
+    int | None, typer.Option("--epochs", "-e", metavar="N", help="Passes over the data.", rich_help_panel=WHERE)
+]
+Updates = Annotated[
+    int | None,
+    typer.Option("--updates", metavar="N", help="Stop after so many updates instead.", rich_help_panel=WHERE),
+]
+LR = Annotated[
+    float | None,
+    typer.Option("--lr", metavar="RATE", help="Learning rate, before the rule is applied.", rich_help_panel=HOW),
+]
+Rule = Annotated[
+    LRRule | None,
+    typer.Option(
+        "--lr-rule",
+        metavar="RULE",
+        help="none, linear (for SGD) or sqrt (for Adam): scale the learning rate with batch / base batch.",
+        rich_help_panel=HOW,
+    ),
+]
+BaseBatch = Annotated[
+    int | None,
+    typer.Option(
+        "--base-batch",
+        metavar="ROWS",
+        help="The batch that the learning rate was chosen for; the task knows.",
+        rich_help_panel=HOW,
+    ),
+]
+FixedBeta2 = Annotated[
+    bool,
+    typer.Option(
+        "--fixed-beta2",
+        help="With a rule, leave Adam's beta2 alone; else its half-life in samples is kept: beta2 ** (batch / base batch).",
+        rich_help_panel=HOW,
+    ),
+]
+Warmup = Annotated[
+    int | None,
+    typer.Option(
+        "--warmup", metavar="UPDATES", help="Updates over which the learning rate rises.", rich_help_panel=HOW
+    ),
+]
+DecayOption = Annotated[
+    Decay | None,
+    typer.Option(
+        "--decay",
+        metavar="SHAPE",
+        help="none, linear or cosine: how the learning rate falls after the warm-up.",
+        rich_help_panel=HOW,
+    ),
+]
+ClipNorm = Annotated[
+    float | None,
+    typer.Option("--clip-norm", metavar="NORM", help="Clip the batch's gradient to this norm.", rich_help_panel=HOW),
+]
+PrecisionOption = Annotated[
+    Precision,
+    typer.Option(
+        "--precision",
+        metavar="TYPE",
+        help="fp32, bf16 or fp16: of the forward pass; fp16 scales the loss.",
+        rich_help_panel=HOW,
+    ),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="N", help="Decides the weights and the order.", rich_help_panel=WHERE)
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; auto takes a GPU if any.", rich_help_panel=WHERE
+    ),
+]
+ParallelOption = Annotated[
+    Parallel,
+    typer.Option(
+        "--parallel",
+        metavar="KIND",
+        help="ddp: each rank of torchrun holds the model; fsdp2: each holds a part of it.",
+        rich_help_panel=WHERE,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "-o", metavar="FOLDER", help="The run folder; runs/TASK-TIME if none is given.", rich_help_panel=WHERE
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=WHERE)]
+
+
+def rows_of(micro_batch: str | None) -> int | Literal["auto"] | None:
+    """What `--micro-batch` asks for, where it must be rows."""
+    if micro_batch is None:
+        return None
+    parsed = parse_micro_batch(micro_batch)
+    if not isinstance(parsed, MemoryLimit):
+        return parsed
+    raise SettingsError(
+        f"--micro-batch {micro_batch} ({parsed.bytes:,} bytes): rows are chosen by memory in anybatch train only. Give a "
+        "number of rows, such as --micro-batch 16."
+    )
+
+
+def size_and_room(micro_batch: str | None, memory: str | None) -> tuple[int | Literal["auto"] | None, int | None]:
+    """What `--micro-batch` and `--memory` ask for: the most rows, and the bytes of an update."""
+    parsed = None if micro_batch is None else parse_micro_batch(micro_batch)
+    room = None if memory is None else parse_bytes(memory)
+    if not isinstance(parsed, MemoryLimit):
+        return parsed, room
+    if room is not None:
+        raise SettingsError(
+            f"--micro-batch {micro_batch} and --memory {memory} both say what may be taken; give one of them."
+        )
+    return None, parsed.bytes
+
+
+def given_options(context: typer.Context) -> set[str]:
+    """The names of the parameters that the command line itself spelled out."""
+    names = set()
+    for name in context.params:
+        source: Any = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            names.add(name)
+    return names
+
+
+def refuse_without_ranks(**given: str | None) -> None:
+    """What says something of many ranks is not passed over where there is one."""
+    for name, value in given.items():
+        if value is not None:
+            raise SettingsError(f"--{name} {value!r} is of a plan for many ranks: say how many, such as --ranks 64.")

@@ -1,0 +1,108 @@
+"""`anybatch compare`: four ways to train a task, several seeds, a table and plain sentences."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anybatch import __version__
+from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
+from anybatch.cli.screen import say
+from anybatch.cli.tables import table
+from anybatch.errors import SettingsError
+from anybatch.records import Arm, ArmEpoch, Comparison, plain
+from anybatch.sizes import show_bytes
+from anybatch.training import Settings, check_task_exists, find_task
+
+if TYPE_CHECKING:
+    from anybatch.lessons import ArmPlan
+
+
+def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path | None, is_quiet: bool) -> int:
+    """Run the comparison and leave its folder."""
+    check_task_exists(task)
+    if num_seeds < 1:
+        raise SettingsError(f"--seeds {num_seeds}: expected 1 or more.")
+    folder = new_folder(task, out)
+    check_installed("torchdata")
+    say(f"anybatch {__version__}  comparing four ways to train {short_name(task)}", is_quiet=is_quiet)
+    build = find_task(task)  # torch is loaded from here on
+    from anybatch.lessons import compare
+
+    run = first_record("compare", task, settings)
+    folder.write_run(run)
+
+    def tell(plan: "ArmPlan", seed: int, epoch: ArmEpoch) -> None:
+        if epoch.epoch == plan.epochs:
+            numbers = f"valid loss {epoch.valid_loss:.4f}  metric {epoch.metric:.4f}"
+            say(f"{plan.name}, seed {seed}: after epoch {epoch.epoch}  {numbers}", is_quiet=is_quiet)
+
+    comparison = compare(build, settings, num_seeds=num_seeds, tell=tell)
+    folder.write_comparison(comparison)
+    summary = {f"{arm.name} {comparison.metric}": _last_mean(arm) for arm in comparison.arms}
+    folder.write_run(dataclasses.replace(run, status="finished", summary=plain(summary)))
+    page = write_page(folder)
+    for line in ["", *lines_of(comparison), "", f"page: {page}"]:
+        say(line, is_quiet=is_quiet)
+    return 0
+
+
+def lines_of(comparison: Comparison) -> list[str]:
+    """The comparison as text: what the arms are, their numbers, epoch by epoch, and what was found."""
+    from anybatch.lessons import over_seeds, show_spread
+
+    metric = None if comparison.metric == "validation loss" else comparison.metric
+    arms = comparison.arms
+    rows = []
+    for arm in arms:
+        first = arm.runs[0]
+        rows.append(
+            [
+                arm.name,
+                f"{arm.lr:.4g}",
+                f"{first.updates:,}",
+                f"{first.samples_seen:,}",
+                show_spread(over_seeds(arm, lambda run: run.epochs[-1].valid_loss), None),
+                show_spread(over_seeds(arm, lambda run: run.epochs[-1].metric), metric),
+                f"{over_seeds(arm, lambda run: run.seconds).mean:.2f} s",
+                "-" if first.peak_bytes is None else show_bytes(first.peak_bytes),
+            ]
+        )
+    head = ["arm", "lr", "updates", "samples seen", "valid loss", comparison.metric, "time", "peak memory"]
+    seeds = f"mean ± deviation over {len(arms[0].runs)} seeds" if len(arms[0].runs) > 1 else "one seed"
+    return [
+        *(f"{arm.name}: {arm.description}" for arm in arms),
+        "",
+        f"after the last epoch, {seeds}",
+        *table(head, rows),
+        "",
+        *_epoch_lines(comparison, metric),
+        "",
+        *(f"- {sentence}" for sentence in comparison.findings),
+    ]
+
+
+def _epoch_lines(comparison: Comparison, metric: str | None) -> list[str]:
+    losses = _epoch_table(comparison, "validation loss", lambda epoch: epoch.valid_loss, None)
+    if metric is None:
+        return losses
+    return [*_epoch_table(comparison, f"validation {metric}", lambda epoch: epoch.metric, metric), "", *losses]
+
+
+def _epoch_table(
+    comparison: Comparison, title: str, number: Callable[[ArmEpoch], float], metric: str | None
+) -> list[str]:
+    from anybatch.lessons import show_spread, spread
+
+    rows = [
+        [
+            str(index + 1),
+            *(show_spread(spread([number(run.epochs[index]) for run in arm.runs]), metric) for arm in comparison.arms),
+        ]
+        for index in range(len(comparison.arms[0].runs[0].epochs))
+    ]
+    return [f"{title} after each epoch", *table(["epoch", *(arm.name for arm in comparison.arms)], rows)]
+
+
+def _last_mean(arm: Arm) -> float:
+    return sum(run.epochs[-1].metric for run in arm.runs) / len(arm.runs)

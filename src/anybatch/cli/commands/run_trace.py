@@ -1,0 +1,72 @@
+"""`anybatch trace`: one update stage by stage, one sample layer by layer."""
+
+import dataclasses
+from pathlib import Path
+
+from anybatch import __version__
+from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
+from anybatch.cli.screen import plan_lines, say
+from anybatch.cli.tables import table
+from anybatch.records import Trace, TracedStage, plain
+from anybatch.training import Settings, check_task_exists, find_task
+
+
+def trace_command(task: str, settings: Settings, *, out: Path | None, is_quiet: bool) -> int:
+    """Trace, print and leave a run folder."""
+    check_task_exists(task)
+    folder = new_folder(task, out)
+    check_installed("torchdata")
+    say(f"anybatch {__version__}  tracing one update of {short_name(task)}", is_quiet=is_quiet)
+    build = find_task(task)  # torch is loaded from here on
+    from anybatch.lessons import trace
+    from anybatch.training import assemble
+
+    # the trace is of the first update, at the full learning rate
+    experiment = assemble(build, dataclasses.replace(settings, warmup=0, decay="none"))
+    found = trace(experiment)
+    run = first_record("trace", task, settings)
+    folder.write_run(dataclasses.replace(run, plan=plain(experiment.plan), status="finished"))
+    folder.write_trace(found)
+    page = write_page(folder)
+    for line in [*plan_lines(experiment.plan), "", *lines_of(found), "", f"page: {page}"]:
+        say(line, is_quiet=is_quiet)
+    return 0
+
+
+def lines_of(found: Trace) -> list[str]:
+    """The trace as text."""
+    lines = ["one update, stage by stage"]
+    for entry in found.stages:
+        where = "whole batch  " if entry.micro_batch is None else f"micro-batch {entry.micro_batch}"
+        lines.append(f"  {entry.stage:<10}  {where}  {entry.title}")
+        facts = _facts(entry)
+        if facts:
+            lines.append(f"{'':29}{facts}")
+        if entry.values:
+            lines.append(f"{'':29}values {_numbers(entry.values)}, ...")
+    rows = [
+        [layer.name, layer.kind, _shape(layer.shapes_in), _shape(layer.shapes_out), _numbers(layer.values[:4])]
+        for layer in found.layers
+    ]
+    return [
+        *lines,
+        "",
+        "one sample, layer by layer",
+        *table(["layer", "kind", "in", "out", "first values"], rows),
+    ]
+
+
+def _facts(entry: TracedStage) -> str:
+    return ", ".join(
+        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in entry.facts.items()
+        if name != "seconds"
+    )
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:.4g}" for value in values)
+
+
+def _shape(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return " ".join("x".join(map(str, shape)) or "1" for shape in shapes)

@@ -1,0 +1,48 @@
+"""`anybatch verify`: one batch of a task, in one go and accumulated; the exit code says whether they agree."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from anybatch import __version__
+from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
+from anybatch.cli.screen import say
+from anybatch.records import plain
+from anybatch.training import Settings, check_task_exists, find_task
+
+
+def verify_command(
+    task: str, settings: Settings, *, memory: str | None, out: Path | None, is_json: bool, is_quiet: bool
+) -> int:
+    """Verify, print and leave a run folder; 0 if exact, 1 if not."""
+    check_task_exists(task)
+    folder = new_folder(task, out)
+    check_installed("torchdata")
+    is_silent = is_quiet or is_json
+    say(f"anybatch {__version__}  verifying the first batch of {short_name(task)}", is_quiet=is_silent)
+    build = find_task(task)  # torch is loaded from here on
+    from anybatch.proof import verify
+    from anybatch.training import assemble, training_loader
+
+    experiment = assemble(build, dataclasses.replace(settings, warmup=0))
+    batch = next(iter(training_loader(experiment.task, batch=experiment.plan.batch, seed=settings.seed, epoch=1)))
+    update = experiment.update
+    verdict = verify(
+        experiment.task.model,
+        experiment.task.objective,
+        batch,
+        micro_batch=update.accumulator.split,
+        memory=memory,
+        batch_norm=experiment.task.batch_norm,
+        autocast=update.accumulator.autocast,
+    )
+    run = first_record("verify", task, settings)
+    summary = {"exact": verdict.is_exact, "error": verdict.error, "causes": ", ".join(c.kind for c in verdict.causes)}
+    found = verdict.as_json()
+    folder.write_run(dataclasses.replace(run, plan=plain(experiment.plan), status="finished", summary=plain(summary)))
+    folder.write_verdict(found)
+    page = write_page(folder)
+    if is_json:
+        print(json.dumps(found, allow_nan=False, ensure_ascii=False))
+    say(f"{verdict.describe()}\n\npage: {page}", is_quiet=is_silent)
+    return 0 if verdict.is_exact else 1

@@ -1,0 +1,12 @@
+"""Dropout whose masks depend on the row of the batch, and on neither the cut nor the ranks."""
+
+from anybatch.dropout.keyed_dropout import NumberedRows, count_update, masks_of, number_rows, row_dropout, rows_running
+
+__all__ = [
+    "NumberedRows",
+    "count_update",
+    "masks_of",
+    "number_rows",
+    "row_dropout",
+    "rows_running",
+]

@@ -1,0 +1,180 @@
+"""Summing the gradients of several backward passes, apart from what `.grad` held before, in enough precision."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.errors import WindowError
+from anybatch.low_precision import LOW_PRECISION
+from anybatch.parallel import is_sharded, own_part
+
+
+class GradientSum:
+    """A block in which `.grad` of `parameters` holds only what the backward passes inside added.
+
+    At the close, `.grad = before + scale * sum`. An exception inside leaves `.grad` as it was before, the same tensors.
+    bf16 and fp16 parameters are summed in fp32 (torch's `grad_dtype`), because 256 sums in bf16 lose two digits; the sum
+    is handed over in the parameter's dtype, or stays fp32 where `keep_fp32` says that the optimizer takes it.
+
+    With `isolate`, each backward pass stands alone until it is known to be finite, at the price of a second set of
+    gradients: `backward` returns False for one that was not, and adds nothing of it. With `copies`, what `.grad` held is
+    copied: where it is a view of DDP's buckets, synchronising would write over it.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        keep_fp32: bool = False,
+        isolate: bool = False,
+        copies: bool = False,
+    ) -> None:
+        self.parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+        self.scale = 1.0
+        self.keep_fp32 = keep_fp32
+        self.isolate = isolate
+        self.copies = copies
+        self._before: list[Tensor | None] = []
+        self._grad_dtypes: dict[nn.Parameter, torch.dtype | None] = {}
+        self._is_torn = False
+
+    def __enter__(self) -> "GradientSum":
+        self._before = _set_aside(self.parameters)
+        if self.copies:
+            self._before = [None if grad is None else grad.clone() for grad in self._before]
+        for parameter in self.parameters:
+            # a sharded parameter's gradient comes from FSDP, which sums in its own reduce_dtype
+            if parameter.dtype in LOW_PRECISION and not is_sharded(parameter):
+                self._grad_dtypes[parameter] = parameter.grad_dtype
+                parameter.grad_dtype = torch.float32
+        return self
+
+    def backward(self, loss: Tensor | Sequence[Tensor], share: Tensor | Sequence[Tensor]) -> bool:
+        """Add `share * d loss`, summed where there are several; True unless it was isolated and not finite."""
+        self._is_torn = True
+        if not self.isolate:
+            # the share goes in as the gradient of the loss: no multiplication in the graph, 15 % of a tiny step
+            torch.autograd.backward(loss, share)
+            self._is_torn = False
+            return True
+        so_far = _set_aside(self.parameters)
+        is_finite = False
+        try:
+            torch.autograd.backward(loss, share)
+            alone = [parameter.grad for parameter in self.parameters]
+            is_finite = all_finite(alone)
+            if is_finite:
+                _add_each(so_far, alone)
+        finally:
+            for parameter, grad in zip(self.parameters, so_far, strict=True):
+                parameter.grad = grad
+            self._is_torn = False
+        return is_finite
+
+    def zero(self) -> None:
+        """Make the sum zero for every parameter that a backward pass has touched, whatever it holds, nan included."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter.grad)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None or self._is_torn:
+            self._restore()
+            if kind is None:
+                raise WindowError(
+                    "a backward pass in this window died half-way and its error was caught inside the block; the "
+                    "gradients were put back to what they were before the window. Let the error leave the block, and "
+                    "start the batch again."
+                )
+            return
+        self._close()
+
+    def _close(self) -> None:
+        if self.scale == 1.0 and not self._grad_dtypes and all(before is None for before in self._before):
+            return
+        sums = [parameter.grad for parameter in self.parameters]
+        if self.scale != 1.0:
+            _scale_each([total for total in sums if total is not None], self.scale)
+        for parameter, before, total in zip(self.parameters, self._before, sums, strict=True):
+            self._hand_over(parameter, before, total)
+
+    def _hand_over(self, parameter: nn.Parameter, before: Tensor | None, total: Tensor | None) -> None:
+        if total is None:
+            self._give_back(parameter, before)
+        elif parameter in self._grad_dtypes and not self.keep_fp32:
+            dtype = self._grad_dtypes[parameter] or parameter.dtype
+            self._give_back(parameter, total.to(dtype) if before is None else _joined(before, total))
+        elif parameter in self._grad_dtypes:
+            # None takes a gradient of any dtype: fp32 now, the parameter's own in the user's next backward()
+            parameter.grad = None
+            parameter.grad_dtype = None
+            parameter.grad = total if before is None else total.add_(before)
+        elif before is None or before.dtype != total.dtype:
+            parameter.grad = total if before is None else total.add_(before)
+        else:
+            parameter.grad = _joined(before, total)
+
+    @contextmanager
+    def undone(self) -> Iterator["GradientSum"]:
+        """The block for looking only: `.grad` is put back at its end, whatever happens inside."""
+        self.__enter__()
+        try:
+            yield self
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for parameter, before in zip(self.parameters, self._before, strict=True):
+            self._give_back(parameter, before)
+
+    def _give_back(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        """Set `.grad`, under the gradient dtype that the parameter had before."""
+        if parameter in self._grad_dtypes:
+            parameter.grad = None
+            parameter.grad_dtype = self._grad_dtypes[parameter]
+        parameter.grad = grad
+
+
+def _scale_each(grads: Sequence[Tensor], factor: float) -> None:
+    dense = [grad for grad in grads if not grad.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, factor)
+    for grad in grads:
+        if grad.is_sparse:
+            grad.mul_(factor)
+
+
+def all_finite(grads: Iterable[Tensor | None]) -> bool:
+    """True if no gradient holds inf or nan; of a sharded one, what this rank has of it. Waits for the device."""
+    return all(bool(_values(grad).isfinite().all()) for grad in grads if grad is not None)
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else own_part(grad)
+
+
+def _set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    grads = [parameter.grad for parameter in parameters]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is not None:
+            parameter.grad = None
+    return grads
+
+
+def _joined(one: Tensor, other: Tensor) -> Tensor:
+    """`one + other`, in place of `one` unless only that one is sparse."""
+    return other.add_(one) if one.is_sparse and not other.is_sparse else one.add_(other)
+
+
+def _add_each(sums: list[Tensor | None], terms: Sequence[Tensor | None]) -> None:
+    for index, term in enumerate(terms):
+        so_far = sums[index]
+        if so_far is None or term is None:
+            sums[index] = term if so_far is None else so_far
+        else:
+            sums[index] = _joined(so_far, term)

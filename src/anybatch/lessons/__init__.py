@@ -1,0 +1,21 @@
+"""What teaches: one update traced, and ways of training compared."""
+
+from typing import TYPE_CHECKING
+
+from anybatch.lazy import lazily
+
+if TYPE_CHECKING:
+    from anybatch.lessons.arms import ArmPlan, compare
+    from anybatch.lessons.findings import over_seeds, show_spread, spread
+    from anybatch.lessons.update_trace import trace
+else:
+    __getattr__ = lazily(__name__)
+
+__all__ = [
+    "ArmPlan",
+    "compare",
+    "over_seeds",
+    "show_spread",
+    "spread",
+    "trace",
+]

@@ -1,0 +1,181 @@
+"""One update stage by stage, and one sample layer by layer: real shapes and numbers, copied out while they are there."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import stages
+from anybatch.batches import Batch, move, num_rows, take_rows, tensors
+from anybatch.gradients import gradient_norm
+from anybatch.records import Trace, TracedLayer, TracedStage
+from anybatch.training import Experiment, observed, training_loader
+
+MOST_VALUES = 6
+"""Sample values per entry."""
+
+
+def trace(experiment: Experiment) -> Trace:
+    """The first update of the run, and the way of its first row through the model as the update left it."""
+    plan, task = experiment.plan, experiment.task
+    batch = next(iter(training_loader(task, batch=plan.batch, seed=experiment.settings.seed, epoch=1)))
+    there = move(batch, experiment.device)
+    return Trace(stages=_trace_update(experiment, there), layers=_trace_layers(experiment, there))
+
+
+def _trace_update(experiment: Experiment, batch: Batch) -> tuple[TracedStage, ...]:
+    update = experiment.update
+    watcher = _Watcher(update.parameters(), batch)
+    update.model.train()
+    with observed(update, watcher):
+        update(batch)
+        # zeroing is how the next update begins; what follows of that one is not looked at
+        update(batch)
+    return tuple(watcher.stages)
+
+
+class _Watcher:
+    """Turns events into entries when they happen: a moment later `.grad` and the weights are others."""
+
+    def __init__(self, parameters: list[nn.Parameter], batch: Batch) -> None:
+        self.stages: list[TracedStage] = []
+        self._is_open = True
+        self._parameters = parameters
+        self._weights = [parameter.detach().clone() for parameter in parameters]
+        self._batch_loss = 0.0
+        self._norm_before_clip: float | None = None
+        self._has_begun = False
+        self._units = 0.0
+        self._add(None, "load", "the whole batch", {"rows": num_rows(batch), "shapes": _shapes(tensors(batch))}, batch)
+
+    def __call__(self, event: stages.Event) -> None:
+        if not self._is_open:
+            return
+        match event:
+            case stages.Load():
+                facts = {"rows": num_rows(event.batch), "shapes": _shapes(tensors(event.batch))}
+                self._add(event, "load", "a micro-batch on the model's device", facts, event.batch)
+            case stages.Forward():
+                facts = {"output": _shapes(tensors(event.output))}
+                self._add(event, "forward", "the model's output", facts, event.output)
+            case stages.Loss():
+                self._loss(event)
+            case stages.Backward():
+                self._add(event, "backward", "this micro-batch's gradients are computed and added", {}, None)
+            case stages.Accumulate():
+                norm = float(gradient_norm(event.parameters))
+                facts = {"gradient norm so far": norm, "of": _first_name(event.parameters)}
+                self._add(event, "accumulate", "the sum in .grad has grown", facts, _first_grad(event.parameters))
+            case stages.Clip():
+                self._norm_before_clip = float(event.grad_norm)
+            case stages.Step():
+                self._step(event)
+            case stages.Zero() if self._has_begun:
+                left = sum(parameter.grad is not None for parameter in event.parameters)
+                facts = {"gradients left": left, "parameters": len(event.parameters)}
+                self._add(event, "zero", "the next update begins: gradients are cleared", facts, None)
+                self._is_open = False
+            case _:
+                pass
+        self._has_begun = True  # the first event of all is this update's own zeroing
+
+    def _loss(self, event: stages.Loss) -> None:
+        loss = float(event.loss)
+        self._batch_loss += event.share * loss
+        self._units += event.units
+        facts = {
+            "loss": loss,
+            "units": float(event.units),
+            "share": event.share,
+            "adds to the batch's loss": event.share * loss,
+        }
+        self._add(event, "loss", "the mean loss of this micro-batch and its share", facts, event.loss)
+
+    def _step(self, event: stages.Step) -> None:
+        facts = {"loss": self._batch_loss, "units": self._units}
+        self._add(None, "loss", "the loss of the whole batch: the shares add up", facts, None)
+        norm = float(gradient_norm(self._parameters))
+        total: dict[str, Any] = {"gradient norm": norm}
+        title = "the gradient of the whole batch"
+        if self._norm_before_clip is not None:
+            total = {"gradient norm": self._norm_before_clip, "after clipping": norm}
+            title += ", clipped"
+        total["of"] = _first_name(self._parameters)
+        self._add(None, "accumulate", title, total, _first_grad(self._parameters))
+        moved = [
+            float((parameter.detach() - before).norm())
+            for parameter, before in zip(self._parameters, self._weights, strict=True)
+        ]
+        before, after = self._weights[0].flatten(), self._parameters[0].detach().flatten()
+        self._add(event, "step", "the weights before", {"of": _first_name(self._parameters)}, before)
+        change = {"applied": str(event.applied), "change of all weights (norm)": sum(one**2 for one in moved) ** 0.5}
+        self._add(event, "step", "the weights after", change, after)
+
+    def _add(self, event: stages.Event | None, stage: str, title: str, facts: dict[str, Any], values: Any) -> None:
+        micro_batch = None if event is None else event.micro_batch
+        seconds = {} if event is None else {"seconds": event.seconds}
+        self.stages.append(
+            TracedStage(stage=stage, micro_batch=micro_batch, title=title, facts=facts | seconds, values=sample(values))
+        )
+
+
+def _trace_layers(experiment: Experiment, batch: Batch) -> tuple[TracedLayer, ...]:
+    """One row through every module that calls no other, in the order of the calls."""
+    model, objective = experiment.task.model, experiment.task.whole_objective
+    layers: list[TracedLayer] = []
+    calls: list[int] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        calls.append(len(layers))
+
+    def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if calls.pop() == len(layers):  # nothing inside it was called
+            layers.append(_layer(name, module, inputs, output))
+
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(enter))
+        hooks.append(module.register_forward_hook(partial(leave, name)))
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            objective.loss(model, take_rows(batch, slice(0, 1)))
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return tuple(layers)
+
+
+def _layer(name: str, module: nn.Module, inputs: Any, output: Any) -> TracedLayer:
+    return TracedLayer(
+        name=name or "model",
+        kind=type(module).__name__,
+        shapes_in=tuple(tuple(tensor.shape) for tensor in tensors(inputs)),
+        shapes_out=tuple(tuple(tensor.shape) for tensor in tensors(output)),
+        values=sample(output),
+    )
+
+
+def sample(value: Any) -> tuple[float, ...]:
+    """The first few numbers of the first tensor in `value`."""
+    first = next(tensors(value), None) if value is not None else None
+    if first is None:
+        return ()
+    return tuple(float(number) for number in first.detach().flatten()[:MOST_VALUES].float().tolist())
+
+
+def _shapes(found: Iterable[Tensor]) -> str:
+    return ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in found)
+
+
+def _first_name(parameters: Iterable[nn.Parameter]) -> str:
+    return f"parameter 0, {tuple(next(iter(parameters)).shape)}"
+
+
+def _first_grad(parameters: Iterable[nn.Parameter]) -> Tensor | None:
+    grad = next(iter(parameters)).grad
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad

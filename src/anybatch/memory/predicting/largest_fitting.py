@@ -1,0 +1,144 @@
+"""The largest size that fits: read off the envelope and confirmed, or found by trying."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from anybatch.memory.available import available_bytes
+from anybatch.memory.predicting.envelope import Shape, largest_below
+from anybatch.memory.predicting.peaks import Peaks
+from anybatch.memory.predicting.trials import Trials
+
+MOST_OFF = 0.001
+"""How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""
+MOST_LENGTHS = 32
+"""Row lengths that a budget is checked for; of more, so many are picked evenly, the longest included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the search ended with; sizes are rows or tokens."""
+
+    size: int
+    """0 where nothing fits."""
+    shape: Shape
+    """The largest micro-batch of that size; of the smallest size where nothing fits."""
+    peak: int
+    whole: int
+    least: int
+    is_whole: bool
+    is_confirmed: bool
+    peaks: Peaks
+
+
+def find(trials: Trials, limit: int) -> Found:
+    """The largest size that fits into `limit` bytes."""
+    source, whole, peaks = trials.source, trials.whole(), _predict(trials)
+    smallest = trials.smallest * (source.row_length or 1)
+    if whole <= limit:
+        if peaks.envelope is None:
+            trials.peak((max(source.num_rows // 2, trials.smallest), source.longest))
+            peaks = _without_envelope(trials, peaks)
+        size, shape, peak = source.num_rows * (source.row_length or 1), (source.num_rows, source.longest), whole
+        is_confirmed = trials.method == "fake tensors"
+    else:
+        size = _largest(peaks, limit, smallest)
+        if peaks.envelope is not None and size and not _holds(trials, peaks, size):
+            peaks = _without_envelope(trials, peaks)
+        if peaks.envelope is None:
+            size = _largest_tried(trials, limit)
+            peaks = _without_envelope(trials, peaks)
+        shape = peaks.worst(size or smallest)
+        peak, is_confirmed = peaks.peak(size or smallest), shape in trials.tried
+    return Found(
+        size=size,
+        shape=shape,
+        peak=peak,
+        whole=whole,
+        least=peaks.peak(smallest),
+        is_whole=whole <= limit,
+        is_confirmed=is_confirmed,
+        peaks=peaks,
+    )
+
+
+def _predict(trials: Trials) -> Peaks:
+    """An envelope from two numbers of rows, and three lengths where they differ."""
+    source, few = trials.source, trials.small_sizes
+    lengths: tuple[int, ...] = ()
+    tried: tuple[tuple[int, int], ...] = ()
+    if source.lengths is None or source.row_length is None:
+        envelope = trials.envelope([(rows, None) for rows in few])
+        if envelope is not None:  # a single row runs other ops
+            tried = ((trials.smallest * (source.row_length or 1), trials.peak((trials.smallest, None))),)
+    else:
+        lengths = _some_of(sorted(set(source.lengths.lengths)))
+        three = (source.row_length // 4, source.row_length // 2, source.row_length)
+        needed: list[Shape] = [
+            (2**power, length) for power in range(source.num_rows.bit_length()) for length in lengths
+        ]
+        envelope = trials.envelope([(rows, length) for rows in few for length in three], needed)
+    return Peaks(
+        num_rows=source.num_rows,
+        tried=tried,
+        envelope=envelope,
+        lengths=lengths,
+        row_length=source.row_length or 1,
+        left_behind=trials.left_behind(),
+    )
+
+
+def _largest(peaks: Peaks, limit: int, smallest: int) -> int:
+    """The largest size whose prediction fits, short of the whole batch; 0 if the smallest does not."""
+    if peaks.envelope is None or peaks.peak(smallest) > limit:
+        return 0
+    one = 1 if peaks.lengths else peaks.row_length
+    most = peaks.num_rows * peaks.row_length // one - 1
+    return max(one * largest_below(limit, lambda size: peaks.peak(max(size * one, smallest)), most), smallest)
+
+
+def _holds(trials: Trials, peaks: Peaks, size: int) -> bool:
+    """True if a trial of the size chosen, where it costs no memory, gives what was predicted."""
+    shape = peaks.worst(size)
+    if trials.method == "real steps" or peaks.envelope is None or shape[0] <= trials.smallest:
+        return True
+    tried = trials.peak(shape)
+    return abs(tried - peaks.envelope.peak(shape)) <= MOST_OFF * tried
+
+
+def _largest_tried(trials: Trials, limit: int) -> int:
+    """The largest size, by trying: by bisection where it costs no memory, else from small to large."""
+    source = trials.source
+
+    def tried(rows: int) -> int:
+        return trials.peak((max(rows, trials.smallest), source.longest))
+
+    most = source.num_rows - 1
+    if trials.method == "fake tensors":
+        rows = largest_below(limit, tried, most)
+    else:
+        rows = _climb(tried, limit, most, available_bytes(trials.setup.device))
+    return (max(rows, trials.smallest) if rows else 0) * (source.row_length or 1)
+
+
+def _climb(tried: Callable[[int], int], limit: int, most: int, free: int) -> int:
+    """The largest size that fits, by real trials from small to large; none that could need more than is free here."""
+    size, following = 0, min(1, most)
+    while size < most and tried(following) <= limit:
+        size, following = following, min(2 * following, most)
+        if 2 * tried(size) > free:
+            return size
+    return size + largest_below(limit, lambda more: tried(size + more), max(following - size - 1, 0))
+
+
+def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:
+    """What was tried at full length, and nothing in between."""
+    one, longest = peaks.row_length, trials.source.longest
+    tried = sorted((rows * one, peak) for (rows, length), peak in trials.tried.items() if length == longest)
+    return replace(peaks, envelope=None, tried=tuple(tried))
+
+
+def _some_of(lengths: list[int]) -> tuple[int, ...]:
+    if len(lengths) <= MOST_LENGTHS:
+        return tuple(lengths)
+    step = (len(lengths) - 1) / (MOST_LENGTHS - 1)
+    return tuple(sorted({lengths[round(index * step)] for index in range(MOST_LENGTHS)}))

@@ -1,0 +1,162 @@
+"""What an update will need, known before it runs."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from anybatch.memory.predicting.peaks import Peaks
+from anybatch.sizes import show_bytes
+
+Method = Literal["fake tensors", "real steps"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """What the memory at the peak is made of, in bytes."""
+
+    parameters: int
+    """Parameters and buffers."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """What forward left for backward."""
+    inputs: int
+    temporaries: int
+    """All else that lives at that moment: what one op hands to the next."""
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizePeak:
+    """The predicted peak of one micro-batch size."""
+
+    size: int
+    """Rows, or tokens."""
+    peak: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """What recomputing each block of the model in backward, instead of keeping what it saved, would change."""
+
+    blocks: str
+    """Which modules: their path, how many, of what kind."""
+    size: int
+    """The micro-batch that is compared."""
+    peak: int
+    """With checkpointing."""
+    saved: int
+    """Bytes less than without it; 0 where it does not help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The peak memory of a whole update for any micro-batch size, and the largest that fits.
+
+    Sizes are rows, or tokens of a `Tokens` split (`unit`). A peak counts parameters, buffers, gradients that live from
+    micro-batch to micro-batch, the optimizer's state, activations, temporaries, and the batch where it lies in that memory.
+    """
+
+    unit: Literal["rows", "tokens"]
+    micro_batch: int
+    """The largest that fits; 0: not even one row does."""
+    peak_bytes: int
+    """The peak at that size; of one row where nothing fits."""
+    rows: int
+    """Of the batch."""
+    whole_size: int
+    """Of the batch in one piece: rows, or padded tokens."""
+    whole_bytes: int
+    """The peak of the batch in one piece."""
+    least_bytes: int
+    """The peak of the smallest micro-batch: one row."""
+    memory: int
+    """What there is, in bytes."""
+    margin: float
+    """The share of it that is left free."""
+    device: str
+    sizes: tuple[SizePeak, ...]
+    breakdown: Breakdown
+    checkpointing: Checkpointing | None
+    method: Method
+    reason: str
+    """Why this method."""
+    is_confirmed: bool
+    """True where the size chosen was itself tried, and its peak is not computed from others."""
+    notes: tuple[str, ...]
+    peaks: Peaks = field(repr=False)
+
+    @property
+    def limit(self) -> int:
+        """What a peak may reach: the memory without the margin."""
+        return int(self.memory * (1 - self.margin))
+
+    @property
+    def fits(self) -> bool:
+        """True if some micro-batch does."""
+        return self.micro_batch > 0
+
+    @property
+    def needs_accumulation(self) -> bool:
+        """True where the whole batch in one piece does not fit."""
+        return self.whole_bytes > self.limit
+
+    def peak(self, size: int) -> int:
+        """The predicted peak of an update in micro-batches of `size` rows, or at most `size` tokens.
+
+        For a batch like the one that was planned for, in more than one micro-batch; `whole_bytes` is for one. Where sizes
+        could only be tried one by one, it is the peak of the next larger one that was.
+        """
+        return self.peaks.peak(size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: everything but the curves."""
+        found = {name: value for name, value in asdict(self).items() if name != "peaks"}
+        return found | {"limit": self.limit, "fits": self.fits, "needs_accumulation": self.needs_accumulation}
+
+    def describe(self) -> str:
+        """The plan in sentences."""
+        return "\n".join(_sentences(self))
+
+
+def _sentences(plan: Plan) -> list[str]:
+    limit = f"{show_bytes(plan.memory)} less {plan.margin:.0%} margin"
+    if not plan.fits:
+        head = (
+            f"Not even one row fits: it needs {show_bytes(plan.least_bytes)}, and there is {limit} "
+            f"({show_bytes(plan.limit)}) on {plan.device}."
+        )
+    elif not plan.needs_accumulation:
+        head = (
+            f"The whole batch of {plan.rows} rows fits in one piece: {show_bytes(plan.whole_bytes)} of {limit} on "
+            f"{plan.device}. Accumulation is not needed."
+        )
+    else:
+        head = (
+            f"The largest micro-batch that fits is {plan.micro_batch} {plan.unit}: {show_bytes(plan.peak_bytes)} of {limit} "
+            f"on {plan.device}. The whole batch of {plan.rows} rows in one piece would need {show_bytes(plan.whole_bytes)}."
+        )
+    parts = ", ".join(
+        f"{part.name} {show_bytes(getattr(plan.breakdown, part.name))}" for part in fields(plan.breakdown)
+    )
+    lines = [head, f"Of it: {parts}."]
+    if plan.checkpointing is not None:
+        lines.append(checkpointing_sentence(plan.checkpointing, plan.unit))
+    confirmed = "tried at the size chosen" if plan.is_confirmed else "not tried at the size chosen"
+    lines.append(f"Predicted with {plan.method}, {confirmed}: {plan.reason}.")
+    return [*lines, *plan.notes]
+
+
+def checkpointing_sentence(found: Checkpointing, unit: str) -> str:
+    """What gradient checkpointing would save."""
+    size = f"a micro-batch of {found.size} {unit}"
+    if found.saved <= 0:
+        return f"Checkpointing {found.blocks} would save nothing at {size}."
+    return (
+        f"Checkpointing {found.blocks} would save {show_bytes(found.saved)} at {size} (peak {show_bytes(found.peak)}), for a "
+        "second forward of each."
+    )

@@ -1,0 +1,45 @@
+"""The peak of every size of micro-batch of one batch."""
+
+from dataclasses import dataclass
+
+from anybatch.memory.predicting.envelope import Envelope, Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Sizes to peaks: rows, or tokens where `row_length` or `lengths` say so."""
+
+    num_rows: int
+    tried: tuple[tuple[int, int], ...]
+    """(size, peak) of updates in two micro-batches that were tried themselves, smallest first."""
+    envelope: Envelope | None
+    """The peak of all others; None where each has to be tried."""
+    lengths: tuple[int, ...] = ()
+    """Of rows that differ in length, shortest first."""
+    row_length: int = 1
+    """What one row counts for, of rows that do not."""
+    left_behind: int = 0
+    """What each micro-batch beyond the second leaves until the end of the update."""
+
+    def peak(self, size: int) -> int:
+        """The peak of an update in micro-batches of at most `size`; without an envelope, of the next larger one tried."""
+        rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
+        return self._of_two(size) + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
+
+    def worst(self, size: int) -> Shape:
+        """The largest micro-batch of this size."""
+        if not self.lengths:
+            return max(size // self.row_length, 1), None
+        shapes: list[Shape] = [
+            (min(size // length, self.num_rows), length) for length in self.lengths if length <= size
+        ]
+        shapes = shapes or [(1, self.lengths[0])]
+        return shapes[-1] if self.envelope is None else max(shapes, key=self.envelope.peak)
+
+    def _of_two(self, size: int) -> int:
+        known = dict(self.tried)
+        if size in known:
+            return known[size]
+        if self.envelope is not None:
+            return self.envelope.peak(self.worst(size))
+        return next((peak for tried, peak in self.tried if tried >= size), max(known.values()))

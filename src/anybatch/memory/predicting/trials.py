@@ -1,0 +1,177 @@
+"""Trying sizes: which way an update can be tried, and what was found."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from anybatch.batches import Batch
+from anybatch.errors import PlanError
+from anybatch.memory.predicting.envelope import Envelope, Shape, fit
+from anybatch.memory.predicting.memory_plan import Method
+from anybatch.memory.predicting.source import Source
+from anybatch.memory.tracing import FakeProbe, Kind, Probe, RealProbe, Setup, Timeline, is_real
+from anybatch.norms import uses_batch_statistics
+from anybatch.objectives import Coupled
+
+
+@dataclass(slots=True)
+class Trials:
+    """Updates tried on a copy, and their peaks."""
+
+    setup: Setup
+    source: Source
+    probe: Probe
+    fake: FakeProbe | None
+    """The same on fake tensors, where they can run: for what they are made of."""
+    method: Method
+    reason: str
+    is_together: bool
+    """True where micro-batches do not stand alone, so that the whole batch has to be tried in each size."""
+    tried: dict[Shape, int] = field(default_factory=dict)
+    kinds: dict[Shape, dict[Kind, int]] = field(default_factory=dict)
+    """What fake tensors show the peak of a shape to be made of."""
+    seen: dict[Shape, Timeline] = field(default_factory=dict)
+    _smallest: int = 0
+
+    @property
+    def small_sizes(self) -> tuple[int, int]:
+        """The two sizes that lines are drawn through; real kernels round small sizes up."""
+        if self.method == "fake tensors":
+            return 2, 3
+        return (4, 8) if self.source.num_rows >= 8 else (2, 4)
+
+    @property
+    def smallest(self) -> int:
+        """The fewest rows that a micro-batch can have: 1, or 2 where BatchNorm has no variance over one."""
+        if self._smallest == 0:
+            self._smallest = 1
+            if not self.is_together:  # whole batches row by row are the slowest trial there is
+                try:
+                    self.peak((1, self.source.longest))
+                except ValueError:
+                    self._smallest = 2
+        return self._smallest
+
+    def left_behind(self) -> int:
+        """What each further micro-batch leaves until the end of the update: BatchNorm's statistics, waiting to be merged."""
+        if self.is_together or not any(isinstance(module, _BatchNorm) for module in self.setup.parts[0].modules()):
+            return 0
+        shape = self.small_sizes[0], self.source.longest
+        return max(self.probe(*[self.source.micro_batch(shape)] * 3).peak - self.peak(shape), 0)
+
+    def peak(self, shape: Shape) -> int:
+        """The peak of an update in micro-batches of this shape, tried once."""
+        if shape not in self.tried:
+            self.timeline(shape)
+        return self.tried[shape]
+
+    def timeline(self, shape: Shape) -> Timeline:
+        """An update in micro-batches of this shape: two of them, or as many as the batch has if they meet."""
+        if shape in self.seen:
+            return self.seen[shape]
+        self.seen[shape] = timeline = self.probe(*self._cut(shape))
+        self.tried[shape] = timeline.peak
+        if self.probe is self.fake:
+            self.kinds[shape] = self.fake.recorder.breakdown()
+        return timeline
+
+    def fake_peak(
+        self, shape: Shape, *, is_whole: bool = False, is_known: bool = True
+    ) -> tuple[int, dict[Kind, int]] | None:
+        """The peak that fake tensors show, and what it is made of; None where they cannot run.
+
+        With `is_known` False it is tried anew, for a model that has changed since.
+        """
+        if self.fake is None:
+            return None
+        if is_known and not is_whole and shape in self.kinds:
+            return self.tried[shape], self.kinds[shape]
+        parts = (self.source.micro_batch(shape),) if is_whole else self._cut(shape)
+        return self.fake(*parts).peak, self.fake.recorder.breakdown()
+
+    def _cut(self, shape: Shape) -> tuple[Batch, ...]:
+        if self.is_together:
+            return self.source.all_rows(shape[0])
+        micro_batch = self.source.micro_batch(shape)
+        return micro_batch, micro_batch
+
+    def envelope(self, shapes: Sequence[Shape], needed: Sequence[Shape] = ()) -> Envelope | None:
+        """The peak of all shapes, from timelines of these; None where ops differ or the batch has to be tried whole."""
+        return None if self.is_together else fit(shapes, [self.timeline(shape) for shape in shapes], needed)
+
+    def whole(self) -> int:
+        """The peak of the whole batch in one piece."""
+        shape = self.source.num_rows, self.source.longest
+        if self.method == "fake tensors" or isinstance(self.setup.parts[2], Coupled):
+            return self.probe(self.source.micro_batch(shape)).peak
+        sizes: list[Shape] = [(size, None) for size in self.small_sizes]
+        timelines = [self.probe(self.source.micro_batch((size, self.source.longest))) for size, _ in sizes]
+        line = fit(sizes, timelines)
+        return self.probe(self.source.micro_batch(shape)).peak if line is None else line.peak((shape[0], None))
+
+
+def start_trials(setup: Setup, source: Source) -> Trials:
+    """Fake tensors if they can run and see what kernels allocate; else real steps of a real copy."""
+    is_together, is_exact = _meets(setup)
+    first = source.micro_batch((2, source.longest))
+    fake, failure = None, ""
+    try:
+        fake = FakeProbe(setup, first)
+        timeline = fake(first, first)
+    except PlanError:
+        raise
+    except Exception as error:  # whatever a model does that needs numbers
+        fake, failure = None, f"fake tensors could not run this update ({_short(error)})"
+    hidden = fake.hidden if fake is not None and setup.device.type == "cpu" else None
+    if fake is not None and hidden is None:
+        seen = {} if is_together else {(2, source.longest): (timeline, fake.recorder.breakdown())}
+        return Trials(
+            setup,
+            source,
+            fake,
+            fake,
+            "fake tensors",
+            "every op of the update could run on them",
+            is_together,
+            tried={shape: timeline.peak for shape, (timeline, _) in seen.items()},
+            kinds={shape: kinds for shape, (_, kinds) in seen.items()},
+            seen={shape: timeline for shape, (timeline, _) in seen.items()},
+        )
+    why_not = _why_not_real(setup, source, is_exact=is_exact)
+    if why_not is None:
+        reason = failure or f"the CPU's kernels for {hidden} allocate memory that fake tensors do not show"
+        return Trials(setup, source, RealProbe(setup, first), fake, "real steps", reason, is_together)
+    if fake is None:
+        raise PlanError(f"the memory of this update cannot be predicted: {failure}, and {why_not}.")
+    reason = f"{why_not}, though the CPU's kernels for {hidden} allocate some 3 to 30 % more than fake tensors show"
+    return Trials(setup, source, fake, fake, "fake tensors", reason, is_together)
+
+
+def _meets(setup: Setup) -> tuple[bool, bool]:
+    """Whether what all micro-batches left meets before the step, and whether it does so in layers, in lockstep.
+
+    Sparse gradients do: those of all rows stand side by side until they are joined.
+    """
+    model, _, objective = setup.parts
+    is_exact = setup.options.get("batch_norm") == "exact" and any(
+        isinstance(module, _BatchNorm) and uses_batch_statistics(module) for module in model.modules()
+    )
+    is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    return isinstance(objective, Coupled) or is_sparse or is_exact, is_exact
+
+
+def _why_not_real(setup: Setup, source: Source, *, is_exact: bool) -> str | None:
+    if not is_real(setup.parts, source.batch):
+        return "a real step needs a model and a batch that hold numbers"
+    if setup.device.type == "cuda" and not torch.cuda.is_available():
+        return f"there is no {setup.device} here for a real step"
+    if is_exact:
+        return "batch_norm='exact' runs in threads, whose allocations the profiler does not see in a real step"
+    return None
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:120]}"

@@ -1,0 +1,182 @@
+"""One update of a copy, to see what it allocates: of fake tensors, which costs no memory, or really, in small."""
+
+import gc
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from anybatch.batches import Batch, MicroBatches, move, rows, tensors
+from anybatch.low_precision import LOW_PRECISION
+from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
+from anybatch.memory.tracing.recorder import Kind, Recorder, Timeline
+from anybatch.memory.tracing.trial_copies import Parts, fake_batch, fake_copies, real_copies
+from anybatch.objectives import Coupled, Objective
+from anybatch.passes import Accumulator
+from anybatch.update import Update
+
+HIDDEN = {
+    "aten::convolution": "a convolution",
+    "aten::mkldnn_rnn_layer": "an LSTM",
+    "aten::lstm": "an LSTM",
+    "aten::gru": "a GRU",
+}
+"""Ops whose CPU kernels allocate what no tensor shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is tried: the parts of an update, and where it is to run."""
+
+    parts: Parts
+    device: torch.device
+    batch_bytes: int
+    """The whole batch, where it lies in the memory that is planned; else 0."""
+    is_elsewhere: bool
+    """True where micro-batches are brought to the device one by one."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `Update`, or of `Accumulator` where there is no optimizer."""
+
+
+class Probe(Protocol):
+    """Runs an update of these micro-batches on copies of the parts, and gives its timeline."""
+
+    parts: Parts
+
+    def __call__(self, *micro_batches: Batch) -> Timeline: ...
+
+
+class FakeProbe:
+    """Updates of fake tensors: the real path of `Update`, every op of it, and no memory. Keeps the last recording."""
+
+    def __init__(self, setup: Setup, *first: Batch) -> None:
+        self._setup = setup
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.parts = fake_copies(setup.parts, self._mode)
+        model, optimizer, objective = self.parts
+        if optimizer is not None and setup.device.type != "cpu":
+            _choose_foreach(optimizer)
+        self._runner = _runner((model, optimizer, _counting_rows(objective)), setup.options)
+        self.recorder = Recorder([])
+        self._run(
+            MicroBatches(self._fake(first))
+        )  # fills the optimizer's state, and whatever else is made at first use
+
+    def __call__(self, *micro_batches: Batch) -> Timeline:
+        model, optimizer, _ = self.parts
+        parameters = self._runner.parameters()
+        drop_gradients(parameters)
+        faked = self._fake(micro_batches)
+        standing: list[tuple[Kind, torch.Tensor]] = [("parameters", one) for one in (*parameters, *model.buffers())]
+        standing += [("optimizer", one) for one in ([] if optimizer is None else optimizer_tensors(optimizer))]
+        self.recorder = Recorder(standing, uncounted=tensors(faked), batch_bytes=self._setup.batch_bytes)
+        hooks = self.recorder.watch_gradients(parameters)
+        try:
+            self._run(MicroBatches(faked), self.recorder)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return self.recorder.timeline
+
+    @property
+    def hidden(self) -> str | None:
+        """What ran whose CPU kernels allocate more than tensors show."""
+        if self._setup.options.get("autocast") is not None or any(
+            parameter.dtype in LOW_PRECISION for parameter in self.parts[0].parameters()
+        ):
+            return "matrix products in bf16 or fp16"
+        return next((HIDDEN[op.split(".")[0]] for op in self.recorder.ops if op.split(".")[0] in HIDDEN), None)
+
+    def _fake(self, micro_batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
+        return tuple(fake_batch(one, self._mode, is_elsewhere=self._setup.is_elsewhere) for one in micro_batches)
+
+    def _run(self, batch: MicroBatches, recorder: Recorder | None = None) -> None:
+        with quiet(), self._mode:
+            if recorder is None:
+                self._runner.run(batch)
+                return
+            with recorder:
+                self._runner.run(batch)
+
+
+class RealProbe:
+    """Real updates of a real copy, read through the profiler: what kernels allocate inside is seen too."""
+
+    def __init__(self, setup: Setup, *first: Batch) -> None:
+        self._setup = setup
+        self.parts = real_copies(setup.parts, setup.device)
+        self._runner = _runner(self.parts, setup.options)
+        with quiet():
+            self._runner.run(MicroBatches(first))
+
+    def __call__(self, *micro_batches: Batch) -> Timeline:
+        setup, (model, optimizer, _) = self._setup, self.parts
+        there = micro_batches if setup.is_elsewhere else tuple(move(one, setup.device) for one in micro_batches)
+        parameters = self._runner.parameters()
+        drop_gradients(parameters)
+        gc.collect()
+        state = [] if optimizer is None else optimizer_tensors(optimizer)
+        standing = bytes_of([*parameters, *model.buffers(), *state]) + setup.batch_bytes
+        with quiet():
+            seen = metered(lambda: self._runner.run(MicroBatches(there)), setup.device.type)
+        changes = [nbytes for _, nbytes in seen.allocations]
+        names = tuple("allocated" if nbytes > 0 else "freed" for nbytes in changes)
+        return Timeline(names, tuple(accumulate(changes, initial=standing))[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """An update, or a gradient alone, of copies."""
+
+    update: Update | Accumulator
+
+    def run(self, batch: MicroBatches) -> None:
+        if isinstance(self.update, Update):
+            self.update(batch)
+        else:
+            self.update.backward(batch)
+
+    def parameters(self) -> list[nn.Parameter]:
+        found = list(self.update.parameters())
+        objective = (self.update.accumulator if isinstance(self.update, Update) else self.update).objective
+        return list(dict.fromkeys([*found, *(objective.parameters() if isinstance(objective, Coupled) else [])]))
+
+
+def _runner(parts: Parts, options: Mapping[str, Any]) -> _Runner:
+    model, optimizer, objective = parts
+    shared = {name: options[name] for name in ("autocast", "batch_norm", "offload") if name in options}
+    if optimizer is None:
+        return _Runner(Accumulator(model, objective, micro_batch=1, **shared))
+    clips = {name: options[name] for name in ("clip_norm", "clip_value") if name in options}
+    # whether a gradient is finite needs its numbers; looking at them takes no memory
+    return _Runner(Update(model, optimizer, objective, micro_batch=1, on_nonfinite="ignore", **shared, **clips))
+
+
+def _counting_rows(objective: Objective | Coupled) -> Objective | Coupled:
+    """The same loss with rows for units: counting targets needs their numbers, and shares take no memory."""
+    if isinstance(objective, Coupled):
+        return replace(objective, units=rows)
+    return replace(objective, units=rows, units_for=None)
+
+
+def _choose_foreach(optimizer: Optimizer) -> None:
+    """Let the step of fake tensors on the CPU run as a GPU's would: over all parameters at once, unless told otherwise."""
+    for group in optimizer.param_groups:
+        is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        if is_open and not group.get("differentiable"):
+            group["foreach"] = True
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What a model warns of, it will warn of again when it trains."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,122 @@
+"""Copies to try things on: of fake tensors, which hold no numbers and take no memory, or of real ones."""
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from anybatch.batches import Batch, map_tensors, tensors
+from anybatch.errors import PlanError
+from anybatch.memory.tracing.recorder import ELSEWHERE
+
+Parts = tuple[nn.Module, Optimizer | None, Any]
+"""Model, optimizer and objective: copied together, so that what they share stays shared."""
+
+
+class _Fakes(TorchFunctionMode):
+    """Inside this block copying a tensor makes a fake one, on the CPU, wherever the tensor lies."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            memo[id(tensor)] = fake = fake_like(tensor, self._mode)
+            return fake
+        return func(*args, **(kwargs or {}))
+
+
+def fake_copies(parts: Parts, mode: FakeTensorMode) -> Parts:
+    """The same parts of fake tensors; nothing is allocated, whatever the size."""
+    memo = {id(tensor): fake_like(tensor, mode) for tensor in _large_tensors(parts)}
+    with _Fakes(mode):
+        return _copied(parts, memo)
+
+
+def real_copies(parts: Parts, device: torch.device) -> Parts:
+    """The same parts, on `device`; gradients are not copied."""
+    model, optimizer, objective = _copied(parts, {})
+    model.to(device)
+    return model, optimizer, objective
+
+
+def fake_batch(batch: Batch, mode: FakeTensorMode, *, is_elsewhere: bool) -> Batch:
+    """The same nesting of fake tensors, on the CPU, or where memory is not counted."""
+    device = ELSEWHERE if is_elsewhere else "cpu"
+    return map_tensors(batch, lambda tensor: fake_like(tensor, mode, device))
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: str = "cpu") -> Tensor:
+    """A fake tensor of this shape and dtype; a single number keeps its value, which optimizers read their step from."""
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(f"a tensor with layout {tensor.layout} cannot be planned with fake tensors")
+    has_number = tensor.dim() == 0 and not _is_without_data(tensor) and device == "cpu"
+    number = tensor.detach().item() if has_number else None
+    with mode:
+        if number is not None:
+            fake = torch.tensor(number, dtype=tensor.dtype)
+        else:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        elif tensor.requires_grad and tensor.is_leaf:
+            fake.requires_grad_()
+    return fake
+
+
+def is_real(parts: Parts, batch: Batch) -> bool:
+    """True where every tensor holds numbers, so that it could really run."""
+    model, _, _ = parts
+    return not any(_is_without_data(tensor) for tensor in (*model.parameters(), *model.buffers(), *tensors(batch)))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Random states, torch's, Python's and NumPy's, are the same after this block as before it."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+def _copied(parts: Parts, memo: dict[int, Any]) -> Parts:
+    try:
+        return copy.deepcopy(parts, memo)
+    except (TypeError, RuntimeError) as error:
+        model, optimizer, _ = parts
+        raise PlanError(
+            f"planning tries an update on a copy, but this {type(model).__name__} with {type(optimizer).__name__} cannot be "
+            f"copied by copy.deepcopy: {error}. Give plan() a model that can be, such as one made anew."
+        ) from error
+
+
+def _large_tensors(parts: Parts) -> Iterator[Tensor]:
+    model, optimizer, objective = parts
+    yield from model.parameters()
+    yield from model.buffers()
+    loss = getattr(objective, "loss", None)
+    if isinstance(loss, nn.Module):
+        yield from loss.parameters()
+        yield from loss.buffers()
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def _is_without_data(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)

@@ -1,0 +1,239 @@
+"""`supervised(criterion)`, and what each of torch's mean-reducing criteria divides by.
+
+Three rules cover them all. Where every row has the same number of elements the three differ by a constant factor only,
+which the shares do not see.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.batches import Batch, tensors
+from anybatch.errors import BatchError, LossError, UnitsError
+from anybatch.low_precision import LOW_PRECISION
+from anybatch.objectives.metrics import Metrics, Number
+from anybatch.objectives.objective import Objective, Units
+
+Rule = Callable[[Tensor, Any], Number]
+"""(target, options) -> units; options carry `weight`, `ignore_index` as the criterion or the functional call does."""
+
+
+def class_units(target: Tensor, options: Any) -> Number:
+    """Cross entropy and NLL: the targets that are not ignored, each with its class weight.
+
+    Class probabilities are averaged over rows and positions, class weights or not; dim 1 is the classes.
+    """
+    if target.is_floating_point():
+        return target.numel() // target.shape[1] if target.dim() > 1 else target.numel()
+    ignore_index = -100 if options.ignore_index is None else options.ignore_index
+    if options.weight is None:
+        return count_other_than(target, ignore_index)
+    is_counted = target != ignore_index
+    weight = options.weight.to(target.device, torch.float64 if target.device.type != "mps" else torch.float32)
+    total: Tensor = weight[target[is_counted]].sum()
+    return total
+
+
+def count_other_than(target: Tensor, ignored: int) -> Number:
+    """How many elements differ from `ignored`; a few on the CPU are counted in Python, 5 times faster than by three ops."""
+    if target.dim() == 1 and target.is_cpu and target.shape[0] <= 256:
+        return target.shape[0] - target.tolist().count(ignored)
+    return (target != ignored).count_nonzero()
+
+
+def element_units(target: Tensor, options: Any) -> Number:
+    """Element-wise means: the elements of the target."""
+    weight = getattr(options, "weight", None)
+    if isinstance(weight, Tensor) and 0 < target.dim() == weight.dim() and weight.shape[0] != 1:
+        raise UnitsError(
+            f"the criterion's weight has shape {tuple(weight.shape)}, one entry per row of one particular batch, and cannot "
+            "be cut with the rows. Put the weights into the batch and use Objective(loss), with "
+            "F.binary_cross_entropy(output, target, weight=weights) as the loss."
+        )
+    return target.numel()
+
+
+def row_units(target: Tensor, options: Any) -> Number:
+    """Means over rows: one loss per row, whatever its elements."""
+    return target.shape[0]
+
+
+def _kl_units(target: Tensor, options: Any) -> Number:
+    return row_units(target, options) if options.reduction == "batchmean" else element_units(target, options)
+
+
+RULES: Mapping[type[nn.Module], Rule] = {
+    nn.CrossEntropyLoss: class_units,
+    nn.LinearCrossEntropyLoss: class_units,
+    nn.NLLLoss: class_units,
+    nn.NLLLoss2d: class_units,
+    nn.L1Loss: element_units,
+    nn.MSELoss: element_units,
+    nn.SmoothL1Loss: element_units,
+    nn.HuberLoss: element_units,
+    nn.BCELoss: element_units,
+    nn.BCEWithLogitsLoss: element_units,
+    nn.PoissonNLLLoss: element_units,
+    nn.GaussianNLLLoss: element_units,
+    nn.HingeEmbeddingLoss: element_units,
+    nn.SoftMarginLoss: element_units,
+    nn.KLDivLoss: _kl_units,
+    nn.MarginRankingLoss: element_units,
+    nn.CosineEmbeddingLoss: row_units,
+    nn.MultiLabelMarginLoss: row_units,
+    nn.MultiLabelSoftMarginLoss: row_units,
+    nn.MultiMarginLoss: row_units,
+    nn.TripletMarginLoss: row_units,
+    nn.TripletMarginWithDistanceLoss: row_units,
+    nn.CTCLoss: row_units,
+}
+
+FUNCTIONAL_RULES: Mapping[Callable[..., Tensor], Rule] = {
+    F.cross_entropy: class_units,
+    F.nll_loss: class_units,
+    F.l1_loss: element_units,
+    F.mse_loss: element_units,
+    F.smooth_l1_loss: element_units,
+    F.huber_loss: element_units,
+    F.binary_cross_entropy: element_units,
+    F.binary_cross_entropy_with_logits: element_units,
+}
+"""The functional forms that a model may call inside, told apart by `ObservedMeans`."""
+
+
+def supervised(
+    criterion: Callable[..., Tensor],
+    *,
+    units: Units | None = None,
+    metrics: Callable[..., Metrics] | None = None,
+) -> Objective:
+    """The objective `criterion(model(inputs), targets)` of a batch `(inputs, targets)`.
+
+    The units of torch's own criteria are known; give `units(batch)` for any other. `reduction="sum"` accumulates as a
+    sum. A tuple, or list of tensors, of inputs or outputs is unpacked, so `(inputs, targets, input_lengths,
+    target_lengths)` serves CTC and a model that returns (anchor, positive, negative) serves `((a, p, n),)`; a mapping of
+    inputs is passed by keyword. `metrics(outputs, *targets)` returns numbers to report beside the loss. The criterion sees
+    bf16 and fp16 outputs in fp32.
+
+    >>> objective = supervised(nn.CrossEntropyLoss(ignore_index=0))
+    >>> int(objective.units((torch.zeros(4, 5), torch.tensor([0, 3, 1, 0]))))
+    2
+    """
+    reduction: Literal["mean", "sum"] = "sum" if getattr(criterion, "reduction", "mean") == "sum" else "mean"
+    if units is None:
+        rule = _rule_of(criterion)
+
+        def units(batch: Batch) -> Number:
+            return rule(_units_target(batch), criterion)
+
+    is_element_wise = RULES.get(type(criterion)) is element_units  # type: ignore[arg-type]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Metrics]:
+        inputs, targets = _inputs_and_targets(batch)
+        outputs = model(inputs) if isinstance(inputs, Tensor) else _call(model, inputs)
+        arguments = _arguments(criterion, outputs, targets)
+        if is_element_wise:
+            _check_dimensions(arguments)
+        value = criterion(*_in_fp32(criterion, arguments))
+        return value if metrics is None else (value, metrics(outputs, *targets))
+
+    return Objective(loss, units, reduction)
+
+
+def _rule_of(criterion: Callable[..., Tensor]) -> Rule:
+    name = getattr(criterion, "__name__", None) or repr(criterion)
+    # exact types only: a subclass may divide by something else
+    rule = RULES.get(type(criterion))  # type: ignore[arg-type]
+    if rule is None:
+        raise UnitsError(
+            f"supervised({name}): only instances of torch's own criteria, such as nn.CrossEntropyLoss(), say what their mean "
+            "divides by. Give units=, a function of the batch: supervised(criterion, units=rows) if it averages over rows, or "
+            "for example units=lambda batch: (batch[1] != -100).sum() if it averages over targets."
+        )
+    reduction = getattr(criterion, "reduction", "mean")
+    if reduction not in ("mean", "sum", "batchmean"):
+        raise UnitsError(
+            f"supervised({name}): reduction={reduction!r} returns one loss per element; expected 'mean' or 'sum'. "
+            "Leave reduction at its default, or write the reduction in Objective(loss, units)."
+        )
+    return rule
+
+
+def _inputs_and_targets(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
+    if not isinstance(batch, (tuple, list)) or not batch:
+        keys = f" with keys {list(batch)}" if isinstance(batch, Mapping) else ""
+        raise BatchError(
+            f"supervised() takes batches of (inputs, targets), got {type(batch).__name__}{keys}. Make the loader yield a "
+            "tuple, or write Objective(lambda model, batch: ...)."
+        )
+    return batch[0], tuple(batch[1:])
+
+
+def _units_target(batch: Batch) -> Tensor:
+    """The tensor that units are counted on: the target, or the inputs of a criterion that has none (triplets)."""
+    inputs, targets = _inputs_and_targets(batch)
+    counted: Any = targets[0] if targets and targets[0] is not None else inputs
+    first = next(tensors(counted), None)
+    if first is None:
+        raise BatchError(
+            f"supervised() counts units on a target tensor, got {type(counted).__name__} {counted!r}"[:160]
+            + ". Make the loader "
+            "yield targets as a tensor, such as torch.tensor([0, 2, 1]) for classes."
+        )
+    return first
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if _is_several(inputs) else model(inputs)
+
+
+def _arguments(criterion: Callable[..., Tensor], outputs: Any, targets: tuple[Any, ...]) -> tuple[Any, ...]:
+    if isinstance(outputs, Tensor) and len(targets) == 1 and targets[0] is not None:
+        return outputs, targets[0]
+    several = tuple(outputs) if _is_several(outputs) else (outputs,)
+    given = tuple(target for target in targets if target is not None)
+    if isinstance(criterion, nn.GaussianNLLLoss) and len(several) == 2:
+        mean, variance = several
+        return mean, *given, variance
+    return several + given
+
+
+def _check_dimensions(arguments: tuple[Any, ...]) -> None:
+    """(16, 1) against (16,) is broadcast to (16, 16): every row meets every target, and no cut is exact."""
+    first, second = arguments[:2]
+    if isinstance(second, Tensor) and first.dim() != second.dim():
+        raise LossError(
+            f"the output has shape {tuple(first.shape)} and the target {tuple(second.shape)}: torch would broadcast them, and "
+            "every row would meet every other's target. Give both the same shape, for example with output.squeeze(1)."
+        )
+
+
+def _in_fp32(criterion: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a criterion gets, bf16 and fp16 raised to fp32, as autocast has it: a bf16 loss has two digits.
+
+    Left alone for a criterion that holds low-precision tensors itself.
+    """
+    first = arguments[0]
+    if not isinstance(first, Tensor) or first.dtype not in LOW_PRECISION:
+        return arguments
+    if isinstance(criterion, nn.Module):
+        own = (*criterion.parameters(), *criterion.buffers())
+        if any(tensor.dtype in LOW_PRECISION for tensor in own):
+            return arguments
+    raised = (argument.float() if _is_low(argument) else argument for argument in arguments)
+    return tuple(raised)
+
+
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOW_PRECISION
+
+
+def _is_several(value: Any) -> bool:
+    if type(value) is tuple:
+        return True
+    return type(value) is list and len(value) > 0 and all(isinstance(item, Tensor) for item in value)

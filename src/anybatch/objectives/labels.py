@@ -1,0 +1,148 @@
+"""`huggingface()`: the objective of models that compute their own loss from `labels`.
+
+Units are the labels that the loss really averaged, never a promise read off a signature: 14 of 18 classes tried accept
+`num_items_in_batch` and ignore it.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from anybatch.batches import Batch
+from anybatch.errors import BatchError, LossError, UnitsError
+from anybatch.objectives.metrics import Number
+from anybatch.objectives.objective import Objective, Units
+from anybatch.objectives.observed_means import ObservedMeans
+
+IGNORED = -100
+_PREDICTS_NEXT_TOKEN = re.compile(r"CausalLM|LMHead|ForConditionalGeneration")
+
+
+def huggingface(*, units: Units | None = None) -> Objective:
+    """The objective `model(**batch).loss`, averaged over the labels that are not ignored.
+
+    Causal language models shift the labels by one inside; masked, sequence-to-sequence and classification heads do not.
+    Which is the case is known from the model, and checked once against what the loss was seen to divide by; a head that
+    divides by something else gives an error that says by how much, to be mended with `units=`, a function of the batch.
+    """
+
+    # what has been checked is remembered so that it is checked once; it changes no result
+    checked: WeakSet[nn.Module] = WeakSet()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        if units is not None or model in checked or hasattr(model, "_orig_mod") or _has_no_numbers(model):
+            return _loss_of(model, batch)
+        with ObservedMeans() as observed:
+            value = _loss_of(model, batch)
+        _check_units(model, batch, observed.units)
+        _check_whole(model, value, observed.means)
+        checked.add(model)
+        return value
+
+    def units_for(model: nn.Module) -> Units:
+        is_shifted = _predicts_next_token(_base_model(model))
+        return lambda batch: label_units(batch, is_shifted=is_shifted)
+
+    if units is not None:
+        return Objective(loss, units)
+    return Objective(loss, lambda batch: label_units(batch, is_shifted=True), units_for=units_for)
+
+
+def label_units(batch: Batch, *, is_shifted: bool) -> Number:
+    """The labels that count: not ignored, and for next-token prediction not the first of a row, which nothing predicts."""
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"huggingface() takes batches that are mappings, such as a BatchEncoding, got {type(batch).__name__}. Use a "
+            "collator that returns a dict with 'labels', or write Objective(loss, units)."
+        )
+    if isinstance(batch.get("start_positions"), Tensor):
+        return _answer_units(batch)
+    is_ready = isinstance(batch.get("shift_labels"), Tensor)
+    labels = batch.get("shift_labels" if is_ready else "labels")
+    if not isinstance(labels, Tensor):
+        raise UnitsError(
+            f"the batch has no tensor 'labels' (keys: {', '.join(map(str, batch))}), so there is no loss to count the units "
+            "of. Add 'labels', or give huggingface(units=...), a function of the batch."
+        )
+    if labels.is_floating_point():
+        return labels.numel()
+    return ((labels[..., 1:] if is_shifted and not is_ready else labels) != IGNORED).count_nonzero()
+
+
+def _answer_units(batch: Mapping[str, Any]) -> Number:
+    """Question answering ignores positions beyond the text; start and end are averaged each on its own."""
+    length = batch["input_ids"].shape[1]
+    starts, ends = (int((batch[key] < length).sum()) for key in ("start_positions", "end_positions"))
+    if starts != ends:
+        raise UnitsError(
+            f"{starts} start positions but {ends} end positions lie within the {length} tokens: their losses are averaged over "
+            "different counts, and no one number of units is exact. Drop the rows whose answer is cut off."
+        )
+    return starts
+
+
+def _loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    value = getattr(model(**batch), "loss", None)
+    if not isinstance(value, Tensor):
+        raise LossError(
+            f"{type(_base_model(model)).__name__} returned no .loss for a batch with keys {', '.join(map(str, batch))}. Add "
+            "'labels' to the batch, or use supervised() or Objective() for a model that leaves the loss to you."
+        )
+    return value
+
+
+def _check_units(model: nn.Module, batch: Batch, observed: list[Number]) -> None:
+    base = _base_model(model)
+    counted = float(label_units(batch, is_shifted=_predicts_next_token(base)))
+    seen = [float(number) for number in observed]
+    if not seen:
+        raise UnitsError(
+            f"{type(base).__name__} computes its loss by none of torch's mean-reducing functions, so what it divides by could "
+            "not be seen. Give huggingface(units=...), a function of the batch, or write Objective(loss, units)."
+        )
+    if any(number != counted for number in seen):
+        raise UnitsError(
+            f"{type(base).__name__} averaged its loss over {', '.join(f'{number:g}' for number in seen)} targets, but the "
+            f"labels of this micro-batch count {counted:g}. Give huggingface(units=...), a function of the batch that returns "
+            "what the loss divides by; several different numbers are several losses, and no one number of units is exact."
+        )
+
+
+def _check_whole(model: nn.Module, loss: Tensor, means: list[Tensor]) -> None:
+    """The loss must be nothing but the mean over the labels that was seen (question answering has two, averaged)."""
+    returned, mean = float(loss.detach()), sum(float(mean) for mean in means) / len(means)
+    if not math.isclose(returned, mean, rel_tol=1e-3, abs_tol=1e-6) and not math.isnan(mean):
+        raise UnitsError(
+            f"{type(_base_model(model)).__name__} returned a loss of {returned:g}, but the mean over its labels is {mean:g}: "
+            "it adds or scales something (a router's balance, say) that is no mean over labels. Switch it off, or "
+            "write Objective(loss, units)."
+        )
+
+
+def _has_no_numbers(model: nn.Module) -> bool:
+    """True of the fake copies that memory is planned with: what a loss divides by cannot be read off them."""
+    return isinstance(next(model.parameters(), None), FakeTensor)
+
+
+def _predicts_next_token(base: nn.Module) -> bool:
+    is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    return not is_encoder_decoder and _PREDICTS_NEXT_TOKEN.search(type(base).__name__) is not None
+
+
+def _base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside DistributedDataParallel, torch.compile or PEFT."""
+    inner: Any = model
+    while True:
+        if hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif isinstance(inner, nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        else:
+            return inner  # type: ignore[no-any-return]

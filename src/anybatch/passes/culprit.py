@@ -1,0 +1,65 @@
+"""Finding where an inf or a nan came from, after the fact."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from anybatch.batches import Batch
+from anybatch.gradients import GradientSum, all_finite
+from anybatch.passes.accumulator import Accumulator
+from anybatch.passes.work import Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """The first micro-batch whose loss or gradient is not finite, seen when each was run again alone."""
+
+    micro_batch: int
+    num_micro_batches: int
+    loss: float
+    parameter: str | None
+    """The first parameter with a gradient that is not finite; None where the gradients are finite and the loss is not."""
+    rank: int | None = None
+    """Whose micro-batch it is; None in one process, and where the gradient of all ranks' micro-batches shows it alone."""
+
+
+def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Parameter, str]) -> Culprit | None:
+    """Run each micro-batch again, alone, until one is not finite; None if all are (a random draw, a sum that overflowed).
+
+    `.grad` is left alone. Ranks look together, and all get the same answer.
+    """
+    work = accumulator.prepare(batch)
+    gradient_sum = GradientSum(names)
+    # sharded gradients can be seen only when they are synchronised, by all ranks at once
+    is_seen_together = accumulator.engine.is_even
+    found: Culprit | None = None
+    with gradient_sum.undone(), accumulator.norms.alone():
+        for index, counts in work.passes:
+            with work.turn.running(is_last=is_seen_together):
+                loss, _ = work.forward(index)
+                loss.backward()
+            if found is None and counts:
+                found = _look(work, index, loss.detach().item(), names, is_seen_together=is_seen_together)
+            if found is not None and not is_seen_together:
+                break
+            gradient_sum.zero()
+    culprits = [culprit for culprit in work.ranks.gather_objects(found) if culprit is not None]
+    return min(culprits, key=lambda culprit: (culprit.micro_batch, culprit.rank is None)) if culprits else None
+
+
+def _look(
+    work: Work, index: int, loss: float, names: Mapping[nn.Parameter, str], *, is_seen_together: bool
+) -> Culprit | None:
+    bad = next((name for parameter, name in names.items() if not all_finite([parameter.grad])), None)
+    if bad is None and math.isfinite(loss):
+        return None
+    is_known = work.ranks.size > 1 and not (is_seen_together and math.isfinite(loss))
+    return Culprit(
+        micro_batch=index,
+        num_micro_batches=work.shares.num_own,
+        loss=loss,
+        parameter=bad,
+        rank=work.ranks.rank if is_known else None,
+    )

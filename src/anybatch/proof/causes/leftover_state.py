@@ -1,0 +1,110 @@
+"""What a forward changes: the model's own state, and the rows that it was given."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from anybatch.batches import Batch, map_tensors, tensors
+from anybatch.objectives import Coupled
+from anybatch.proof.cases import Case, ModelState
+from anybatch.proof.causes.experiments import Lab, Outcome
+from anybatch.proof.verdict import Cause
+
+RANDOM_FIX = (
+    "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers into "
+    "the batch, one entry per row."
+)
+Found = tuple[Cause, Case, Outcome]
+"""A cause, the case without it, and what came of that."""
+
+
+def model_state(lab: Lab, before: Outcome) -> Found | None:
+    """Look at what a forward changes in the model; put it back before every micro-batch, and see whether the error goes."""
+    changed, _ = forward_changes(lab)
+    if not changed:
+        return None
+    repaired = replace(lab.case, restores_state=True)
+    after = lab.try_out(repaired)
+    if not after.explains(before):
+        return None
+    cause = Cause(
+        kind="state",
+        explanation=f"A forward changes {', '.join(changed[:4])}, once per micro-batch instead of once per batch. With "
+        f"the state put back before each micro-batch the error falls from {before.error:.1e} to {after.error:.1e}.",
+        fix="Let forward depend on parameters, rows and torch's generators alone. Count updates outside the model, for "
+        "example after update(batch), and keep running statistics out of the training forward's output.",
+    )
+    return cause, repaired, after
+
+
+def changed_inputs(lab: Lab, before: Outcome) -> Found | None:
+    """Look at whether the rows are as they were after a forward; give every forward a copy, and see whether the error goes."""
+    written = _written_inputs(lab)
+    if not written:
+        return None
+    repaired = replace(lab.case, copies_inputs=True)
+    after = lab.try_out(repaired)
+    if not after.explains(before):
+        return None
+    cause = Cause(
+        kind="inputs",
+        explanation=f"The forward writes into its input ({', '.join(written)}). Micro-batches are views of the batch, "
+        f"and what runs a second time runs on changed rows. With copies the error falls from {before.error:.1e} to "
+        f"{after.error:.1e}.",
+        fix="Do not change the batch in place: x = x * 2 instead of x *= 2, F.relu(x) instead of F.relu_(x).",
+    )
+    return cause, repaired, after
+
+
+def own_generator(lab: Lab) -> Cause | None:
+    """Look for random generators that the model holds and that a forward moves."""
+    moved = sorted(forward_changes(lab)[1])
+    if not moved:
+        return None
+    return Cause(
+        kind="randomness",
+        explanation=f"The forward draws from {', '.join(moved)}, a random generator that the model holds and torch "
+        "knows nothing of: what a row draws depends on how many rows came before it.",
+        fix=RANDOM_FIX,
+    )
+
+
+def forward_changes(lab: Lab) -> tuple[list[str], set[str]]:
+    """What one forward changes in the model, running statistics apart; and which of it are random generators."""
+    states: list[tuple[nn.Module, ModelState]] = []
+    part, rows = lab.cut[0], lab.cut.row_numbers[0]
+    lab.case.once(part, rows, lambda model: states.append((model, ModelState.of(model))))
+    model, state = states[0]
+    norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase)}
+    changed = {name: text for name, text in state.changed(model).items() if name.rpartition(".")[0] not in norms}
+    generators = state.generators() & set(changed)
+    return [text for name, text in changed.items() if name not in generators], generators
+
+
+def _written_inputs(lab: Lab) -> list[str]:
+    """Paths are not known here: tensors are named by their shapes."""
+    written: list[str] = []
+
+    def spy(function: Callable[[nn.Module, Batch], Any]) -> Callable[[nn.Module, Batch], Any]:
+        def spied(model: nn.Module, batch: Batch) -> Any:
+            before = map_tensors(batch, torch.clone)
+            result = function(model, batch)
+            for old, new in zip(tensors(before), tensors(batch), strict=True):
+                if not torch.equal(old, new):
+                    written.append(f"a tensor of shape {tuple(new.shape)}")
+            return result
+
+        return spied
+
+    objective = lab.case.objective
+    spied = (
+        replace(objective, encode=spy(objective.encode))
+        if isinstance(objective, Coupled)
+        else replace(objective, loss=spy(objective.loss))
+    )
+    replace(lab.case, objective=spied).once(lab.cut[0], lab.cut.row_numbers[0])
+    return written

@@ -1,0 +1,73 @@
+"""As many rows as fit: what one backward pass over so many rows takes, measured while they are doubled."""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from anybatch.batches import num_rows, take_rows
+from anybatch.errors import VerifyError
+from anybatch.passes import common_device
+from anybatch.proof.cases import Case, can_be_raised, make_case
+
+
+def rows_that_fit(case: Case, limit: int) -> int:
+    """The largest number of rows, of 2, 4, 8, ... and all, whose backward pass in one go takes at most `limit` bytes.
+
+    Measured is the run that takes most, in float64 where the model has it. What does not fit is not run: the next doubling
+    is taken to cost in proportion to the rows.
+    """
+    count = num_rows(case.batch)
+    fits, sizes = 0, [*itertools.takewhile(lambda size: size < count, (2**power for power in range(1, 64))), count]
+    seen: list[tuple[int, int]] = []
+    for size in sizes:
+        expected = _expected(seen, size)
+        if expected > limit:
+            break
+        peak = _peak(case, size)
+        seen.append((size, peak))
+        if peak > limit:
+            break
+        fits = size
+    if fits == 0:
+        raise VerifyError(
+            f"memory={limit:,} bytes: 2 rows in one go take {max(seen)[1]:,} bytes, with the weights and gradients of "
+            "the copy. Give more, or rows that are shorter."
+        )
+    return fits
+
+
+def _expected(seen: list[tuple[int, int]], size: int) -> int:
+    """On the line through the last two peaks; what is not known yet is expected to fit."""
+    if len(seen) < 2:
+        return 0
+    (small, low), (large, high) = seen[-2:]
+    return high + (high - low) * (size - large) // (large - small)
+
+
+def _peak(case: Case, size: int) -> int:
+    """Bytes at the peak of a run of the first `size` rows: the copy, its gradients and the graph."""
+    options = {"batch_norm": case.batch_norm, "autocast": case.autocast, "copy": case.copy}
+    part = make_case(case.model, case.objective, take_rows(case.batch, slice(0, size)), **options)
+    wide = make_case(case.model, case.objective, part.batch, **options, precision="float64")
+    if can_be_raised(case.model) is None:
+        try:
+            return _measured(case, wide.record)
+        except (RuntimeError, TypeError, ValueError):  # a model that does not run in float64
+            pass
+    return _measured(case, part.record)
+
+
+def _measured(case: Case, run: Callable[[], object]) -> int:
+    device = common_device(case.model.parameters())
+    if device is not None and device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    allocated = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return int(max(itertools.accumulate((nbytes for _, nbytes in allocated), initial=0)))

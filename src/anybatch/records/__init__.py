@@ -1,0 +1,43 @@
+"""What a run leaves on disk: defined once, written by training, read by the report. Knows nothing of torch."""
+
+from anybatch.records.run_folder import (
+    Arm,
+    ArmEpoch,
+    ArmRun,
+    Comparison,
+    EpochDone,
+    Kind,
+    MemoryPoint,
+    MemorySeen,
+    Metric,
+    Run,
+    RunFolder,
+    StageTime,
+    Trace,
+    TracedLayer,
+    TracedStage,
+    UpdateDone,
+    WindowSeen,
+    plain,
+)
+
+__all__ = [
+    "Arm",
+    "ArmEpoch",
+    "ArmRun",
+    "Comparison",
+    "EpochDone",
+    "Kind",
+    "MemoryPoint",
+    "MemorySeen",
+    "Metric",
+    "Run",
+    "RunFolder",
+    "StageTime",
+    "Trace",
+    "TracedLayer",
+    "TracedStage",
+    "UpdateDone",
+    "WindowSeen",
+    "plain",
+]

@@ -1,0 +1,37 @@
+"""Results as pictures, each with its table."""
+
+from anybatch.report.charts.chart import Chart, Table
+from anybatch.report.charts.comparison_charts import comparison_charts, final, final_table, num_seeds
+from anybatch.report.charts.peak_charts import plan_charts
+from anybatch.report.charts.proof_charts import (
+    cuts_table,
+    largest_error,
+    proof_charts,
+    proof_sentence,
+    written_precision,
+)
+from anybatch.report.charts.sample_charts import walk_charts
+from anybatch.report.charts.training_charts import course_charts, epoch_charts, update_charts
+from anybatch.report.charts.window_charts import memory_charts, stage_colour, timeline_chart
+
+__all__ = [
+    "Chart",
+    "Table",
+    "comparison_charts",
+    "course_charts",
+    "cuts_table",
+    "epoch_charts",
+    "final",
+    "final_table",
+    "largest_error",
+    "memory_charts",
+    "num_seeds",
+    "plan_charts",
+    "proof_charts",
+    "proof_sentence",
+    "stage_colour",
+    "timeline_chart",
+    "update_charts",
+    "walk_charts",
+    "written_precision",
+]

@@ -1,0 +1,85 @@
+"""What an update needs: its peak by the size of the micro-batch, and what the peak is made of."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, layout, line_chart, plain, short
+from anybatch.report.results import PeakPlan
+from anybatch.report.writing import number, size, size_unit
+
+
+def plan_charts(plan: PeakPlan) -> Iterator[Chart]:
+    """Peak against micro-batch, and the parts of the peak at the size chosen."""
+    if len(plan.sizes) > 1:
+        yield _peaks(plan)
+    if any(plan.parts.values()):
+        yield _parts(plan)
+
+
+def _peaks(plan: PeakPlan) -> Chart:
+    divisor, unit = size_unit(max(peak for _, peak in plan.sizes))
+    x = [one for one, _ in plan.sizes]
+    series = [Series(name="predicted peak", x=x, y=[peak / divisor for _, peak in plan.sizes], colour=4)]
+    if plan.limit is not None:
+        series.append(Series(name="what there is", x=[x[0], x[-1]], y=[plan.limit / divisor] * 2, colour=2, dash=1))
+    chosen = f"{number(plan.micro_batch)} {plan.unit}" if plan.micro_batch else "none"
+    return line_chart(
+        "peaks",
+        series,
+        title="Peak memory by micro-batch",
+        caption=f"The largest that fits into {size(plan.limit)}: {chosen}. The last point is the whole batch at once.",
+        table=Table(
+            columns=(f"micro-batch in {plan.unit}", "peak"),
+            rows=tuple((number(one), size(peak)) for one, peak in plan.sizes),
+        ),
+        x_title=f"{plan.unit} in a micro-batch",
+        x_unit=plan.unit,
+        unit=f" {unit}",
+        from_zero=True,
+    )
+
+
+def _parts(plan: PeakPlan) -> Chart:
+    divisor, unit = size_unit(max(part or 0 for part in plan.parts.values()))
+    parts = [(name, part) for name, part in plan.parts.items() if part]
+    largest = max(parts, key=lambda part: part[1])
+    data: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": plain(name),
+            "x": [short(part / divisor)],
+            "y": [plain(name)],
+            "customdata": [size(part)],
+            "marker": {"color": f"--series-{index % 6 + 1}", "line": {"width": 0}},
+            "hovertemplate": "%{y} <b>%{customdata}</b><extra></extra>",
+            "meta": {"group": index, "percent": False, "unit": f" {unit}"},
+        }
+        for index, (name, part) in enumerate(parts)
+    ]
+    names = [plain(name) for name, _ in reversed(parts)]
+    return Chart(
+        name="peak-parts",
+        title="What the peak is made of",
+        caption=f"Most of it is {largest[0]}: {size(largest[1])} of {size(sum(part for _, part in parts))}.",
+        figure={
+            "data": data,
+            "layout": layout(
+                280,
+                barmode="overlay",
+                hovermode="closest",
+                xaxis=axis(title=f"memory in {unit}", rangemode="tozero"),
+                yaxis=axis(
+                    type="category", categoryorder="array", categoryarray=names, showgrid=False, fixedrange=True
+                ),
+            ),
+            "stops": "bars",
+            "where": ["", ""],
+        },
+        keys=tuple(
+            Key(name=name, colour=f"--series-{index % 6 + 1}", note=size(part))
+            for index, (name, part) in enumerate(parts)
+        ),
+        table=Table(columns=("part", "memory"), rows=tuple((name, size(part)) for name, part in parts)),
+        height=280,
+    )

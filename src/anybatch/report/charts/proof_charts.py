@@ -1,0 +1,134 @@
+"""A proof as a page: the error of every parameter against its floor, every cut in a row of a table, causes in words."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from anybatch.report.charts.chart import Chart, Series, Table, line_chart
+from anybatch.report.results import CutResult, ParameterError, Proof
+from anybatch.report.writing import number, plural
+
+MOST_NAMES = 12
+"""More parameters than this are not named on the axis, only in the table and where one points."""
+LONGEST_NAME = 18
+
+
+def proof_charts(proof: Proof) -> Iterator[Chart]:
+    """One chart for each precision: errors as points, the floor as a line, on a logarithmic axis."""
+    for precision in dict.fromkeys(cut.precision for cut in proof.cuts):
+        cuts = [cut for cut in proof.cuts if cut.precision == precision and cut.parameters]
+        if cuts:
+            yield _chart(precision, written_precision(proof, precision), cuts)
+
+
+def cuts_table(proof: Proof) -> Table:
+    """Every cut in every precision, with the parameter that comes nearest to its floor, or is furthest above it."""
+    rows = []
+    for cut in proof.cuts:
+        worst = max(cut.parameters, key=_over_floor, default=None)
+        rows.append(
+            (
+                cut.name,
+                written_precision(proof, cut.precision),
+                number(cut.micro_batches),
+                "exact" if cut.is_exact else "failed" if cut.failure else "not exact",
+                _error(cut.error),
+                "" if worst is None else worst.name,
+                "" if worst is None else _error(worst.error),
+                "" if worst is None else number(worst.floor),
+            )
+        )
+    columns = (
+        "cut",
+        "precision",
+        "micro-batches",
+        "verdict",
+        "error",
+        "nearest to its floor",
+        "its error",
+        "its floor",
+    )
+    failures = dict.fromkeys(f"{cut.name} failed: {cut.failure.rstrip('.')}." for cut in proof.cuts if cut.failure)
+    return Table(
+        columns=columns,
+        rows=tuple(rows),
+        note=" ".join(["Errors are |accumulated - whole| / |whole|.", *failures, *proof.notes]),
+    )
+
+
+def proof_sentence(task: str, proof: Proof) -> str:
+    """The verdict in one sentence."""
+    rows = plural(proof.rows or 0, "row")
+    of_given = f" of {number(proof.rows_given)}" if proof.rows != proof.rows_given else ""
+    cuts = plural(len({cut.name for cut in proof.cuts}), "cut")
+    if proof.is_exact:
+        return f"{task} is exact: in {cuts}, {rows}{of_given} accumulated gave the gradient of all of them in one go."
+    failed = plural(len({cut.name for cut in proof.cuts if not cut.is_exact}), "cut")
+    return f"{task} is not exact: in {failed}, {rows}{of_given} accumulated did not give the gradient of all of them in one go."
+
+
+def largest_error(proof: Proof, precision: str) -> float | None:
+    """The largest error of any cut in this precision."""
+    return max((cut.error for cut in proof.cuts if cut.precision == precision and cut.error is not None), default=None)
+
+
+def written_precision(proof: Proof, precision: str) -> str:
+    """The name of a precision: float64, or the model's own by its dtype."""
+    return proof.dtype if precision == "own" else precision
+
+
+def _chart(precision: str, written: str, cuts: list[CutResult]) -> Chart:
+    names = [parameter.name for parameter in cuts[0].parameters]
+    places = list(range(1, len(names) + 1))
+    floors = [max((cut.parameters[place - 1].floor or 0.0) for cut in cuts) or None for place in places]
+    series = [Series(name="floor", x=places, y=floors, colour=2, dash=1, labels=[f"{name}: floor" for name in names])]
+    for index, cut in enumerate(cuts):
+        series.append(
+            Series(
+                name=cut.name,
+                x=places,
+                y=[parameter.error or None for parameter in cut.parameters],
+                colour=1 if index == 0 else index + 2,
+                kind="points",
+                labels=[f"{name}: {cut.name}" for name in names],
+            )
+        )
+    above = sorted({p.name for cut in cuts for p in cut.parameters if p.error is None or p.error > (p.floor or 0.0)})
+    is_within = "Every error is below its floor" if not above else f"{plural(len(above), 'parameter')} above the floor"
+    chart = line_chart(
+        f"proof-{precision}",
+        series,
+        title=f"Error of each parameter's gradient, {written}",
+        caption=f"{is_within}. The floor is what another order of summation explains; an error of 0 is not drawn.",
+        table=Table(
+            columns=("parameter", "floor", *(cut.name for cut in cuts)),
+            rows=tuple(
+                (name, number(floor), *(_error(cut.parameters[row].error) for cut in cuts))
+                for row, (name, floor) in enumerate(zip(names, floors, strict=True))
+            ),
+        ),
+        x_title="parameter, in the model's order",
+        height=380,
+        is_wide=True,
+    )
+    return replace(chart, figure=_logarithmic(chart.figure, names), has_log=False)
+
+
+def _logarithmic(figure: Any, names: list[str]) -> dict[str, Any]:
+    layout = figure["layout"]
+    x_axis = dict(layout["xaxis"])
+    if len(names) <= MOST_NAMES:
+        shown = [name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}" for name in names]
+        x_axis |= {"tickvals": list(range(1, len(names) + 1)), "ticktext": shown, "title": {"text": ""}}
+    y_axis = layout["yaxis"] | {"type": "log", "exponentformat": "power", "dtick": 1}
+    return {**figure, "layout": layout | {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}}
+
+
+def _over_floor(parameter: ParameterError) -> float:
+    if parameter.error is None:
+        return float("inf")
+    return parameter.error / parameter.floor if parameter.floor else parameter.error
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else number(float(f"{value:.2g}"))

@@ -1,0 +1,180 @@
+"""The window of one update as a timeline: one lane per micro-batch, one bar per stage; and memory over the same time."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, layout, line_chart, plain, sentence, short
+from anybatch.report.charts.thinning import spread
+from anybatch.report.results import MemoryCurve, Span, Timeline
+from anybatch.report.writing import duration, duration_unit, number, plural, size, size_unit
+
+STAGES = ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero")
+"""The order of the stages in an update, and in the legend."""
+MOST_LANES = 24
+"""More micro-batches than this are drawn as the first and the last half of so many."""
+WHOLE = "update"
+"""The lane of the stages that run once per update."""
+
+
+def timeline_chart(timeline: Timeline) -> Chart:
+    """One update, from its first stage to its last."""
+    divisor, unit = duration_unit(timeline.seconds)
+    lanes, num_hidden = lanes_of(timeline.spans)
+    totals = stage_totals(timeline.spans)
+    busy = sum(totals.values()) or 1.0
+    height = 90 + 30 * len(lanes)
+    longest = max(totals, key=lambda stage: totals[stage])
+    num_micro_batches = len({span.micro_batch for span in timeline.spans} - {None})
+    hidden = f"{plural(num_hidden, 'micro-batch')} in the middle not drawn" if num_hidden else ""
+    first_lines = [
+        f"update {number(timeline.update)} took {duration(timeline.seconds)} in {plural(num_micro_batches, 'micro-batch')}",
+        f"{share(totals[longest] / busy)} of it {longest}",
+        hidden,
+    ]
+    return Chart(
+        name="window",
+        title="The window of one update",
+        caption=sentence(first_lines),
+        figure={
+            "data": [
+                _bars(stage, group, [span for span in timeline.spans if span.stage == stage], lanes, divisor, unit)
+                for group, stage in enumerate(totals)
+            ],
+            "layout": layout(
+                height,
+                barmode="overlay",
+                bargap=0.3,
+                hovermode="closest",
+                xaxis=axis(title=f"time in {unit}", rangemode="tozero"),
+                yaxis=axis(
+                    type="category",
+                    categoryorder="array",
+                    categoryarray=list(reversed(lanes)),
+                    showgrid=False,
+                    fixedrange=True,
+                ),
+            ),
+            "stops": "bars",
+            "where": ["", ""],
+        },
+        keys=tuple(Key(name=stage, colour=stage_colour(stage), note=share(totals[stage] / busy)) for stage in totals),
+        table=Table(
+            columns=("stage", "lane", "start", "time"),
+            rows=tuple(
+                (span.stage, lane_of(span), duration(span.start), duration(span.seconds))
+                for span in (timeline.spans[row] for row in spread(len(timeline.spans)))
+            ),
+        ),
+        height=height,
+        is_wide=True,
+    )
+
+
+def memory_charts(curves: Sequence[MemoryCurve]) -> Iterator[Chart]:
+    """Memory within the last update that was measured, and the peaks of all of them."""
+    drawn = [curve for curve in curves if len(curve.points) > 1]
+    if drawn:
+        yield _memory_curve(drawn[-1])
+    peaks = [(curve.update, curve.peak_bytes) for curve in curves if curve.peak_bytes is not None]
+    if len(peaks) > 1:
+        divisor, unit = size_unit(max(peak for _, peak in peaks))
+        highest = max(peaks, key=lambda peak: peak[1])
+        yield line_chart(
+            "memory-peaks",
+            [Series(name="peak", x=[update for update, _ in peaks], y=[peak / divisor for _, peak in peaks], colour=4)],
+            title="Peak memory per update",
+            caption=f"The highest peak is {size(highest[1])}, in update {number(highest[0])}.",
+            table=Table(
+                columns=("update", "peak"),
+                rows=tuple((number(peaks[row][0]), size(peaks[row][1])) for row in spread(len(peaks))),
+            ),
+            x_title="update",
+            unit=f" {unit}",
+            from_zero=True,
+        )
+
+
+def _memory_curve(curve: MemoryCurve) -> Chart:
+    divisor, unit = size_unit(max(point.num_bytes for point in curve.points))
+    time_divisor, time_unit = duration_unit(curve.points[-1].seconds - curve.points[0].seconds)
+    start = curve.points[0].seconds
+    peak = max(curve.points, key=lambda point: point.num_bytes)
+    during = f", during {peak.stage}" if peak.stage else ""
+    return line_chart(
+        "memory",
+        [
+            Series(
+                name="memory in use",
+                x=[(point.seconds - start) / time_divisor for point in curve.points],
+                y=[point.num_bytes / divisor for point in curve.points],
+                colour=4,
+                kind="area",
+                labels=[point.stage or "memory" for point in curve.points],
+            )
+        ],
+        title="Memory over one update",
+        caption=f"Update {number(curve.update)} reached {size(peak.num_bytes)}{during}.",
+        table=Table(
+            columns=("time", "stage", "memory"),
+            rows=tuple(
+                (duration(point.seconds - start), point.stage, size(point.num_bytes))
+                for point in (curve.points[row] for row in spread(len(curve.points)))
+            ),
+        ),
+        x_title=f"time in {time_unit}",
+        x_unit=time_unit,
+        unit=f" {unit}",
+        from_zero=True,
+    )
+
+
+def lanes_of(spans: Sequence[Span]) -> tuple[list[str], int]:
+    """The lanes that are drawn, from top to bottom, and how many micro-batches are not."""
+    numbers = sorted({span.micro_batch for span in spans if span.micro_batch is not None})
+    num_hidden = max(0, len(numbers) - MOST_LANES)
+    if num_hidden:
+        numbers = numbers[: MOST_LANES // 2] + numbers[-(MOST_LANES // 2) :]
+    lanes = [f"micro-batch {index}" for index in numbers]
+    return ([*lanes, WHOLE] if any(span.micro_batch is None for span in spans) else lanes), num_hidden
+
+
+def lane_of(span: Span) -> str:
+    """The lane of a stage: its micro-batch, or the whole update."""
+    return WHOLE if span.micro_batch is None else f"micro-batch {span.micro_batch}"
+
+
+def stage_totals(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds per stage, in the order in which an update runs; stages we do not know come last."""
+    found = dict.fromkeys(span.stage for span in spans)
+    order = [stage for stage in STAGES if stage in found] + [stage for stage in found if stage not in STAGES]
+    return {stage: sum(span.seconds for span in spans if span.stage == stage) for stage in order}
+
+
+def stage_colour(stage: str) -> str:
+    """The name of a stage's colour."""
+    return f"--stage-{stage}" if stage in STAGES else "--soft"
+
+
+def share(part: float) -> str:
+    """A share of the time, without false precision.
+
+    >>> share(0.537), share(0.004)
+    ('54 %', 'under 1 %')
+    """
+    return "under 1 %" if part < 0.01 else f"{100 * part:.0f} %"
+
+
+def _bars(stage: str, group: int, spans: list[Span], lanes: list[str], divisor: float, unit: str) -> dict[str, Any]:
+    drawn = [span for span in spans if lane_of(span) in lanes]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": plain(stage),
+        "base": [short(span.start / divisor) for span in drawn],
+        "x": [short(span.seconds / divisor) for span in drawn],
+        "y": [lane_of(span) for span in drawn],
+        "customdata": [duration(span.seconds) for span in drawn],
+        "marker": {"color": stage_colour(stage), "line": {"width": 0}},
+        "hovertemplate": f"%{{y}}<br>{plain(stage)} <b>%{{customdata}}</b><extra></extra>",
+        "meta": {"group": group, "percent": False, "unit": f" {unit}"},
+    }

@@ -1,0 +1,197 @@
+"""Checkpoints at update boundaries: written whole or not at all, checked when read, on any number of ranks.
+
+A checkpoint holds the model, the optimizer, the scheduler, the scaler, the random states of each rank and the position in the
+data. It is a folder, see `checkpoint_files`: saved by any number of ranks, DDP, FSDP2 or one process, and resumed by any other.
+"""
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import anybatch.training.checkpoints.checkpoint_files as files
+from anybatch.errors import CheckpointError
+from anybatch.parallel import ONE_PROCESS, Ranks
+from anybatch.training.checkpoints.checkpoint_files import Contents
+from anybatch.training.checkpoints.random_states import random_states, restore_random_states, seed_from_these
+from anybatch.training.checkpoints.update_states import check_fits, load, optimizer_state, states_of
+from anybatch.training.launch import from_first
+from anybatch.update import Update
+
+_NAME = re.compile(r"update-(\d+)(-replaced)?")
+_OLD_NAME = re.compile(r"update-\d+\.pt")
+
+
+class Positioned(Protocol):
+    """A loader that knows where it is, such as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What was read, beside what was put back into the update."""
+
+    path: Path
+    number: int
+    """Updates done when it was saved."""
+    ranks: int
+    """How many ranks saved it."""
+    progress: Mapping[str, Any]
+    """What `save` was given as `progress`."""
+    loader_state: dict[str, Any] | None
+    passed_over: tuple[str, ...] = field(default=())
+    """Newer ones that could not be read, and why."""
+
+
+def save(
+    folder: Path | str,
+    update: Update,
+    *,
+    number: int,
+    loader: Positioned | None = None,
+    progress: Mapping[str, Any] | None = None,
+    keep: int = 3,
+) -> Path:
+    """Write the checkpoint `update-<number>` into `folder`, then delete all but the `keep` newest.
+
+    Call it between two updates, on every rank; `number` is how many are done, `progress` plain values of your own. The loader's
+    state and `progress` are those of rank 0. The checkpoint appears under its name when it is complete and on the disk: a kill
+    at any moment leaves the older ones as they were.
+    """
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise CheckpointError(f"number={number!r}: expected how many updates are done, a whole number, 0 or more.")
+    ranks = Ranks.of(update.model)
+    folder = Path(folder)
+    path = folder / f"update-{number:08d}"
+    temporary = folder / f".{path.name}"
+    from_first(lambda: _make_empty(temporary), ranks)
+    tensors, states = states_of(update)
+    states |= {"loader": None if loader is None else loader.state_dict(), "progress": dict(progress or {})}
+    try:
+        files.write(temporary, tensors, number=number, states=states, random=random_states(), ranks=ranks)
+        from_first(lambda: _put_in_place(temporary, path, keep), ranks)
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return path
+
+
+def resume(path: Path | str, update: Update, *, loader: Positioned | None = None) -> Resumed | None:
+    """Put a checkpoint back into `update`, into all random states, and into `loader` if one is given; on every rank.
+
+    `path` is a checkpoint, or a folder of them: then the newest that can be read is used, and None is returned where there
+    is none at all. A checkpoint of another model or optimizer raises, and changes nothing. On as many ranks as saved it, each
+    gets its own random states back; on another number rank 0 does, and the others are seeded from them.
+    """
+    ranks = Ranks.of(update.model)
+    found = _choose(Path(path), ranks)
+    if found is None:
+        return None
+    resumed, states = found
+    shapes = files.read_shapes(resumed.path)
+    check_fits(resumed.path, states, shapes, update)
+    load(resumed.path, states, shapes, update)
+    if loader is not None and resumed.loader_state is not None:
+        loader.load_state_dict(resumed.loader_state)
+    is_same = resumed.ranks == ranks.size
+    restore_random_states(files.read_values(resumed.path / f"rank-{ranks.rank if is_same else 0}.pt"))
+    if ranks.rank and not is_same:
+        seed_from_these(ranks.rank)
+    return resumed
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a folder by name, newest first."""
+    if not folder.is_dir():
+        return []
+    named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(named, key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))]
+
+
+def read(path: Path) -> tuple[Resumed, dict[str, Any]] | None:
+    """All of a checkpoint, or of the newest good one of a folder, whole and in this process; None where the folder has none."""
+    found = _choose(path, ONE_PROCESS)
+    if found is None:
+        return None
+    resumed, states = found
+    tensors = {
+        name: torch.empty(shape.size, dtype=shape.dtype) for name, shape in files.read_shapes(resumed.path).items()
+    }
+    files.read_tensors(resumed.path, tensors)
+    content = states | {
+        "number": resumed.number,
+        "model": {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        | states["model"],
+        "optimizer": optimizer_state(states, tensors),
+        "random": [files.read_values(resumed.path / f"rank-{rank}.pt") for rank in range(resumed.ranks)],
+    }
+    return resumed, content
+
+
+def _choose(path: Path, ranks: Ranks) -> tuple[Resumed, dict[str, Any]] | None:
+    """The newest checkpoint that all ranks found whole."""
+    paths = from_first(lambda: _candidates(path), ranks)
+    passed_over: list[str] = []
+    for candidate in paths:
+        try:
+            contents: Contents = from_first(lambda: files.read_contents(candidate), ranks)  # noqa: B023
+            files.check(candidate, contents, ranks)
+            states = files.read_values(candidate / "states.pt")
+        except CheckpointError as error:
+            if len(paths) == 1:
+                raise
+            passed_over.append(str(error))
+            continue
+        resumed = Resumed(
+            path=candidate,
+            number=contents.number,
+            ranks=contents.ranks,
+            progress=states["progress"],
+            loader_state=states["loader"],
+            passed_over=tuple(passed_over),
+        )
+        return resumed, states
+    if passed_over:
+        raise CheckpointError(f"none of the {len(paths)} checkpoints in {path} can be read: {'; '.join(passed_over)}")
+    return None
+
+
+def _candidates(path: Path) -> list[Path]:
+    if path.is_file() or (path / files.CONTENTS).exists():
+        return [path]
+    found = checkpoints_in(path)
+    if not found and path.is_dir():
+        return sorted((old for old in path.iterdir() if _OLD_NAME.fullmatch(old.name)), reverse=True)
+    return found
+
+
+def _make_empty(temporary: Path) -> None:
+    """Without what runs that were killed while they saved have left."""
+    folder = temporary.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".update-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir()
+
+
+def _put_in_place(temporary: Path, path: Path, keep: int) -> None:
+    files.sync_folder(temporary)
+    if path.exists():
+        path.rename(path.with_name(f"{path.name}-replaced"))  # still found, and still whole
+    temporary.rename(path)
+    files.sync_folder(path.parent)
+    found = checkpoints_in(path.parent)
+    replaced = [old for old in found if old.name.endswith("-replaced")]
+    for old in replaced + [old for old in found if old not in replaced][max(keep, 1) :]:
+        gone = old.with_name(f".{old.name}")  # half a folder must not look like a checkpoint
+        old.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

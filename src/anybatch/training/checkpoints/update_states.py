@@ -1,0 +1,132 @@
+"""The state of an update as named tensors, which many ranks may share, and plain values; and putting it back.
+
+Names are those of the bare model: the same under DDP, under FSDP2 and in one process.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.errors import CheckpointError
+from anybatch.parallel import is_sharded
+from anybatch.training.checkpoints.checkpoint_files import Shape, first_line, read_tensors
+from anybatch.training.launch import bare
+from anybatch.update import Update
+
+
+def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What many ranks may share, as named tensors, and all else as plain values."""
+    model, optimizer = bare(update.model).state_dict(), update.optimizer.state_dict()
+    tensors = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)} | _beside(update)
+    moments: dict[str, tuple[Any, str]] = {}
+    rest: dict[Any, dict[str, Any]] = {}
+    for key, state in optimizer["state"].items():
+        rest[key] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                moments[f"optimizer.{key}.{name}"] = (key, name)
+                tensors[f"optimizer.{key}.{name}"] = value
+            else:
+                rest[key][name] = value
+    return tensors, {
+        "model": {name: value for name, value in model.items() if not isinstance(value, Tensor)},
+        "optimizer": optimizer | {"state": rest},
+        "moments": moments,
+        "optimizer_type": type(update.optimizer).__name__,
+        "scheduler": None if update.scheduler is None else update.scheduler.state_dict(),
+        "scaler": None if update.scaler is None else update.scaler.state_dict(),
+    }
+
+
+def _beside(update: Update) -> dict[str, Tensor]:
+    """What is learned beside the model: parameters that the optimizer steps, by their place in it; a coupled loss's buffers."""
+    own = set(bare(update.model).parameters())
+    stepped = [parameter for group in update.optimizer.param_groups for parameter in group["params"]]
+    found = {f"beside.{place}": held.detach() for place, held in enumerate(stepped) if held not in own}
+    loss = update.accumulator.objective.loss
+    buffers = loss.named_buffers() if isinstance(loss, nn.Module) else ()
+    return found | {f"beside.loss.{name}": held for name, held in buffers}
+
+
+def optimizer_state(states: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The optimizer's state as its `state_dict` was."""
+    state: dict[Any, dict[str, Any]] = {key: dict(values) for key, values in states["optimizer"]["state"].items()}
+    for full, (key, name) in states["moments"].items():
+        state[key][name] = tensors[full]
+    joined: dict[str, Any] = states["optimizer"] | {"state": state}
+    return joined
+
+
+def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], update: Update) -> None:
+    """Raise before anything is changed."""
+    saved: dict[str, str] = {
+        name.removeprefix("model."): str(shape) for name, shape in shapes.items() if name.startswith("model.")
+    }
+    saved |= {name: type(value).__name__ for name, value in states["model"].items()}
+    there = {name: _described(value) for name, value in bare(update.model).state_dict().items()}
+    if saved != there:
+        names = sorted(name for name in saved.keys() | there.keys() if saved.get(name) != there.get(name))
+        name = names[0]
+        raise CheckpointError(
+            f"{path} is of another model: {name!r} is {saved.get(name, 'missing')} in the checkpoint and "
+            f"{there.get(name, 'missing')} in the model ({len(names)} differ). Resume with the task that saved it."
+        )
+    saved = {name: str(shape) for name, shape in shapes.items() if name.startswith("beside.")}
+    there = {name: _described(value) for name, value in _beside(update).items()}
+    if saved != there:
+        name = min(name for name in saved.keys() | there.keys() if saved.get(name) != there.get(name))
+        place = name.removeprefix("beside.")
+        raise CheckpointError(
+            f"{path} has other parameters beside the model, such as a loss's: {place!r} of the optimizer or the loss is "
+            f"{saved.get(name, 'missing')} in the checkpoint and {there.get(name, 'missing')} in this run. Give the optimizer "
+            "the parameters that it had when it was saved."
+        )
+    kind = type(update.optimizer).__name__
+    if states["optimizer_type"] != kind:
+        raise CheckpointError(
+            f"{path} was saved with {states['optimizer_type']}, this run has {kind}. Resume with the same optimizer."
+        )
+    for name, part in (("scheduler", update.scheduler), ("scaler", update.scaler)):
+        if (states[name] is None) != (part is None):
+            has, wants = ("no", "one") if states[name] is None else ("a", "none")
+            raise CheckpointError(
+                f"{path} has {has} {name}, this run has {wants}. Resume with the settings that it was saved with."
+            )
+
+
+def _described(value: object) -> str:
+    return str(Shape(value.shape, value.dtype)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def load(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], update: Update) -> None:
+    parameters = [parameter for group in update.optimizer.param_groups for parameter in group["params"]]
+    moments = {
+        name: _empty_for(shapes[name], parameters[key] if isinstance(key, int) and key < len(parameters) else None)
+        for name, (key, _) in states["moments"].items()
+    }
+    read_tensors(path, moments)
+    try:
+        update.optimizer.load_state_dict(optimizer_state(states, moments))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} does not fit this optimizer: {first_line(error)}. Resume with the optimizer that it was saved with."
+        ) from error
+    model = bare(update.model)
+    weights = model.state_dict()
+    read_tensors(path, {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)})
+    model.load_state_dict(weights | states["model"])
+    read_tensors(path, _beside(update))
+    if update.scheduler is not None:
+        update.scheduler.load_state_dict(states["scheduler"])
+    if update.scaler is not None:
+        update.scaler.load_state_dict(states["scaler"])
+
+
+def _empty_for(shape: Shape, parameter: Tensor | None) -> Tensor:
+    """A tensor to read into: sharded as its parameter is, if it is of the parameter's size."""
+    if parameter is not None and is_sharded(parameter) and parameter.shape == shape.size:
+        return torch.empty_like(parameter, dtype=shape.dtype, requires_grad=False)
+    return torch.empty(shape.size, dtype=shape.dtype)

@@ -1,0 +1,87 @@
+"""A task's model spread over ranks: a copy on each (DDP), or a part on each (FSDP2)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from anybatch.errors import TaskError
+from anybatch.parallel import Ranks, wrapping_of
+from anybatch.training.settings import Parallel
+
+
+def spread(model: nn.Module, optimizer: Optimizer, kind: Parallel, group: Any) -> nn.Module:
+    """The model to learn with, whose parameters the optimizer has then. What the task has spread itself stays as it is."""
+    wrapping = wrapping_of(model)
+    if wrapping.replicated or wrapping.sharded:
+        return model
+    device = next(model.parameters()).device
+    if kind == "fsdp2":
+        _shard(model, optimizer, device, group)
+        return model
+    return DistributedDataParallel(model, process_group=group, device_ids=None if device.type == "cpu" else [device])
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model without DDP around it, so that its names are the same on any number of ranks."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without a backward pass has gathered of a sharded model."""
+    for root in wrapping_of(model).sharded:
+        for module in root.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
+
+def ranks_of_group(group: Any) -> Ranks:
+    """The ranks of a process group; None is one process."""
+    if group is None or dist.get_world_size(group) == 1:
+        return Ranks()
+    return Ranks(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+def _shard(model: nn.Module, optimizer: Optimizer, device: torch.device, group: Any) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    before = dict(model.named_parameters())
+    mesh = DeviceMesh.from_group(group, device.type)
+    try:
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    except ValueError as error:
+        raise TaskError(f"--parallel fsdp2: {error} Or use --parallel ddp.") from error
+    after = dict(model.named_parameters())
+    sharded: dict[Tensor, nn.Parameter] = {parameter: after[name] for name, parameter in before.items()}
+    for settings in optimizer.param_groups:
+        settings["params"] = [sharded.get(parameter, parameter) for parameter in settings["params"]]
+    for parameter in [parameter for parameter in optimizer.state if parameter in sharded]:
+        optimizer.state[sharded[parameter]] = _sharded_state(optimizer.state.pop(parameter), sharded[parameter])
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers of every list of layers, outermost: what is gathered at a time. All else is gathered with the model itself."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from dict.fromkeys(block for block in child if next(block.parameters(), None) is not None)
+        else:
+            yield from _blocks(child)
+
+
+def _sharded_state(state: dict[str, Any], parameter: Any) -> dict[str, Any]:
+    """What an optimizer knows of a parameter before its first step, as Adagrad does."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return {
+        name: distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for name, value in state.items()
+    }

@@ -1,0 +1,100 @@
+import pytest
+import torch
+from torch import nn
+
+from anybatch import supervised
+from anybatch.lessons.update_trace import trace
+from anybatch.training.experiment import assemble
+from anybatch.training.settings import Settings
+from tests.training.small_tasks import small_task
+
+pytestmark = pytest.mark.xdist_group("trace")
+
+SETTINGS = Settings(updates=2, warmup=0, decay="none")
+
+
+def plain_task(**changes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return small_task(model=model, optimizer=optimizer, objective=supervised(nn.CrossEntropyLoss()), **changes)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return trace(assemble(plain_task, SETTINGS))
+
+
+def entries(found, stage):
+    return [entry for entry in found.stages if entry.stage == stage]
+
+
+def test_all_seven_stages_are_there_per_micro_batch_and_for_the_batch(found):
+    assert {entry.stage for entry in found.stages} == {
+        "load",
+        "forward",
+        "loss",
+        "backward",
+        "accumulate",
+        "step",
+        "zero",
+    }
+    for stage in ("load", "loss", "accumulate"):
+        assert sorted(str(entry.micro_batch) for entry in entries(found, stage)) == ["0", "1", "2", "3", "None"]
+
+
+def test_the_shares_add_up_to_the_batchs_loss(found):
+    *parts, whole = entries(found, "loss")
+    assert sum(entry.facts["share"] for entry in parts) == pytest.approx(1)
+    added = sum(entry.facts["adds to the batch's loss"] for entry in parts)
+    assert whole.facts["loss"] == pytest.approx(added)
+    assert whole.facts["units"] == 16
+
+
+def test_the_gradient_is_that_of_the_whole_batch_and_the_weights_moved_by_it(found):
+    *parts, whole = entries(found, "accumulate")
+    assert [entry.facts["gradient norm so far"] for entry in parts][-1] == pytest.approx(whole.facts["gradient norm"])
+    before, after = entries(found, "step")
+    for weight, moved, grad in zip(before.values, after.values, whole.values, strict=True):
+        assert moved == pytest.approx(weight - 0.1 * grad)
+    assert after.facts["change of all weights (norm)"] == pytest.approx(0.1 * whole.facts["gradient norm"])
+
+
+def test_zeroing_leaves_no_gradient_and_comes_last(found):
+    assert found.stages[-1].stage == "zero"
+    assert found.stages[-1].facts["gradients left"] == 0
+
+
+def test_clipping_shows_the_norm_before_and_after():
+    settings = Settings(updates=2, warmup=0, decay="none", clip_norm=0.001)
+    whole = entries(trace(assemble(plain_task, settings)), "accumulate")[-1]
+    assert whole.facts["after clipping"] == pytest.approx(0.001, rel=1e-2)
+    assert whole.facts["gradient norm"] > 0.01
+
+
+def test_one_sample_goes_through_every_layer_with_its_shapes(found):
+    assert [(layer.name, layer.kind) for layer in found.layers] == [("0", "Linear"), ("1", "Tanh"), ("2", "Linear")]
+    assert [layer.shapes_out for layer in found.layers] == [((1, 8),), ((1, 8),), ((1, 2),)]
+    assert found.layers[0].shapes_in == ((1, 6),)
+    hidden, squashed = found.layers[0].values, found.layers[1].values
+    assert torch.tensor(hidden).tanh().tolist() == pytest.approx(list(squashed))
+
+
+def test_a_module_that_calls_none_of_its_children_is_a_layer_itself():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 2)
+
+        def forward(self, inputs):
+            return nn.functional.linear(inputs, self.inner.weight)
+
+    def build():
+        model = Odd()
+        return small_task(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            objective=supervised(nn.CrossEntropyLoss()),
+        )
+
+    assert [layer.kind for layer in trace(assemble(build, SETTINGS)).layers] == ["Odd"]
