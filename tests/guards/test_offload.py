@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Accumulator, Objective
+from anybatch.state.disk import TensorFile
 
 # internals: the table of what was put away is nowhere to be seen from outside
-from anybatch.gradients.offload import Keeper
-from anybatch.gradients.spool import Spool
+from anybatch.state.offload import SavedTensors
 
 
-def keeper() -> Keeper:
-    return Keeper("disk", [], torch.device("cpu"), Spool())
+def keeper() -> SavedTensors:
+    return SavedTensors("disk", [], torch.device("cpu"), TensorFile())
 
 
-def num_kept(keeper: Keeper) -> int:
+def num_kept(keeper: SavedTensors) -> int:
     return len(keeper._kept)
 
 
@@ -75,7 +75,7 @@ def test_an_address_alone_does_not_tell_two_storages_apart():
     assert taken_for_another > 0
 
 
-def saved(keeper: Keeper, make: Callable[[int], Tensor], passes: int) -> tuple[Tensor, Tensor, list[int]]:
+def saved(keeper: SavedTensors, make: Callable[[int], Tensor], passes: int) -> tuple[Tensor, Tensor, list[int]]:
     """A weight times many tensors, each saved through the keeper; the product, the weight, and the table's size after each."""
     weight = torch.ones(LARGE, requires_grad=True)
     total, sizes = torch.zeros(()), []
@@ -98,7 +98,7 @@ def test_a_tensor_that_lives_is_kept_in_the_table_and_written_once():
     alive = [torch.full((LARGE,), float(number)) for number in range(5)]
     with keeper() as kept:
         total, weight, sizes = saved(kept, lambda number: alive[number % 5], 40)
-        assert kept._spool.num_bytes == 5 * 4 * LARGE
+        assert kept._file.num_bytes == 5 * 4 * LARGE
         assert sizes[-1] == 5
         total.backward()
     assert torch.equal(weight.grad, torch.full((LARGE,), 8.0 * sum(range(5))))
@@ -118,7 +118,7 @@ def test_a_tensor_that_is_written_to_between_is_another_one_each_time(versions):
     changing = torch.zeros(LARGE)
     with keeper() as kept:
         total, weight, _ = saved(kept, lambda number: changing if number % 3 else changing.add_(1), 3 * versions)
-        assert kept._spool.num_bytes == versions * 4 * LARGE
+        assert kept._file.num_bytes == versions * 4 * LARGE
         total.backward()
     assert torch.equal(weight.grad, torch.full((LARGE,), 3.0 * sum(range(1, versions + 1))))
     gc.collect()

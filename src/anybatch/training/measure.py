@@ -23,12 +23,12 @@ Result = TypeVar("Result")
 @contextmanager
 def observed(update: Update, observer: Observer) -> Iterator[None]:
     """Tell `observer` the stages of the updates inside this block, and nobody else afterwards."""
-    before = update.observer, update.accumulator.observer
-    update.observer = update.accumulator.observer = observer
+    before = update.observer
+    update.observer = observer
     try:
         yield
     finally:
-        update.observer, update.accumulator.observer = before
+        update.observer = before
 
 
 def with_timeline(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, WindowSeen]:

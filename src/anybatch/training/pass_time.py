@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -12,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from anybatch.batches import move
 from anybatch.errors import SettingsError
-from anybatch.objectives import evaluate
-from anybatch.passes import autocast_context
+from anybatch.objectives import checked_loss
+from anybatch.passes import ForwardPass, autocast_context
 from anybatch.projection import Pass
 from anybatch.training.data import training_loader
 from anybatch.training.experiment import Experiment
@@ -38,9 +37,11 @@ def time_pass(experiment: Experiment, *, rows: int, flops: float | None = None, 
     batch = move(next(iter(training_loader(task, batch=rows, seed=0, epoch=1))), device)
     task.model.train()
 
+    autocast = autocast_context(experiment.update.running.autocast, device)
+    one_pass = ForwardPass(model=task.model, compute=task.whole_objective.loss, autocast=autocast)
+
     def forward() -> Tensor:
-        with autocast_context(experiment.update.accumulator.autocast, device) or nullcontext():
-            return evaluate(task.whole_objective, task.model, batch)[0]
+        return checked_loss(one_pass(batch))[0]
 
     counted = [_flops(forward), _flops(forward().backward)]
     if flops is not None:
