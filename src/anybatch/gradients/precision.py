@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from torch import nn, optim
 from torch.amp import GradScaler
 
-from anybatch.low_precision import LOW_PRECISION
+from anybatch.low_precision import is_low
+from anybatch.torch_inside import overflows
 
 TAKE_FP32 = (
     optim.SGD,
@@ -30,7 +31,7 @@ def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Hand fp32 gradients of bf16 and fp16 parameters over in the parameter's dtype, rounded once."""
     for parameter in parameters:
         grad = parameter.grad
-        if grad is not None and grad.dtype != parameter.dtype and parameter.dtype in LOW_PRECISION:
+        if grad is not None and grad.dtype != parameter.dtype and is_low(parameter):
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = grad.to(parameter.dtype)
@@ -38,5 +39,5 @@ def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 def found_overflow(scaler: GradScaler, optimizer: optim.Optimizer) -> None:
     """Let the scaler know of an overflow: of a sharded gradient, a rank looks at its own part and may have seen none."""
-    for found in scaler._found_inf_per_device(optimizer).values():
+    for found in overflows(scaler, optimizer):
         found.fill_(1.0)

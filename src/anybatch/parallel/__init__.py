@@ -4,7 +4,7 @@ from anybatch.parallel.buckets import BUCKET_BYTES, sum_in_buckets
 from anybatch.parallel.choosing import engine_for
 from anybatch.parallel.engine import ALONE, Engine, Needs, Sync, Turn
 from anybatch.parallel.ranks import ONE_PROCESS, Ranks
-from anybatch.parallel.wrapping import is_sharded, own_part, wrapping_of
+from anybatch.parallel.wrapping import is_sharded, own_part, peeled, unreplicated, unwrapped, wrapping_of
 
 sum_by_hand = sum_in_buckets  # until passes/ is rebuilt
 
@@ -20,7 +20,10 @@ __all__ = [
     "engine_for",
     "is_sharded",
     "own_part",
+    "peeled",
     "sum_by_hand",
     "sum_in_buckets",
+    "unreplicated",
+    "unwrapped",
     "wrapping_of",
 ]

@@ -10,6 +10,7 @@ from torch import nn
 from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Purpose, num_rows, take_rows
 from anybatch.errors import VerifyError
 from anybatch.objectives import Coupled, Objective
+from anybatch.parallel import unwrapped
 from anybatch.passes import Autocast, BatchNorm
 from anybatch.proof.cases import (
     Case,
@@ -17,7 +18,6 @@ from anybatch.proof.cases import (
     Gradient,
     can_be_raised,
     copy_model,
-    inner_model,
     make_case,
     roundoff,
     untouched,
@@ -59,7 +59,7 @@ def verify(
     _check(model, objective)
     if isinstance(batch, Dealt):
         batch = batch.batch
-    inner = inner_model(model)
+    inner = unwrapped(model)
     limit = None if memory is None else parse_bytes(memory)
     whole = whole_batch(batch, micro_batch)
     given = num_rows(whole)

@@ -1,10 +1,9 @@
 """What a plan cannot know, said in sentences."""
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from anybatch.memory.predicting.trials import Trials
 from anybatch.memory.tracing import Setup
 from anybatch.sizes import show_bytes
+from anybatch.torch_inside import BatchNormLayer
 
 
 def notes_for(trials: Trials, setup: Setup, *, is_merged: bool, bucket_bytes: int = 0) -> tuple[str, ...]:
@@ -17,7 +16,7 @@ def notes_for(trials: Trials, setup: Setup, *, is_merged: bool, bucket_bytes: in
         )
     if setup.device.type != "cpu" and trials.method == "fake tensors":
         notes += _notes_of_gpu(trials, setup)
-    has_norms = any(isinstance(module, _BatchNorm) for module in setup.parts[0].modules())
+    has_norms = any(isinstance(module, BatchNormLayer) for module in setup.parts[0].modules())
     if is_merged and has_norms:
         notes.append(
             "With batch_norm=None the first update also measures how far off BatchNorm is, which holds all micro-batches at "
