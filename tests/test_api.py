@@ -16,6 +16,7 @@ ROOMS = [
     "errors",
     "sizes",
     "low_precision",
+    "torch_inside",
     "host_memory",
     "events",
     "stages",

@@ -21,6 +21,16 @@ Each message names the value, what was expected, and the fix.
 """
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one short line, with its kind: messages of others may run over pages.
+
+    >>> first_line(ValueError("no rows\\nTraceback of a kernel"))
+    'ValueError: no rows'
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
 class AnybatchError(Exception):
     """Base of all errors raised by anybatch."""
 

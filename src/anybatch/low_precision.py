@@ -6,13 +6,13 @@ from torch import Tensor
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def is_low(tensor: Tensor) -> bool:
-    """True of a bf16 or fp16 tensor.
+def is_low(value: object) -> bool:
+    """True of a bf16 or fp16 tensor, and of nothing else.
 
     >>> is_low(torch.zeros(1, dtype=torch.bfloat16)), is_low(torch.zeros(1))
     (True, False)
     """
-    return tensor.dtype in LOW_PRECISION
+    return isinstance(value, Tensor) and value.dtype in LOW_PRECISION
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -1,34 +1,134 @@
 """Every private name of torch that anybatch uses, one alias or small function each.
 
-Nothing here is promised by torch. `tests/test_torch_inside.py` has a test for each name, so that a new release of torch fails
-with a list of names rather than with a symptom, and holds that no other module uses one. Where a release keeps what DDP or
-FSDP2 need elsewhere, the model is refused by `check_ddp` and `check_fsdp`, before the first forward.
+torch promises none of them. `tests/test_torch_inside.py` has a test for each, so that a new release of torch fails with a list
+of names rather than with a symptom, and no other module uses one. Where a release lacks what DDP or FSDP2 need, `check_ddp` and
+`check_fsdp` refuse the model, before its first forward.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import get_annotations
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id
+from torch._C._autograd import _profiler_enabled
+from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from anybatch.errors import ParallelError
 
-# ---------------------------------------------------------------------------------------------------------------- both
+__all__ = ["FakeTensor", "FakeTensorMode", "StorageWeakRef", "TorchDispatchMode"]  # under torch's own names
+
+BatchNormLayer = _BatchNorm
+"""What all BatchNorm layers are."""
+NormLayer = _NormBase
+"""What all layers with running statistics are: BatchNorm and InstanceNorm."""
+DropoutLayer = _DropoutNd
+"""What all dropout layers are."""
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""The table of a module's children, to put another in the place of one."""
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""The table of a module's buffers, to put back the very tensor that was there."""
+
+num_writes: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written to in place."""
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""What tells one living storage from another."""
+
+without_dynamo = _disable_dynamo
+"""A function that torch.compile must not look into."""
+without_modes = _disable_current_modes
+"""The block in which no dispatch mode of the user's sees what we do."""
+function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+"""The function modes of this thread, outermost first, to enter them in another."""
+dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+"""The dispatch modes of this thread, outermost first, to enter them in another."""
+is_profiled: Callable[[], bool] = _profiler_enabled
+"""True where a profiler of the user's is running, and wants names."""
+
+multiply_each_ = torch._foreach_mul_
+"""A list of tensors times a number, in place, in a few kernels."""
+norm_of_each = torch._foreach_norm
+"""The norm of each tensor of a list, in a few kernels."""
+raise_each_ = torch._foreach_clamp_min_
+"""A list of tensors, none of their numbers below a bound, in place."""
+lower_each_ = torch._foreach_clamp_max_
+"""A list of tensors, none of their numbers above a bound, in place."""
+COPY_ELSEWHERE = torch.ops.aten._to_copy.default
+"""The op that copies a tensor to another device."""
+read_layout = torch.serialization._get_layout
+"""What a pickled layout, such as `torch.strided`, is read with."""
+
+
+def inside_compiled(model: nn.Module) -> nn.Module | None:
+    """The module that `torch.compile(model)` wrapped; None of one that it did not."""
+    return getattr(model, "_orig_mod", None)
+
+
+def is_compiled_in_place(model: nn.Module) -> bool:
+    """True after `model.compile()`, which wraps nothing."""
+    return model._compiled_call_impl is not None
+
+
+def is_in_backward() -> bool:
+    """True in code that backward calls, such as a checkpointed block that is computed again."""
+    return _current_graph_task_id() != -1
+
+
+def is_dynamo_loaded() -> bool:
+    """False where nothing can have been compiled, and asking torch about it would cost its import."""
+    return "torch._dynamo" in sys.modules
+
+
+def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that a weak reference points to; None where it is gone."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def profiler_events(profiler: Any) -> list[Any]:
+    """Every event of a finished profile, allocations with their bytes among them."""
+    return list(profiler.profiler.kineto_results.events())
+
+
+def op_name(op: Any) -> str:
+    """What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
+    return str(op._schema.name)
+
+
+def overflows(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    """What the scaler found of infinities in the gradients of this optimizer: a number on each device, to be written to."""
+    return list(scaler._found_inf_per_device(optimizer).values())
+
+
+def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Let the scaler unscale the gradients of this optimizer anew, as after a step."""
+    scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def _demand(thing: Any, *names: str, wrapper: str) -> None:
     """Refuse a release of torch in which `thing` has lost one of these names."""
     for name in names:
         if not _has(thing, name):
-            kind = type(thing)
-            raise ParallelError(
-                f"torch {torch.__version__} has no {kind.__name__}.{name}, and without it anybatch cannot synchronise the "
-                f"gradients of {wrapper} once per update. Install torch 2.13, or a newer anybatch."
-            )
+            raise _lacking(thing, name, wrapper)
+
+
+def _lacking(thing: Any, name: str, wrapper: str) -> ParallelError:
+    return ParallelError(
+        f"torch {torch.__version__} has no {type(thing).__name__}.{name}, and without it anybatch cannot synchronise the "
+        f"gradients of {wrapper} once per update. Install torch 2.13, or a newer anybatch."
+    )
 
 
 def _has(thing: Any, name: str) -> bool:
@@ -37,9 +137,6 @@ def _has(thing: Any, name: str) -> bool:
     if hasattr(kind, name) or name in getattr(thing, "__dict__", ()):
         return True
     return any(name in get_annotations(base) for base in kind.__mro__)
-
-
-# ----------------------------------------------------------------------------------------------------------------- DDP
 
 
 def check_ddp(module: DistributedDataParallel) -> None:
@@ -82,22 +179,6 @@ def active_ddp_put_back() -> Iterator[None]:
         DistributedDataParallel._active_ddp_module = outside  # else the class holds the model for ever, and its group
 
 
-# --------------------------------------------------------------------------------------------------------------- FSDP2
-
-
-class ShardedParameter(NamedTuple):
-    """What `fully_shard` knows of one parameter before the first forward."""
-
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    sharded: Any
-    """The DTensor of which every rank holds a part."""
-    mesh: Any
-    """The ranks that `fully_shard` was given."""
-    policy: Any
-    """The `MixedPrecisionPolicy` that `fully_shard` was given."""
-
-
 def sharded_kind() -> type | None:
     """FSDP2's mark on a module; None where its package was never imported, so that no module can have it."""
     package = sys.modules.get("torch.distributed.fsdp")
@@ -108,16 +189,15 @@ def check_fsdp(root: nn.Module) -> None:
     """Refuse a release of torch whose `fully_shard` lacks what we use of it."""
     wrapper = "fully_shard"
     for state in fsdp_states(root):
-        _demand(state, "_fsdp_param_groups", "_modules", "_training_state", wrapper=wrapper)
-        _demand(state, "_lazy_init", "_root_post_backward_final_callback", wrapper=wrapper)
-        _training_state(state, "PRE_BACKWARD")
-        _training_state(state, "IDLE")
+        _demand(state, "_fsdp_param_groups", "_modules", "_training_state", "_lazy_init", wrapper=wrapper)
+        _demand(state, "_root_post_backward_final_callback", wrapper=wrapper)
+        _demand(state._training_state, "PRE_BACKWARD", "IDLE", wrapper=wrapper)
         for group in state._fsdp_param_groups:
             _demand(group, "fsdp_params", "mesh_info", "reshard_after_backward", wrapper=wrapper)
-            for parameter in group.fsdp_params:
-                _demand(parameter, "sharded_param", "unsharded_param", "_unsharded_param", wrapper=wrapper)
-                _demand(parameter, "unsharded_accumulated_grad", "reduce_dtype", "_orig_size", wrapper=wrapper)
-                _policy(state, group, parameter)
+            for taken in group.fsdp_params:
+                _demand(taken, "sharded_param", "unsharded_param", "_unsharded_param", wrapper=wrapper)
+                _demand(taken, "unsharded_accumulated_grad", "reduce_dtype", "_orig_size", wrapper=wrapper)
+                _policy(state, group, taken)
 
 
 def fsdp_state(module: Any) -> Any:
@@ -138,15 +218,13 @@ def fsdp_groups(roots: Sequence[nn.Module]) -> list[Any]:
     return [group for root in roots for state in fsdp_states(root) for group in state._fsdp_param_groups]
 
 
-def sharded_parameters(root: nn.Module) -> Iterator[ShardedParameter]:
-    """Every parameter that `fully_shard` took, in a root and below."""
+def sharded_parameters(root: nn.Module) -> Iterator[tuple[tuple[int, ...], Any, Any, Any]]:
+    """Of every parameter that `fully_shard` took: the shape of the whole, its DTensor, the mesh and the precision policy."""
     for state in fsdp_states(root):
         for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                policy = _policy(state, group, parameter)
-                yield ShardedParameter(
-                    tuple(parameter._orig_size), parameter.sharded_param, group.mesh_info.mesh, policy
-                )
+            for taken in group.fsdp_params:
+                policy = _policy(state, group, taken)
+                yield tuple(taken._orig_size), taken.sharded_param, group.mesh_info.mesh, policy
 
 
 def _policy(state: Any, group: Any, parameter: Any) -> Any:
@@ -154,8 +232,7 @@ def _policy(state: Any, group: Any, parameter: Any) -> Any:
     for thing, name in ((parameter, "mp_policy"), (group, "mp_policy"), (state, "_mp_policy")):
         if hasattr(thing, name):
             return getattr(thing, name)
-    _demand(state, "_mp_policy", wrapper="fully_shard")
-    raise AssertionError
+    raise _lacking(state, "_mp_policy", "fully_shard")
 
 
 def flat_group(mesh: Any) -> Any:
@@ -184,11 +261,7 @@ def gather_for_batch(root: Any) -> None:
 
 def gathered_parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Parameter, torch.dtype | None]]:
     """The whole parameters that lie on every rank, and the dtype in which each gradient is reduced; None for its own."""
-    return [
-        (parameter.unsharded_param, parameter.reduce_dtype)
-        for group in fsdp_groups(roots)
-        for parameter in group.fsdp_params
-    ]
+    return [(taken.unsharded_param, taken.reduce_dtype) for group in fsdp_groups(roots) for taken in group.fsdp_params]
 
 
 @contextmanager
@@ -199,13 +272,11 @@ def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
     are repeated inside backward.
     """
     states = [state for root in roots for state in fsdp_states(root)]
-    for state in states:
-        state._training_state = _training_state(state, "PRE_BACKWARD")
+    _set_training_state(states, "PRE_BACKWARD")
     try:
         yield
     finally:
-        for state in states:
-            state._training_state = _training_state(state, "IDLE")
+        _set_training_state(states, "IDLE")
 
 
 def reduce_gathered(root: Any) -> None:
@@ -222,7 +293,6 @@ def forget_gathered_gradients(roots: Sequence[nn.Module]) -> None:
                 parameter._unsharded_param.grad = None
 
 
-def _training_state(state: Any, name: str) -> Any:
-    kind = type(state._training_state)
-    _demand(state._training_state, name, wrapper="fully_shard")
-    return kind[name]
+def _set_training_state(states: Sequence[Any], name: str) -> None:
+    for state in states:
+        state._training_state = type(state._training_state)[name]

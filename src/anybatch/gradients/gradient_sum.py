@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import WindowError
-from anybatch.low_precision import LOW_PRECISION
+from anybatch.low_precision import is_low
 from anybatch.parallel import is_sharded, own_part
+from anybatch.torch_inside import multiply_each_
 
 
 class GradientSum:
@@ -47,7 +48,7 @@ class GradientSum:
             self._before = [None if grad is None else grad.clone() for grad in self._before]
         for parameter in self.parameters:
             # a sharded parameter's gradient comes from FSDP, which sums in its own reduce_dtype
-            if parameter.dtype in LOW_PRECISION and not is_sharded(parameter):
+            if is_low(parameter) and not is_sharded(parameter):
                 self._grad_dtypes[parameter] = parameter.grad_dtype
                 parameter.grad_dtype = torch.float32
         return self
@@ -163,7 +164,7 @@ class GradientSum:
 def _scale_each(grads: Sequence[Tensor], factor: float) -> None:
     dense = [grad for grad in grads if not grad.is_sparse]
     if dense:
-        torch._foreach_mul_(dense, factor)
+        multiply_each_(dense, factor)
     for grad in grads:
         if grad.is_sparse:
             grad.mul_(factor)

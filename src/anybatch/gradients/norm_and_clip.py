@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from anybatch.parallel import is_sharded, own_part
+from anybatch.torch_inside import lower_each_, multiply_each_, norm_of_each, raise_each_
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -24,7 +25,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     if len({(value.device, value.dtype) for value in values}) != 1:
         return get_total_norm(values)
     # what get_total_norm does for one device and dtype, without its grouping: half the time on a tiny model
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norm_of_each(values)))
     return norm
 
 
@@ -33,15 +34,15 @@ def clip_to_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tens
     values = [own_part(value) for value in _values(parameters)]
     if values:
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(values, coefficient.to(values[0].device))
+        multiply_each_(values, coefficient.to(values[0].device))
 
 
 def clip_to_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
     """Clamp every element of every gradient to [-max_value, max_value], as `clip_grad_value_` does."""
     values = [own_part(value) for value in _values(parameters)]
     if values:
-        torch._foreach_clamp_min_(values, -max_value)
-        torch._foreach_clamp_max_(values, max_value)
+        raise_each_(values, -max_value)
+        lower_each_(values, max_value)
 
 
 def _values(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

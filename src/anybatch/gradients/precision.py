@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn, optim
 
-from anybatch.low_precision import LOW_PRECISION
+from anybatch.low_precision import is_low
 
 TAKE_FP32 = (
     optim.SGD,
@@ -29,7 +29,7 @@ def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Hand fp32 gradients of bf16 and fp16 parameters over in the parameter's dtype, rounded once."""
     for parameter in parameters:
         grad = parameter.grad
-        if grad is not None and grad.dtype != parameter.dtype and parameter.dtype in LOW_PRECISION:
+        if grad is not None and grad.dtype != parameter.dtype and is_low(parameter):
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = grad.to(parameter.dtype)

@@ -20,11 +20,10 @@ from anybatch.batches import (
     smaller,
     tensors,
 )
-from anybatch.errors import MemoryLimitError, SplitError
+from anybatch.errors import MemoryLimitError, SplitError, first_line
 from anybatch.memory.planning import MARGIN, plan
 from anybatch.memory.predicting import Plan
 from anybatch.sizes import parse_bytes, show_bytes
-from anybatch.state import first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from anybatch.memory.predicting import (
     start_trials,
 )
 from anybatch.memory.tracing import Parts, Setup, bytes_of, optimizer_tensors, undisturbed
-from anybatch.memory.unwrapping import unwrapped
+from anybatch.memory.unwrapping import without_wrappers
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.passes import Running
@@ -67,7 +67,7 @@ def plan(
         raise PlanError(f"plan(margin={margin!r}): expected a share of the memory to leave free, from 0 to below 1.")
     if isinstance(batch, Dealt):
         batch = batch.batch
-    module, bucket_bytes = unwrapped(model)
+    module, bucket_bytes = without_wrappers(model)
     parts = module, optimizer, objective
     there = _device_of(module, device)
     # buckets that are there already are no longer free

@@ -5,24 +5,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import PlanError
 from anybatch.memory.tracing import bytes_of
-from anybatch.parallel import wrapping_of
+from anybatch.parallel import peeled, wrapping_of
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, int]:
+def without_wrappers(model: nn.Module) -> tuple[nn.Module, int]:
     """The module inside `torch.compile` and `DistributedDataParallel`, and the bytes of the buckets that the latter keeps.
 
     Fake tensors follow a module's ops, which a compiler may fuse into fewer. A rank tries its own rows alone: a wrapped copy
     would wait for the other ranks, which may try other sizes.
     """
-    buckets = 0
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            buckets += bytes_of(parameter for parameter in model.parameters() if parameter.requires_grad)
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            break
+    *wrappers, model = peeled(model)
+    buckets = sum(
+        bytes_of(parameter for parameter in wrapper.parameters() if parameter.requires_grad)
+        for wrapper in wrappers
+        if isinstance(wrapper, DistributedDataParallel)
+    )
     inside = wrapping_of(model)
     if inside.sharded or inside.replicated:
         how = "sharded by fully_shard" if inside.sharded else "wrapped in DistributedDataParallel in parts"

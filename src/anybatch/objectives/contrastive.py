@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.errors import LossError
+from anybatch.low_precision import at_least_fp32
 
 
 class InfoNCE(nn.Module):
@@ -84,4 +85,4 @@ def _columns(representations: Any) -> list[Tensor]:
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    return F.normalize(vectors.float() if vectors.itemsize < 4 else vectors, dim=-1)
+    return F.normalize(at_least_fp32(vectors), dim=-1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, tensors
 from anybatch.errors import BatchError, LossError, UnitsError
-from anybatch.low_precision import LOW_PRECISION
+from anybatch.low_precision import is_low
 from anybatch.objectives.metrics import Metrics, Number
 from anybatch.objectives.objective import Objective, Units
 
@@ -218,19 +218,14 @@ def _in_fp32(criterion: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tu
 
     Left alone for a criterion that holds low-precision tensors itself.
     """
-    first = arguments[0]
-    if not isinstance(first, Tensor) or first.dtype not in LOW_PRECISION:
+    if not is_low(arguments[0]):
         return arguments
     if isinstance(criterion, nn.Module):
         own = (*criterion.parameters(), *criterion.buffers())
-        if any(tensor.dtype in LOW_PRECISION for tensor in own):
+        if any(is_low(tensor) for tensor in own):
             return arguments
-    raised = (argument.float() if _is_low(argument) else argument for argument in arguments)
+    raised = (argument.float() if is_low(argument) else argument for argument in arguments)
     return tuple(raised)
-
-
-def _is_low(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype in LOW_PRECISION
 
 
 def _is_several(value: Any) -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from anybatch.batches import Batch
 from anybatch.errors import BatchError, LossError, UnitsError
 from anybatch.objectives.metrics import Number
 from anybatch.objectives.objective import Objective, Units
 from anybatch.objectives.observed_means import ObservedMeans
+from anybatch.parallel import unwrapped
+from anybatch.torch_inside import FakeTensor, inside_compiled
 
 IGNORED = -100
 _PREDICTS_NEXT_TOKEN = re.compile(r"CausalLM|LMHead|ForConditionalGeneration")
@@ -35,7 +36,7 @@ def huggingface(*, units: Units | None = None) -> Objective:
     checked: WeakSet[nn.Module] = WeakSet()
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        if units is not None or model in checked or hasattr(model, "_orig_mod") or _has_no_numbers(model):
+        if units is not None or model in checked or inside_compiled(model) is not None or _has_no_numbers(model):
             return _loss_of(model, batch)
         with ObservedMeans() as observed:
             value = _loss_of(model, batch)
@@ -136,13 +137,7 @@ def _predicts_next_token(base: nn.Module) -> bool:
 
 def _base_model(model: nn.Module) -> nn.Module:
     """The transformers model inside DistributedDataParallel, torch.compile or PEFT."""
-    inner: Any = model
-    while True:
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        elif hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        elif isinstance(inner, nn.parallel.DistributedDataParallel):
-            inner = inner.module
-        else:
-            return inner  # type: ignore[no-any-return]
+    inner: Any = unwrapped(model)
+    while hasattr(inner, "get_base_model"):
+        inner = unwrapped(inner.get_base_model())
+    return inner  # type: ignore[no-any-return]

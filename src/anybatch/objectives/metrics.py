@@ -8,6 +8,7 @@ from torch import Tensor
 
 from anybatch.batches import MicroBatches
 from anybatch.errors import LossError
+from anybatch.low_precision import at_least_fp32
 
 Number = float | Tensor
 
@@ -169,7 +170,7 @@ def _scalar(name: str, value: Number) -> Tensor:
         )
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)  # counts stay whole
-    return (tensor.float() if tensor.itemsize < 4 else tensor).reshape(())
+    return at_least_fp32(tensor).reshape(())
 
 
 def _stack(numbers: Sequence[Number], like: Tensor) -> Tensor:

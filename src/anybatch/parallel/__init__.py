@@ -2,11 +2,9 @@
 
 from anybatch.parallel.buckets import BUCKET_BYTES, sum_in_buckets
 from anybatch.parallel.choosing import engine_for
-from anybatch.parallel.engine import ALONE, Engine, Needs, Sync, Turn
+from anybatch.parallel.engine import ALONE, Engine, Needs, Sync
 from anybatch.parallel.ranks import ONE_PROCESS, Ranks
-from anybatch.parallel.wrapping import is_sharded, own_part, wrapping_of
-
-sum_by_hand = sum_in_buckets  # until passes/ is rebuilt
+from anybatch.parallel.wrapping import is_sharded, own_part, peeled, unreplicated, unwrapped, wrapping_of
 
 __all__ = [
     "ALONE",
@@ -16,11 +14,12 @@ __all__ = [
     "ONE_PROCESS",
     "Ranks",
     "Sync",
-    "Turn",
     "engine_for",
     "is_sharded",
     "own_part",
-    "sum_by_hand",
+    "peeled",
     "sum_in_buckets",
+    "unreplicated",
+    "unwrapped",
     "wrapping_of",
 ]

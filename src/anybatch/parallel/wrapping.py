@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import ParallelError
 from anybatch.low_precision import LOW_PRECISION
-from anybatch.torch_inside import check_ddp, check_fsdp, flat_group, sharded_kind, sharded_parameters
+from anybatch.torch_inside import check_ddp, check_fsdp, flat_group, inside_compiled, sharded_kind, sharded_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,25 @@ def wrapping_of(model: nn.Module) -> Wrapping:
     for root in sharded:
         _check_sharded(root)
     return Wrapping(replicated, sharded, groups[0])
+
+
+def peeled(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and what is inside each `torch.compile` and `DistributedDataParallel` around it, the innermost last."""
+    inside: nn.Module | None = model
+    while inside is not None:
+        yield inside
+        inside = inside.module if isinstance(inside, DistributedDataParallel) else inside_compiled(inside)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile` and `DistributedDataParallel`: what the user wrote, under the names it was given."""
+    *_, innermost = peeled(model)
+    return innermost
+
+
+def unreplicated(model: nn.Module) -> nn.Module:
+    """The outermost module that is not `DistributedDataParallel`, compiled where it was: what runs without other ranks."""
+    return next(module for module in peeled(model) if not isinstance(module, DistributedDataParallel))
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -103,7 +122,7 @@ def _check_replicated(module: DistributedDataParallel) -> None:
 
 def _data_group(root: nn.Module) -> Any:
     """The group of all ranks with different rows: the whole mesh, be it 1-D (FSDP) or 2-D (HSDP)."""
-    meshes = {parameter.mesh for parameter in sharded_parameters(root)}
+    meshes = {mesh for _, _, mesh, _ in sharded_parameters(root)}
     if len(meshes) != 1:
         raise ParallelError(
             f"{type(root).__name__} is sharded over {len(meshes)} meshes; a batch has one set of ranks. Use one mesh."

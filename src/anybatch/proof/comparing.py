@@ -11,6 +11,7 @@ from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Workload, n
 from anybatch.errors import VerifyError
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm
+from anybatch.parallel import unwrapped
 from anybatch.passes import Running
 from anybatch.proof.cases import (
     Case,
@@ -18,7 +19,6 @@ from anybatch.proof.cases import (
     Gradient,
     can_be_raised,
     copy_model,
-    inner_model,
     make_case,
     roundoff,
     untouched,
@@ -60,7 +60,7 @@ def verify(
     _check(model, objective)
     if isinstance(batch, Dealt):
         batch = batch.batch
-    inner = inner_model(model)
+    inner = unwrapped(model)
     limit = None if memory is None else parse_bytes(memory)
     whole = whole_batch(batch, micro_batch)
     given = num_rows(whole)

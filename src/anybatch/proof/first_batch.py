@@ -7,8 +7,9 @@ from torch import nn
 
 from anybatch.batches import Batch, Dealt, MicroBatches, Tokens, num_rows, take_rows
 from anybatch.errors import ExactnessError, VerifyError
+from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator, has_rows
-from anybatch.proof.cases import copy_model, inner_model, make_case, untouched
+from anybatch.proof.cases import copy_model, make_case, untouched
 from anybatch.proof.comparing import unit_of, verify
 from anybatch.proof.cuts import uneven
 from anybatch.proof.floor import most, relative
@@ -45,7 +46,7 @@ def _look_at(accumulator: Accumulator, batch: Batch) -> None:
     sample = _spread_rows(accumulator, batch)
     if sample is None:
         return
-    model, objective = inner_model(accumulator.model), accumulator.objective
+    model, objective = unwrapped(accumulator.model), accumulator.objective
     mode = accumulator.running.batch_norm
     options: dict[str, Any] = {
         "batch_norm": "frozen" if mode == "micro" else mode,

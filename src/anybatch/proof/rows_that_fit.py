@@ -10,6 +10,7 @@ from anybatch.batches import num_rows, take_rows
 from anybatch.errors import VerifyError
 from anybatch.passes import common_device
 from anybatch.proof.cases import Case, can_be_raised, make_case
+from anybatch.torch_inside import profiler_events
 
 
 def rows_that_fit(case: Case, limit: int) -> int:
@@ -68,6 +69,6 @@ def _measured(case: Case, run: Callable[[], object]) -> int:
         return int(torch.cuda.max_memory_allocated(device) - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
-    events = profiler.profiler.kineto_results.events()
+    events = profiler_events(profiler)
     allocated = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return int(max(itertools.accumulate((nbytes for _, nbytes in allocated), initial=0)))

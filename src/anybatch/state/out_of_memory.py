@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from anybatch.errors import AnybatchError
+from anybatch.errors import AnybatchError, first_line
 
 T = TypeVar("T")
 
@@ -76,9 +76,3 @@ def once_more(action: Callable[[], T]) -> T:
             raise
     free_memory()
     return action()
-
-
-def first_line(error: BaseException) -> str:
-    """What the error says, in short."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
+
+from anybatch.torch_inside import TorchDispatchMode, dispatch_modes, function_modes
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ def thread_state() -> ThreadState:
         num_threads=torch.get_num_threads(),
         device_index=None if accelerator is None else torch.accelerator.current_device_index(),
         stream=None if accelerator is None else torch.accelerator.current_stream(),
-        function_modes=tuple(_get_current_function_mode_stack()),
-        dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+        function_modes=tuple(function_modes()),
+        dispatch_modes=tuple(dispatch_modes()),
         context=contextvars.copy_context(),
     )

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch.amp import GradScaler
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.batches import Rows, Split, Tokens, deal_rows
 from anybatch.errors import SettingsError, TaskError
 from anybatch.memory import Fit
 from anybatch.parallel import Ranks
+from anybatch.torch_inside import BatchNormLayer
 from anybatch.training.checkpoints import seed_all, seed_from_these
 from anybatch.training.launch import ranks_of_group, spread
 from anybatch.training.schedules import beta2_of, lr_factor, scale_lr, warmup
@@ -164,7 +164,7 @@ def num_inexact_norms(task: Task) -> int:
     """How many layers make the rows of a micro-batch look at each other, and at no others, while training."""
     if task.batch_norm is not None and task.batch_norm != "micro":
         return 0
-    return sum(isinstance(module, _BatchNorm) for module in task.model.modules())
+    return sum(isinstance(module, BatchNormLayer) for module in task.model.modules())
 
 
 def find_split(task: Task, settings: Settings, batch: int) -> Split:

@@ -13,11 +13,11 @@ from typing import Any
 
 from anybatch.batches import Dealt
 from anybatch.errors import TaskError
+from anybatch.parallel import unreplicated
 from anybatch.records import EpochDone, Metric, UpdateDone
 from anybatch.training.checkpoints import Positioned, save
 from anybatch.training.data import dealt_loader, validation_loader
 from anybatch.training.experiment import Experiment
-from anybatch.training.launch import bare
 from anybatch.training.measure import with_memory, with_timeline
 from anybatch.training.validation import Validated, validate
 from anybatch.update import UpdateResult
@@ -199,7 +199,7 @@ class Loop:
     def _close_epoch(self) -> None:
         progress, task = self.progress, self.experiment.task
         validated = validate(
-            bare(task.model),
+            unreplicated(task.model),
             task.whole_objective,
             validation_loader(task, self.experiment.ranks),
             self.experiment.device,

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.errors import MemoryLimitError
-from anybatch.state import first_line, free_memory, is_out_of_memory, of_step, once_more
+from anybatch.errors import MemoryLimitError, first_line
+from anybatch.state import free_memory, is_out_of_memory, of_step, once_more
 
 
 class Stepping:

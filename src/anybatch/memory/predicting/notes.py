@@ -1,10 +1,9 @@
 """What a plan cannot know, said in sentences."""
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from anybatch.memory.predicting.trials import Trials
 from anybatch.memory.tracing import Setup
 from anybatch.sizes import show_bytes
+from anybatch.torch_inside import BatchNormLayer
 
 
 def notes_for(trials: Trials, setup: Setup, *, bucket_bytes: int = 0) -> tuple[str, ...]:
@@ -17,7 +16,7 @@ def notes_for(trials: Trials, setup: Setup, *, bucket_bytes: int = 0) -> tuple[s
         )
     if setup.device.type != "cpu" and trials.method == "fake tensors":
         notes += _notes_of_gpu(trials, setup)
-    has_norms = any(isinstance(module, _BatchNorm) for module in setup.parts[0].modules())
+    has_norms = any(isinstance(module, BatchNormLayer) for module in setup.parts[0].modules())
     if has_norms and setup.running.batch_norm == "exact" and setup.running.offload is not None:
         notes.append("What batch_norm='exact' moves to the host or to disk is counted as if it stayed: an upper bound.")
     if trials.is_together:

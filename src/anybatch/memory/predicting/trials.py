@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.batches import Batch
-from anybatch.errors import PlanError
+from anybatch.errors import PlanError, first_line
 from anybatch.memory.predicting.envelope import Envelope, Shape, fit
 from anybatch.memory.predicting.memory_plan import Method
 from anybatch.memory.predicting.source import Source
 from anybatch.memory.tracing import FakeProbe, Kind, Probe, RealProbe, Setup, Timeline, is_real
 from anybatch.norms import uses_batch_statistics
 from anybatch.objectives import Coupled
+from anybatch.torch_inside import BatchNormLayer
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Trials:
 
     def left_behind(self) -> int:
         """What each further micro-batch leaves until the end of the update: BatchNorm's statistics, waiting to be merged."""
-        if self.is_together or not any(isinstance(module, _BatchNorm) for module in self.setup.parts[0].modules()):
+        if self.is_together or not any(isinstance(module, BatchNormLayer) for module in self.setup.parts[0].modules()):
             return 0
         shape = self.small_sizes[0], self.source.longest
         return max(self.probe(*[self.source.micro_batch(shape)] * 3).peak - self.peak(shape), 0)
@@ -123,7 +123,7 @@ def start_trials(setup: Setup, source: Source) -> Trials:
     except PlanError:
         raise
     except Exception as error:  # whatever a model does that needs numbers
-        fake, failure = None, f"fake tensors could not run this update ({_short(error)})"
+        fake, failure = None, f"fake tensors could not run this update ({first_line(error)})"
     hidden = fake.hidden if fake is not None and setup.device.type == "cpu" else None
     if fake is not None and hidden is None:
         seen = {} if is_together else {(2, source.longest): (timeline, fake.recorder.breakdown())}
@@ -156,7 +156,7 @@ def _meets(setup: Setup) -> tuple[bool, bool]:
     """
     model, _, objective = setup.parts
     is_exact = setup.running.batch_norm == "exact" and any(
-        isinstance(module, _BatchNorm) and uses_batch_statistics(module) for module in model.modules()
+        isinstance(module, BatchNormLayer) and uses_batch_statistics(module) for module in model.modules()
     )
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     return isinstance(objective, Coupled) or is_sparse or is_exact, is_exact
@@ -170,8 +170,3 @@ def _why_not_real(setup: Setup, source: Source, *, is_exact: bool) -> str | None
     if is_exact:
         return "batch_norm='exact' runs in threads, whose allocations the profiler does not see in a real step"
     return None
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:120]}"

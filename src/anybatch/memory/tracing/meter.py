@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch, tensors
 from anybatch.parallel import is_sharded
+from anybatch.torch_inside import profiler_events, storage_key
 from anybatch.update import Update, UpdateResult
 
 _PREFIX = "anybatch."
@@ -44,7 +45,7 @@ def metered(action: Callable[[], Result], device_type: str = "cpu") -> Metered[R
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
     with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         result = action()
-    events = profiler.profiler.kineto_results.events()
+    events = profiler_events(profiler)
     stages = sorted(
         (event.start_ns(), event.name().removeprefix(_PREFIX)) for event in events if event.name().startswith(_PREFIX)
     )
@@ -82,7 +83,7 @@ def standing_tensors(update: Update) -> list[Tensor]:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """The memory that these tensors hold together, in this process; views of one storage count once."""
     held = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+    storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in held}
     return sum(storages.values())
 
 

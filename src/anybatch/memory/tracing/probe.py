@@ -10,16 +10,16 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from anybatch.batches import Batch, MicroBatches, move, rows, tensors
-from anybatch.low_precision import LOW_PRECISION
+from anybatch.low_precision import is_low
 from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
 from anybatch.memory.tracing.recorder import Kind, Recorder, Timeline
 from anybatch.memory.tracing.trial_copies import Parts, fake_batch, fake_copies, real_copies
 from anybatch.objectives import Coupled, Objective
 from anybatch.passes import Accumulator, Running
+from anybatch.torch_inside import FakeTensorMode
 from anybatch.update import Update
 
 HIDDEN = {
@@ -89,7 +89,7 @@ class FakeProbe:
     def hidden(self) -> str | None:
         """What ran whose CPU kernels allocate more than tensors show."""
         if self._setup.running.autocast is not None or any(
-            parameter.dtype in LOW_PRECISION for parameter in self.parts[0].parameters()
+            is_low(parameter) for parameter in self.parts[0].parameters()
         ):
             return "matrix products in bf16 or fp16"
         return next((HIDDEN[op.split(".")[0]] for op in self.recorder.ops if op.split(".")[0] in HIDDEN), None)

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.torch_inside import COPY_ELSEWHERE, TorchDispatchMode, is_in_backward, storage_key
 
 Kind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries"]
 ELSEWHERE = "meta"
 """The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""
 _ASK_DEVICE = torch.ops.prim.device.default
-_MOVE = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Held]] = {}
         self._lock = threading.RLock()
         self._now = self._batch_bytes = batch_bytes
-        self._uncounted = {tensor.untyped_storage()._cdata: tensor for tensor in uncounted}
+        self._uncounted = {storage_key(tensor.untyped_storage()): tensor for tensor in uncounted}
         for kind, tensor in standing:
             self._follow(tensor, kind)
 
@@ -85,13 +85,13 @@ class Recorder(TorchDispatchMode):
             return output
         with self._lock:
             if isinstance(output, Tensor):
-                is_moved = func is _MOVE and args[0].device.type == ELSEWHERE
+                is_moved = func is COPY_ELSEWHERE and args[0].device.type == ELSEWHERE
                 self._follow(output, "inputs" if is_moved else None)
             elif isinstance(output, (tuple, list)):
                 for tensor in output:
                     if isinstance(tensor, Tensor):
                         self._follow(tensor)
-            if torch._C._current_graph_task_id() >= 0:
+            if is_in_backward():
                 self._backward_ops.append(len(self.ops))
             self.ops.append(func.name())
             self.live.append(self._now)
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         if tensor.device.type == ELSEWHERE:
             return
         storage = tensor.untyped_storage()
-        if storage._cdata in self._uncounted:
+        if storage_key(storage) in self._uncounted:
             return
         key, size = id(storage), storage.nbytes()
         known = self._alive.get(key)

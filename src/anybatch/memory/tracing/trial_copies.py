@@ -1,21 +1,20 @@
 """Copies to try things on: of fake tensors, which hold no numbers and take no memory, or of real ones."""
 
 import copy
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from anybatch.batches import Batch, map_tensors, tensors
 from anybatch.errors import PlanError
 from anybatch.memory.tracing.recorder import ELSEWHERE
+from anybatch.state import outer_random
+from anybatch.torch_inside import FakeTensor, FakeTensorMode
 
 Parts = tuple[nn.Module, Optimizer | None, Any]
 """Model, optimizer and objective: copied together, so that what they share stays shared."""
@@ -83,15 +82,12 @@ def is_real(parts: Parts, batch: Batch) -> bool:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Random states, torch's, Python's and NumPy's, are the same after this block as before it."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
+    outer = outer_random()
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
+        outer.restore()
 
 
 def _copied(parts: Parts, memo: dict[int, Any]) -> Parts:
@@ -119,4 +115,4 @@ def _large_tensors(parts: Parts) -> Iterator[Tensor]:
 
 
 def _is_without_data(tensor: Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -3,7 +3,7 @@
 from anybatch.proof.cases.case import Case, Gradient, make_case, size
 from anybatch.proof.cases.float64 import Precision, can_be_raised, roundoff
 from anybatch.proof.cases.model_state import ModelState, closure_state
-from anybatch.proof.cases.twins import Copy, copy_model, inner_model, outer_states, restore_outer, untouched
+from anybatch.proof.cases.twins import Copy, copy_model, untouched
 
 __all__ = [
     "Case",
@@ -14,10 +14,7 @@ __all__ = [
     "can_be_raised",
     "closure_state",
     "copy_model",
-    "inner_model",
     "make_case",
-    "outer_states",
-    "restore_outer",
     "roundoff",
     "size",
     "untouched",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anybatch.torch_inside import buffers_of, children_of
+
 _PRIVATE = set(vars(nn.Module()))
 """What every module carries: its tables of parameters and buffers, its hooks."""
 
@@ -54,7 +56,7 @@ class ModelState:
     def restore(self, model: nn.Module) -> None:
         """Make everything what it was."""
         for module in model.modules():
-            for key in [key for key in vars(module) if key not in _PRIVATE and key not in module._modules]:
+            for key in [key for key in vars(module) if key not in _PRIVATE and key not in children_of(module)]:
                 if not any(held is module and key == name for held, name, _ in self.attributes.values()):
                     delattr(module, key)
         for module, key, value in self.attributes.values():
@@ -62,8 +64,8 @@ class ModelState:
         for name, (tensor, before) in self.tensors.items():
             path, _, key = name.rpartition(".")
             owner = model.get_submodule(path)
-            if key in owner._buffers:
-                owner._buffers[key] = tensor
+            if key in buffers_of(owner):
+                buffers_of(owner)[key] = tensor
             tensor.data.copy_(before)  # .data: graphs that are alive must not call it modified
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.torch_inside import TorchDispatchMode, is_in_backward, op_name
 
 _SEEDED = torch.Tag.nondeterministic_seeded
 _DROPOUT = torch.ops.aten.native_dropout.default
@@ -93,7 +94,7 @@ class _Replaying(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # outside a forward of known rows only what backward runs again is looked at
-        if _SEEDED not in func.tags or (self._rows is None and torch._C._current_graph_task_id() == -1):
+        if _SEEDED not in func.tags or (self._rows is None and not is_in_backward()):
             return func(*args, **kwargs)
         state = _state(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -156,7 +157,7 @@ def _drawn(func: Any, result: Any) -> Tensor | None:
     """The tensor of random numbers among the results; None for kernels that do not show it."""
     if func is _DROPOUT:
         return result[1]  # type: ignore[no-any-return]
-    return result if isinstance(result, Tensor) and func._schema.name in _PURE else None
+    return result if isinstance(result, Tensor) and op_name(func) in _PURE else None
 
 
 _PURE = frozenset(

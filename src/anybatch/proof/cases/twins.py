@@ -1,12 +1,9 @@
 """Copies to experiment on, and the promise that what the user gave is left as it was."""
 
 import copy
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +11,10 @@ from torch import Tensor, nn
 from anybatch.batches import Batch, map_tensors
 from anybatch.errors import VerifyError
 from anybatch.objectives import Coupled, Objective
-from anybatch.state import random_state
+from anybatch.state import outer_random, random_state
+from anybatch.torch_inside import num_writes
 
 Copy = Callable[[nn.Module], nn.Module]
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile and DistributedDataParallel: what is compared is its mathematics."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
 
 
 def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
@@ -71,16 +58,16 @@ def untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator[None
     """
     held = [*model.parameters(), *(objective.parameters() if isinstance(objective, Coupled) else ())]
     grads = [parameter.grad for parameter in held]
-    versions = [None if grad is None else grad._version for grad in grads]
+    versions = [None if grad is None else num_writes(grad) for grad in grads]
     copies = [None if grad is None else grad.detach().clone() for grad in grads]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {tensor.device for tensor in (*held, *model.buffers())}
-    states = random_state(devices), outer_states()
+    states = random_state(devices), outer_random()
     try:
         yield
     finally:
-        states[0].restore()
-        restore_outer(states[1])
+        for state in states:
+            state.restore()
         is_touched = _put_back(held, grads, versions, copies)
         with torch.no_grad():
             for buffer, before in buffers:
@@ -93,28 +80,12 @@ def untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator[None
         )
 
 
-def outer_states() -> dict[str, Any]:
-    """The random states outside torch: Python's, and NumPy's where it is loaded."""
-    states: dict[str, Any] = {"random": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        states["numpy.random"] = numpy.random.get_state()
-    return states
-
-
-def restore_outer(states: dict[str, Any]) -> None:
-    """Put back what `outer_states` read."""
-    random.setstate(states["random"])
-    if "numpy.random" in states:
-        sys.modules["numpy"].random.set_state(states["numpy.random"])
-
-
 def _put_back(
     held: list[nn.Parameter], grads: list[Tensor | None], versions: list[int | None], copies: list[Tensor | None]
 ) -> bool:
     is_touched = False
     for parameter, grad, version, before in zip(held, grads, versions, copies, strict=True):
-        if parameter.grad is not grad or (grad is not None and grad._version != version):
+        if parameter.grad is not grad or (grad is not None and num_writes(grad) != version):
             is_touched = True
             parameter.grad = grad
             if grad is not None and before is not None:

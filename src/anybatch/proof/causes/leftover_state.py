@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from anybatch.batches import Batch, map_tensors, tensors
 from anybatch.objectives import Coupled
 from anybatch.proof.cases import Case, ModelState
 from anybatch.proof.causes.experiments import Lab, Outcome
 from anybatch.proof.verdict import Cause
+from anybatch.torch_inside import NormLayer
 
 RANDOM_FIX = (
     "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers into "
@@ -79,7 +79,7 @@ def forward_changes(lab: Lab) -> tuple[list[str], set[str]]:
     part, rows = lab.cut[0], lab.cut.row_numbers[0]
     lab.case.once(part, rows, lambda model: states.append((model, ModelState.of(model))))
     model, state = states[0]
-    norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase)}
+    norms = {name for name, module in model.named_modules() if isinstance(module, NormLayer)}
     changed = {name: text for name, text in state.changed(model).items() if name.rpartition(".")[0] not in norms}
     generators = state.generators() & set(changed)
     return [text for name, text in changed.items() if name not in generators], generators

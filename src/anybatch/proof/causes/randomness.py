@@ -1,21 +1,22 @@
 """Draws from generators that torch knows nothing of, and draws of torch that belong to no row."""
 
-from anybatch.proof.cases import closure_state, outer_states, restore_outer
+from anybatch.proof.cases import closure_state
 from anybatch.proof.causes.experiments import Lab
 from anybatch.proof.causes.leftover_state import RANDOM_FIX
 from anybatch.proof.floor import most, relative
 from anybatch.proof.verdict import Cause
+from anybatch.state import outer_random
 
 
 def outside_torch(lab: Lab) -> Cause | None:
     """The same rows with the same draws of torch, twice: does the gradient change, and which generator had moved?"""
-    before, loss = outer_states(), lab.case.objective.loss
+    before, loss = outer_random(), lab.case.objective.loss
     held = closure_state(loss)
     first = lab.case.whole()
-    moved = [name for name, state in outer_states().items() if repr(state) != repr(before[name])]
+    moved = before.moved()
     counted = [name for name, value in closure_state(loss).items() if held.get(name) != value]
     apart = relative(first, lab.case.whole())
-    restore_outer(before)
+    before.restore()
     is_seeded = relative(first, lab.case.whole()) < apart
     if apart <= most(lab.floor.unit):
         return None

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.errors import CheckpointError
+from anybatch.errors import CheckpointError, first_line
 from anybatch.parallel import Ranks
+from anybatch.torch_inside import read_layout
 from anybatch.training.launch import from_first
 
 FORMAT = 2
@@ -164,12 +165,6 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def first_line(error: BaseException) -> str:
-    """An error in a line."""
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
-
-
 def _problem(path: Path, expected: tuple[int, int]) -> str | None:
     if not path.is_file():
         return f"{path.name} is missing"
@@ -214,7 +209,7 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         for rank, (raised, _) in error.failures.items():
             if not isinstance(raised, Exception):
                 raise raised from error
-            raise CheckpointError(f"{what}: on rank {rank}, {type(raised).__name__}: {first_line(raised)}.") from error
+            raise CheckpointError(f"{what}: on rank {rank}, {first_line(raised)}.") from error
         raise
 
 
@@ -224,8 +219,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return torch.serialization._get_layout
+        if (module, name) == (read_layout.__module__, read_layout.__name__):
+            return read_layout
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
             return pathlib.PurePath  # where it was saved: never opened
         if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from anybatch.state import OuterRandom, outer_random
+
 
 def seed_all(seed: int) -> None:
     """Seed torch on every device, Python, and NumPy where it is loaded."""
@@ -18,28 +20,19 @@ def seed_all(seed: int) -> None:
 
 def random_states() -> dict[str, Any]:
     """All random states, as tensors and plain values that `torch.load(weights_only=True)` takes."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states = {"torch": torch.get_rng_state(), **outer_random().as_values()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (name, keys.tolist(), *rest)
     return states
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
     """Put back what `random_states` read; devices that this machine lacks are left out."""
     torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
+    OuterRandom.of_values(states).restore()
     for device, state in enumerate(states.get("cuda", ())):
         if device < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, device)
-    if "numpy" in states:
-        import numpy
-
-        name, keys, *rest = states["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
 
 
 def seed_from_these(rank: int) -> None:

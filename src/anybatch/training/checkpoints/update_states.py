@@ -1,6 +1,6 @@
 """The state of an update as named tensors, which many ranks may share, and plain values; and putting it back.
 
-Names are those of the bare model: the same under DDP, under FSDP2 and in one process.
+Names are those of the unwrapped model: the same under DDP, under FSDP2, compiled, and in one process.
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.errors import CheckpointError
-from anybatch.parallel import is_sharded
-from anybatch.training.checkpoints.checkpoint_files import Shape, first_line, read_tensors
-from anybatch.training.launch import bare
+from anybatch.errors import CheckpointError, first_line
+from anybatch.parallel import is_sharded, unwrapped
+from anybatch.training.checkpoints.checkpoint_files import Shape, read_tensors
 from anybatch.update import Update
 
 
 def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What many ranks may share, as named tensors, and all else as plain values."""
-    model, optimizer = bare(update.model).state_dict(), update.optimizer.state_dict()
+    model, optimizer = unwrapped(update.model).state_dict(), update.optimizer.state_dict()
     tensors = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)} | _beside(update)
     moments: dict[str, tuple[Any, str]] = {}
     rest: dict[Any, dict[str, Any]] = {}
@@ -43,7 +42,7 @@ def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _beside(update: Update) -> dict[str, Tensor]:
     """What is learned beside the model: parameters that the optimizer steps, by their place in it; a coupled loss's buffers."""
-    own = set(bare(update.model).parameters())
+    own = set(unwrapped(update.model).parameters())
     stepped = [parameter for group in update.optimizer.param_groups for parameter in group["params"]]
     found = {f"beside.{place}": held.detach() for place, held in enumerate(stepped) if held not in own}
     loss = update.accumulator.objective.loss
@@ -66,7 +65,7 @@ def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape
         name.removeprefix("model."): str(shape) for name, shape in shapes.items() if name.startswith("model.")
     }
     saved |= {name: type(value).__name__ for name, value in states["model"].items()}
-    there = {name: _described(value) for name, value in bare(update.model).state_dict().items()}
+    there = {name: _described(value) for name, value in unwrapped(update.model).state_dict().items()}
     if saved != there:
         names = sorted(name for name in saved.keys() | there.keys() if saved.get(name) != there.get(name))
         name = names[0]
@@ -114,7 +113,7 @@ def load(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], upd
         raise CheckpointError(
             f"{path} does not fit this optimizer: {first_line(error)}. Resume with the optimizer that it was saved with."
         ) from error
-    model = bare(update.model)
+    model = unwrapped(update.model)
     weights = model.state_dict()
     read_tensors(path, {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)})
     model.load_state_dict(weights | states["model"])

@@ -6,14 +6,13 @@ from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
     from anybatch.training.launch.exchange import from_first
-    from anybatch.training.launch.spreading import bare, ranks_of_group, reshard, spread
+    from anybatch.training.launch.spreading import ranks_of_group, reshard, spread
     from anybatch.training.launch.torchrun import Launch, check_alone, find_launch, joined
 else:
     __getattr__ = lazily(__name__)
 
 __all__ = [
     "Launch",
-    "bare",
     "check_alone",
     "find_launch",
     "from_first",

@@ -26,11 +26,6 @@ def spread(model: nn.Module, optimizer: Optimizer, kind: Parallel, group: Any) -
     return DistributedDataParallel(model, process_group=group, device_ids=None if device.type == "cpu" else [device])
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """The model without DDP around it, so that its names are the same on any number of ranks."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def reshard(model: nn.Module) -> None:
     """Free what a forward pass without a backward pass has gathered of a sharded model."""
     for root in wrapping_of(model).sharded:
