@@ -6,6 +6,7 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from anybatch.events.kinds import Event, Forward, Loss
+from anybatch.torch_inside import is_compiled_in_place
 
 
 class Stages(Protocol):
@@ -27,7 +28,7 @@ class ForwardBoundary:
         self._stages = stages
         self._micro_batch = micro_batch
         # hooks on a module compiled in place, by model.compile(), would be traced, and compiled anew for every micro-batch
-        is_hooked = model._compiled_call_impl is None and not isinstance(model, ScriptModule)
+        is_hooked = not is_compiled_in_place(model) and not isinstance(model, ScriptModule)
         self._hooks = (
             [
                 model.register_forward_pre_hook(self._before, prepend=True),

@@ -5,11 +5,11 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 from anybatch.events.boundary import ForwardBoundary
 from anybatch.events.kinds import Event, Loss, Observer
+from anybatch.torch_inside import is_profiled
 
 
 class Events(Protocol):
@@ -92,4 +92,4 @@ class Heard:
 
 def events_for(observer: Observer | None) -> Events:
     """Events that are heard if anybody listens, an observer or a running profiler; else silent ones."""
-    return SILENT if observer is None and not _profiler_enabled() else Heard(observer)
+    return SILENT if observer is None and not is_profiled() else Heard(observer)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-Layers = Mapping[str, _BatchNorm]
+from anybatch.torch_inside import BatchNormLayer
+
+Layers = Mapping[str, BatchNormLayer]
 """BatchNorm layers by their names in the model."""
 
 
@@ -46,15 +47,15 @@ class Call:
         return F.batch_norm(self.input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
 
 
-Compute = Callable[[str, _BatchNorm, Call], Tensor]
+Compute = Callable[[str, BatchNormLayer, Call], Tensor]
 
 
-def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(model: nn.Module) -> dict[str, BatchNormLayer]:
     """Every BatchNorm layer of the model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, BatchNormLayer)}
 
 
-def uses_batch_statistics(layer: _BatchNorm) -> bool:
+def uses_batch_statistics(layer: BatchNormLayer) -> bool:
     """True of a layer whose rows look at each other: in training, or without running statistics to use instead."""
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
@@ -62,12 +63,12 @@ def uses_batch_statistics(layer: _BatchNorm) -> bool:
 @contextmanager
 def replaced(layers: Layers, compute: Compute) -> Iterator[None]:
     """Inside this block, `compute(name, layer, call)` stands for `F.batch_norm` in the forward of these layers."""
-    before: list[tuple[_BatchNorm, Any]] = []
+    before: list[tuple[BatchNormLayer, Any]] = []
     try:
         for name, layer in layers.items():
             before.append((layer, layer.__dict__.get("forward")))
             # SyncBatchNorm's own forward would talk to other ranks, and refuses the CPU
-            own = partial(_BatchNorm.forward, layer) if type(layer) is nn.SyncBatchNorm else layer.forward
+            own = partial(BatchNormLayer.forward, layer) if type(layer) is nn.SyncBatchNorm else layer.forward
             layer.__dict__["forward"] = partial(_forward, own, partial(compute, name, layer))
         yield
     finally:

@@ -6,12 +6,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.errors import BatchError, UpdateError
 from anybatch.norms.layers import Call, Layers, replaced
 from anybatch.norms.pooling import MeanAndVariance, nothing, pool, pool_over_ranks, update_running
 from anybatch.parallel import Ranks
+from anybatch.torch_inside import BatchNormLayer
 
 
 class Statistics(Protocol):
@@ -118,7 +118,7 @@ class Merging:
         for name, number in self._num_tracked.items():
             self._layers[name].num_batches_tracked.copy_(number)  # type: ignore[union-attr]
 
-    def compute(self, name: str, layer: _BatchNorm, call: Call) -> Tensor:
+    def compute(self, name: str, layer: BatchNormLayer, call: Call) -> Tensor:
         if call.count == 1:
             raise BatchError(
                 f"BatchNorm {name!r} got one value per channel (input of shape {tuple(call.input.shape)}): it has no variance. "

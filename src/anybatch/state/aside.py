@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from anybatch.state.disk import TensorFile
+from anybatch.torch_inside import FakeTensor
 
 
 def kept_aside(tensor: Tensor, file: TensorFile) -> Callable[[], Tensor]:

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from anybatch.state.aside import kept_aside
 from anybatch.state.disk import TensorFile
 from anybatch.state.random_state import has_accelerator, random_state
 from anybatch.state.snapshot import Copy, Held, Slot, Snapshot, in_place
+from anybatch.torch_inside import FakeTensor, NormLayer, buffers_of, num_writes
 
 
 class MovingBuffers:
@@ -56,7 +55,7 @@ class MovingBuffers:
 
     def _copy(self, slot: Slot, tensor: Tensor, version: int, keep: Callable[[Tensor], Copy]) -> Copy | None:
         """A copy of a buffer never seen before, or seen to change, or BatchNorm's, which changes unseen."""
-        if isinstance(slot[0], _NormBase):
+        if isinstance(slot[0], NormLayer):
             return in_place(tensor)
         before = self._known.get(slot)
         if before is None:
@@ -95,7 +94,7 @@ class MovingBuffers:
     def _slots(self) -> Iterator[tuple[Slot, Tensor | None]]:
         for top in self._modules:
             for module in top.modules():
-                for name, tensor in module._buffers.items():
+                for name, tensor in buffers_of(module).items():
                     yield (module, name), tensor
 
     def _devices(self) -> set[torch.device]:
@@ -106,4 +105,4 @@ class MovingBuffers:
 
 def _version(tensor: Tensor) -> int:
     """How often the tensor was written to; what was made in inference mode does not count, and cannot be written to."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else num_writes(tensor)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from anybatch.state.random_state import random_state
+from anybatch.torch_inside import without_dynamo
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -24,7 +24,7 @@ class DrawFinder(TorchFunctionMode):
         self.found: str | None = None
         """The function and where it was called; None while nobody drew."""
 
-    @_disable_dynamo
+    @without_dynamo
     def __torch_function__(
         self,
         func: Callable[..., Any],

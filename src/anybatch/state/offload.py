@@ -1,6 +1,5 @@
 """What backward needs, kept elsewhere until it is needed: in the host's memory, or on disk."""
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch.errors import UpdateError
 from anybatch.host_memory import free_on_host
 from anybatch.options import Offload
 from anybatch.state.disk import TensorFile
+from anybatch.torch_inside import StorageWeakRef, is_dynamo_loaded, num_writes, storage_behind, storage_key
 
 SMALLEST = 16 * 1024
 """Bytes below which a tensor stays: moving it costs more than it saves."""
@@ -39,7 +38,7 @@ class SavedTensors:
     def __init__(self, offload: Offload, stay: Iterable[Tensor], device: torch.device, file: TensorFile) -> None:
         self._offload = offload
         self._file = file
-        self._stay = {tensor.untyped_storage()._cdata for tensor in stay if type(tensor) in _PLAIN}
+        self._stay = {storage_key(tensor.untyped_storage()) for tensor in stay if type(tensor) in _PLAIN}
         self._budget = _half_of_free(device) if offload == "auto" else 0
         self._kept: dict[int, _Kept] = {}
         if offload == "host" and device.type == "cpu":
@@ -64,25 +63,25 @@ class SavedTensors:
         """The block in which this thread's graph saves through the keeper."""
         if self._offload is None:
             return nullcontext()
-        if "torch._dynamo" in sys.modules:  # something may be compiled, and the hooks are not to be compiled into it
+        if is_dynamo_loaded():  # something may be compiled, and the hooks are not to be compiled into it
             return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Load:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.nbytes < SMALLEST:
-            return _Stays(tensor.detach(), tensor._version)
+            return _Stays(tensor.detach(), num_writes(tensor))
         storage = tensor.untyped_storage()
-        if storage._cdata in self._stay or storage.nbytes() > 2 * tensor.nbytes:
-            return _Stays(tensor.detach(), tensor._version)
-        kept = self._kept.get(storage._cdata)
-        if kept is None or kept.version != tensor._version:
+        if storage_key(storage) in self._stay or storage.nbytes() > 2 * tensor.nbytes:
+            return _Stays(tensor.detach(), num_writes(tensor))
+        kept = self._kept.get(storage_key(storage))
+        if kept is None or kept.version != num_writes(tensor):
             if self._budget >= storage.nbytes():
                 self._budget -= storage.nbytes()
-                return _Stays(tensor.detach(), tensor._version)
+                return _Stays(tensor.detach(), num_writes(tensor))
             self._forget_the_dead()
             # the weak reference holds the storage's address: no other storage can be taken for this one
-            kept = _Kept(StorageWeakRef(storage), tensor._version, self._put(storage, tensor.device))
-            self._kept[storage._cdata] = kept
+            kept = _Kept(StorageWeakRef(storage), num_writes(tensor), self._put(storage, tensor.device))
+            self._kept[storage_key(storage)] = kept
         return _Rebuild(kept.load, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _put(self, storage: torch.UntypedStorage, device: torch.device) -> Load:
@@ -123,7 +122,7 @@ class _Once:
     _last: StorageWeakRef | None = None
 
     def __call__(self) -> Tensor:
-        storage = None if self._last is None else torch.UntypedStorage._new_with_weak_ptr(self._last.cdata)
+        storage = None if self._last is None else storage_behind(self._last)
         if storage is not None:
             return _bytes_of(storage)
         flat = self.read()
@@ -162,10 +161,10 @@ class _Stays:
     version: int
 
     def __call__(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if num_writes(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation: it is "
-                f"at version {self.tensor._version}, expected {self.version}. Use the operation that returns a new tensor."
+                f"at version {num_writes(self.tensor)}, expected {self.version}. Use the operation that returns a new tensor."
             )
         return self.tensor
 

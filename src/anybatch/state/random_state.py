@@ -6,7 +6,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from anybatch.torch_inside import without_modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class RandomState:
 
     def is_now(self) -> bool:
         """True if nothing was drawn since."""
-        with _disable_current_modes():  # the states are real, also where a mode fakes the model's tensors
+        with without_modes():  # the states are real, also where a mode fakes the model's tensors
             now = random_state(device for device, _ in self.accelerators)
             pairs = zip(self.accelerators, now.accelerators, strict=True)
             return torch.equal(self.cpu, now.cpu) and all(torch.equal(mine, other) for (_, mine), (_, other) in pairs)

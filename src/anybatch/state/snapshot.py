@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from anybatch.state.aside import kept_aside
 from anybatch.state.disk import TensorFile
 from anybatch.state.out_of_memory import free_memory
 from anybatch.state.random_state import RandomState, random_state
+from anybatch.torch_inside import NormLayer, buffers_of
 
 Copy = Callable[[], Tensor]
 """What gives back a tensor as it was when the copy was made."""
@@ -40,7 +40,7 @@ class Snapshot:
             for tensor, copy in self.tensors:
                 tensor.copy_(copy())
         for (module, name), (buffer, was) in self.buffers.items():
-            module._buffers[name] = buffer
+            buffers_of(module)[name] = buffer
             if buffer is not None and was is not None:
                 # .data: what a graph has saved of this buffer is not to be called modified, it is what it was
                 buffer.data.copy_(was())
@@ -85,7 +85,7 @@ def of_statistics(layers: Iterable[nn.Module]) -> Snapshot:
 
 def tracking_layers(model: nn.Module) -> list[nn.Module]:
     """BatchNorm and InstanceNorm layers that keep running statistics."""
-    return [module for module in model.modules() if isinstance(module, _NormBase) and module.track_running_stats]
+    return [module for module in model.modules() if isinstance(module, NormLayer) and module.track_running_stats]
 
 
 def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Snapshot:

@@ -7,6 +7,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from anybatch.errors import NonFiniteError
+from anybatch.torch_inside import forget_unscaling, overflows
 
 SMALLEST_SCALE = 2.0**-24
 """A loss scale below this has been halved some 36 times in a row: no overflow, but an inf or nan in the model itself."""
@@ -64,7 +65,7 @@ class Scaled:
         scaler = self.scaler
         if not is_applied:
             # of a sharded gradient, a rank looks at its own part and may have seen no overflow
-            for found in scaler._found_inf_per_device(self.optimizer).values():
+            for found in overflows(scaler, self.optimizer):
                 found.fill_(1.0)
         scaler.update()
         if not is_applied and scaler.get_scale() < SMALLEST_SCALE:
@@ -75,7 +76,7 @@ class Scaled:
             )
 
     def forget(self) -> None:
-        self.scaler._per_optimizer_states.pop(id(self.optimizer), None)
+        forget_unscaling(self.scaler, self.optimizer)
 
 
 def loss_scale(scaler: GradScaler | None, optimizer: Optimizer) -> LossScale:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.errors import BatchError
 from anybatch.low_precision import LOW_PRECISION
@@ -15,6 +14,7 @@ from anybatch.norms.layers import Call, Layers, replaced
 from anybatch.norms.lockstep.baton import Lockstep
 from anybatch.norms.pooling import MeanAndVariance, of_every_rank, pool, update_running
 from anybatch.parallel import Ranks
+from anybatch.torch_inside import BatchNormLayer
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def pooled(
     """
     exchange = _Exchange(ranks)
 
-    def compute(name: str, layer: _BatchNorm, call: Call) -> Tensor:
+    def compute(name: str, layer: BatchNormLayer, call: Call) -> Tensor:
         own_mean, own_var = _Moments.apply(call.input)  # type: ignore[no-untyped-call]
 
         def meet(parts: list[MeanAndVariance]) -> MeanAndVariance:

@@ -21,6 +21,7 @@ from anybatch.passes.schedules.representations import leaf, no_rows, roots_of, s
 from anybatch.passes.schedules.two_passes import joined_loss
 from anybatch.passes.tools import Outcome, Part, Tools, part_of
 from anybatch.state import SavedTensors, TensorFile
+from anybatch.torch_inside import inside_compiled, is_compiled_in_place
 
 
 class Finish(Protocol):
@@ -165,7 +166,7 @@ def check_compiled(model: nn.Module, layers: Layers) -> None:
     """Refuse a forward that cannot stop at BatchNorm layers, because it is compiled around them."""
     inside = set(layers.values())
     for name, module in model.named_modules():
-        is_compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        is_compiled = inside_compiled(module) is not None or is_compiled_in_place(module)
         if is_compiled and not inside.isdisjoint(module.modules()):
             raise UpdateError(
                 f"batch_norm='exact': {name or 'the model'} is compiled around BatchNorm layers, and a compiled forward cannot "
