@@ -167,3 +167,11 @@ def test_rows_that_were_dropped_are_nan_and_the_others_at_their_own_place():
     for name in ("row", "whole"):
         assert torch.equal(result.metrics[name].isnan(), torch.tensor([False, False, True, True, False])), name
         assert result.metrics[name][[0, 1, 4]].tolist() == [1.0, 2.0, 5.0]
+
+
+def test_rows_that_were_dropped_from_a_coupled_loss_are_nan_too():
+    x = torch.tensor([[1.0], [2.0], [torch.nan], [4.0], [5.0]])
+    coupled = Coupled(lambda model, x: (model(x), x), lambda seen: (seen[0].sum(), {"row": PerRow(seen[1][:, 0])}))
+    result = Accumulator(nn.Linear(1, 1), coupled, micro_batch=2, drop_nonfinite=True).backward(x)
+    assert result.dropped == (1,)
+    assert torch.equal(result.metrics["row"].nan_to_num(0.0), torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Accumulator, Coupled, NonFiniteError, Objective, Update
+from anybatch import Accumulator, Coupled, MicroBatches, NonFiniteError, Objective, Update
 from tests.injection import OutOfMemoryAbove, OutOfMemoryAt
 from tests.reference import gradient
 
@@ -94,8 +94,9 @@ def test_memory_that_runs_out_as_bf16_gradients_are_handed_over_counts_nothing_t
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).bfloat16()
         objective = Objective(lambda model, x: model(x).float().square().mean())
+        batch = rows().bfloat16()
         with mode:
-            result = Accumulator(model, objective, micro_batch=micro_batch).backward(rows().bfloat16())
+            result = Accumulator(model, objective, micro_batch=micro_batch).backward(batch)
         return result.micro_batches, gradient(model.parameters())
 
     counting = OutOfMemoryAt()
@@ -137,6 +138,31 @@ def test_the_default_for_batch_norm_learns_what_micro_learns_and_draws_what_it_d
         return everything(model)
 
     assert all(map(torch.equal, run(None), run("micro")))
+
+
+@pytest.mark.parametrize("spoilt", ["activations", "loss"])
+def test_exact_batch_norm_after_a_drop_is_as_if_the_rows_had_never_been(spoilt):
+    """Statistics, buffers, draws and gradients; found at the first BatchNorm, or not before the loss."""
+
+    def run(parts: list[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
+        model = model_of_draws()
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            return model(x).square().mean() + (torch.inf if x[0, 0] == 100 else 0.0)
+
+        accumulator = Accumulator(model, Objective(loss), micro_batch=2, batch_norm="exact", drop_nonfinite=True)
+        return accumulator.backward(MicroBatches(parts)).dropped, everything(model)
+
+    good, bad = [rows(seed, count) for seed, count in ((1, 3), (2, 2), (3, 4))], rows(4, 2)
+    bad[0, 0] = torch.nan if spoilt == "activations" else 100.0
+    dropped, got = run([good[0], bad, good[1], good[2], bad])
+    assert dropped == (1, 4)
+    *buffers, gradients, random = run(good)[1]
+    assert all(map(torch.equal, got, buffers))
+    assert torch.allclose(got[-2], gradients, rtol=1e-5, atol=1e-6)  # shares of 13 units, corrected at the close
+    assert torch.equal(got[-1], random)
+    bad[0, 0] = 0.0
+    assert not all(map(torch.equal, run([*good, bad])[1], got))
 
 
 @pytest.mark.parametrize("mode", ["micro", "exact", "frozen"])
