@@ -161,7 +161,7 @@ def test_predicting_leaves_weights_gradients_and_random_state_alone():
     update = update_with(Fit("300KB"))
     before = [parameter.detach().clone() for parameter in update.model.parameters()]
     random = torch.get_rng_state()
-    update.accumulator.split.settle(update.accumulator.purpose, batch_of(64))
+    update.accumulator.split.choose_for(update.accumulator.workload, batch_of(64))
     assert all(torch.equal(one, other) for one, other in zip(before, update.model.parameters(), strict=True))
     assert torch.equal(torch.get_rng_state(), random)
     assert not update.optimizer.state

@@ -12,10 +12,10 @@ from anybatch.batches import (
     Choice,
     Doubling,
     MicroBatches,
-    Purpose,
     Rows,
     Split,
     Tokens,
+    Workload,
     num_rows,
     smaller,
     tensors,
@@ -118,12 +118,12 @@ class Fit:
         """What an update with a single row was predicted to take."""
         return None if self._last is None or self._last.plan is None else show_bytes(self._last.plan.least_bytes)
 
-    def settle(self, purpose: Purpose, batch: Batch) -> None:
+    def choose_for(self, workload: Workload, batch: Batch) -> None:
         """Choose for a batch like this one, unless that was done."""
         shape = self._shape_of(batch)
         found = next((fitting for fitting in self._fits if fitting.shape.covers(shape)), None)
         if found is None:
-            found = self._predict(purpose, batch, shape)
+            found = self._predict(workload, batch, shape)
             self._fits.append(found)
         self._last = found
 
@@ -162,20 +162,20 @@ class Fit:
             return _Shape(len(lengths), ((torch.long, (max(lengths),)),))
         return _Shape(num_rows(batch), tuple((tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors(batch)))
 
-    def _predict(self, purpose: Purpose, batch: Batch, shape: "_Shape") -> "_Fitting":
+    def _predict(self, workload: Workload, batch: Batch, shape: "_Shape") -> "_Fitting":
         is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
         tokens = self.most if isinstance(self.most, Tokens) else Tokens(1) if self.most is None and is_masked else None
         try:
             found = plan(
-                purpose.model,
-                purpose.optimizer,
-                purpose.objective,
+                workload.model,
+                workload.optimizer,
+                workload.objective,
                 batch,
                 memory=self.memory,
                 split=tokens,
                 margin=self.margin,
                 checkpointing=False,
-                **purpose.options,
+                **workload.options,
             )
         except Exception as error:  # an odd model is no reason not to train it
             most = self.most.size if isinstance(self.most, Rows) else None

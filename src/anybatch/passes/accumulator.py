@@ -7,7 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import AsGiven, Batch, Dealt, MicroBatch, MicroBatches, Purpose, Split, as_split, smaller, tensors
+from anybatch.batches import (
+    AsGiven,
+    Batch,
+    Dealt,
+    MicroBatch,
+    MicroBatches,
+    Split,
+    Workload,
+    as_split,
+    smaller,
+    tensors,
+)
 from anybatch.dropout import count_update, number_rows
 from anybatch.errors import MemoryLimitError, ParallelError
 from anybatch.events import Accumulate, Backward, Observer, Retry, Tracker, tracker_for
@@ -90,7 +101,7 @@ class Accumulator:
         self._rewind = Rewind([model, own_loss] if isinstance(own_loss, nn.Module) else [model])
         self._given: Split = AsGiven()
         self._proven = 0
-        self.purpose = Purpose(
+        self.workload = Workload(
             model=model,
             objective=objective,
             options={"autocast": autocast, "batch_norm": batch_norm, "offload": offload},
@@ -280,9 +291,9 @@ class Accumulator:
 
         def count() -> tuple[MicroBatches, Shares]:
             split = self._given if isinstance(batch, MicroBatches) else self.split
-            settle = getattr(split, "settle", None)
-            if settle is not None:
-                settle(self.purpose, batch)
+            choose_for = getattr(split, "choose_for", None)
+            if choose_for is not None:
+                choose_for(self.workload, batch)
             cut = split.cut(batch)
             units = count_units(self.objective, self.model, cut.micro_batches)
             if is_stand_in:  # a mean over nothing: zero gradients, of a sum too

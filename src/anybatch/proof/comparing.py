@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Purpose, num_rows, take_rows
+from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Workload, num_rows, take_rows
 from anybatch.errors import VerifyError
 from anybatch.objectives import Coupled, Objective
 from anybatch.passes import Autocast, BatchNorm
@@ -73,8 +73,8 @@ def verify(
             case = make_case(case.model, objective, whole, batch_norm=batch_norm, autocast=autocast, copy=copy)
         taken = None if num_rows(whole) == given else range(num_rows(whole))
         options = {"autocast": autocast, "batch_norm": batch_norm}
-        purpose = Purpose(model=case.model, objective=objective, options=options)
-        cuts = cuts_of(batch, whole, micro_batch, taken, purpose=purpose)
+        workload = Workload(model=case.model, objective=objective, options=options)
+        cuts = cuts_of(batch, whole, micro_batch, taken, workload=workload)
         return _Proof(case, cuts, given).verdict()
 
 

@@ -9,9 +9,9 @@ from anybatch.batches import (
     Batch,
     MicroBatch,
     MicroBatches,
-    Purpose,
     Rows,
     Tokens,
+    Workload,
     as_split,
     join_rows,
     num_rows,
@@ -40,7 +40,7 @@ def cuts_of(
     micro_batch: MicroBatch | None,
     rows: Sequence[int] | None = None,
     *,
-    purpose: Purpose,
+    workload: Workload,
 ) -> dict[str, MicroBatches]:
     """Cuts by name, no two of them alike: as configured, rows by 1, by 3, in half, and by tokens where rows have lengths.
 
@@ -55,9 +55,9 @@ def cuts_of(
         split = copy.deepcopy(as_split(micro_batch))  # one that learns must not learn from this
         raw = isinstance(split, Tokens) and split.collate is not None
         batch = [given[row] for row in rows] if raw and rows else given if raw else whole
-        settle = getattr(split, "settle", None)
-        if settle is not None:
-            settle(purpose, batch)
+        choose_for = getattr(split, "choose_for", None)
+        if choose_for is not None:
+            choose_for(workload, batch)
         cuts[f"as configured: {split!r}"] = split.cut(batch)
     for name, size in (("rows by 1", 1), ("rows by 3", 3), ("in half", -(-count // 2))):
         cuts[name] = Rows(size).cut(whole)

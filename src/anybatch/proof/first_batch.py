@@ -80,9 +80,9 @@ def _spread_rows(accumulator: Accumulator, batch: Batch) -> Batch | None:
         return None
     if isinstance(batch, MicroBatches):
         return next((part for part in batch if num_rows(part) > 1), None)
-    settle = getattr(accumulator.split, "settle", None)
-    if settle is not None:
-        settle(accumulator.purpose, batch)  # what the update would begin with
+    choose_for = getattr(accumulator.split, "choose_for", None)
+    if choose_for is not None:
+        choose_for(accumulator.workload, batch)  # what the update would begin with
     split = copy.deepcopy(accumulator.split)  # one that learns must not learn from this
     rows = split.cut(batch).row_numbers
     count, wanted = sum(map(len, rows)), max(2, len(rows[0]))

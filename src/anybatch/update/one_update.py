@@ -117,8 +117,8 @@ class Update:
             observer=observer,
         )
         clips = {"clip_norm": clip_norm, "clip_value": clip_value}
-        purpose = self.accumulator.purpose
-        self.accumulator.purpose = replace(purpose, optimizer=optimizer, options={**purpose.options, **clips})
+        workload = self.accumulator.workload
+        self.accumulator.workload = replace(workload, optimizer=optimizer, options={**workload.options, **clips})
         self._tracking_layers = tracking_layers(model)
         self._stepping = Stepping(optimizer)
         self._is_to_check = check

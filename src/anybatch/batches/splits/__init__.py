@@ -1,6 +1,6 @@
 """Splits: the policies that cut a batch into micro-batches, and what `micro_batch=` may be given as."""
 
-from anybatch.batches.splits.by_rows import MicroBatches, Purpose, Rows, Split
+from anybatch.batches.splits.by_rows import MicroBatches, Rows, Split, Workload
 from anybatch.batches.splits.by_tokens import Tokens
 from anybatch.batches.splits.grouping import Windows, windows
 from anybatch.batches.splits.micro_batch_option import MicroBatch, as_split
@@ -10,7 +10,7 @@ __all__ = [
     "AsGiven",
     "MicroBatch",
     "MicroBatches",
-    "Purpose",
+    "Workload",
     "Rows",
     "Split",
     "Tokens",

@@ -69,22 +69,22 @@ class Learner(Split, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Purpose:
-    """What micro-batches are cut for: all that the memory of an update depends on. The values are those of `Update`."""
+class Workload:
+    """What runs on the micro-batches: all that the memory of an update depends on. The values are those of `Update`."""
 
     model: Any
     objective: Any
     optimizer: Any = None
-    """None where somebody else steps."""
+    """None where the caller steps the optimizer."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable
-class Settling(Split, Protocol):
-    """A split that has to know what its micro-batches are for."""
+class ChoosingSplit(Split, Protocol):
+    """A split that chooses its size by the model, the optimizer and the objective that will run."""
 
-    def settle(self, purpose: Purpose, batch: Batch) -> None:
-        """Called before each batch is cut."""
+    def choose_for(self, workload: Workload, batch: Batch) -> None:
+        """Choose the size for `batch`; called before each batch is cut."""
 
 
 @runtime_checkable
