@@ -106,7 +106,7 @@ def test_a_restarted_launch_finds_its_run_and_another_does_not(tmp_path, task_fi
     for out in (Path("out"), None):
         first = opened(out)
         assert not first.goes_on
-        first.folder.write_run(first.run)
+        first.folder.write(first.run)
         again = opened(out)
         assert again.goes_on
         assert again.folder == first.folder

@@ -1,43 +1,69 @@
 """What a run leaves on disk: defined once, written by training, read by the report. Knows nothing of torch."""
 
-from anybatch.records.run_folder import (
+from anybatch.records.json_text import plain
+from anybatch.records.over_seeds import Spread, at_epoch, over_runs, spread_of
+from anybatch.records.results import Results, read_results
+from anybatch.records.run_folder import RunFolder
+from anybatch.records.schema import (
     Arm,
     ArmEpoch,
     ArmRun,
     Comparison,
+    CutRecord,
     EpochDone,
     Kind,
     MemoryPoint,
     MemorySeen,
     Metric,
+    ParameterRecord,
+    PlanRecord,
+    ProofRecord,
     Run,
-    RunFolder,
+    Scalar,
+    Scalars,
+    Shapes,
     StageTime,
     Trace,
     TracedLayer,
     TracedStage,
     UpdateDone,
+    Values,
     WindowSeen,
-    plain,
 )
+from anybatch.records.tolerant_reading import read
 
 __all__ = [
     "Arm",
     "ArmEpoch",
     "ArmRun",
     "Comparison",
+    "CutRecord",
     "EpochDone",
     "Kind",
     "MemoryPoint",
     "MemorySeen",
     "Metric",
+    "ParameterRecord",
+    "PlanRecord",
+    "ProofRecord",
+    "Results",
     "Run",
     "RunFolder",
+    "Scalar",
+    "Scalars",
+    "Shapes",
+    "Spread",
     "StageTime",
     "Trace",
     "TracedLayer",
     "TracedStage",
     "UpdateDone",
+    "Values",
     "WindowSeen",
+    "at_epoch",
+    "over_runs",
     "plain",
+    "read",
+    "read_results",
+    "spread_of",
 ]

@@ -4,7 +4,7 @@ import math
 import re
 from datetime import datetime
 
-from anybatch.report.results import Scalar, Values
+from anybatch.records import Scalar, Shapes, Values
 
 SHARES = re.compile(r"accuracy|precision|recall|\bf1\b|top[-_ ]?\d", re.IGNORECASE)
 """Metrics with these words in their name are shares of one, shown as percentages."""
@@ -132,8 +132,8 @@ def plural(count: int | float, noun: str) -> str:
     return f"{number(count)} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') and noun != 'epoch' else 's'}"
 
 
-def entry(key: str, value: Scalar) -> str:
-    """One entry of a settings table; the key tells bytes, seconds and shares from plain numbers."""
+def written_value(key: str, value: Scalar) -> str:
+    """One value of a settings table; the key tells bytes, seconds and shares from plain numbers."""
     if value is None or value == "":
         return NOTHING
     if isinstance(value, bool):
@@ -161,6 +161,15 @@ def sample(values: Values) -> str:
     widths = [max(len(row[place]) for row in rows if place < len(row)) for place in range(max(map(len, rows)))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
     return "\n".join([*lines, "…"] if len(values) > LONGEST else lines)
+
+
+def written_shapes(shapes: Shapes) -> str:
+    """Shapes as people write them: with times signs, several with commas.
+
+    >>> written_shapes(((16, 10), (16,))) == "16 \N{MULTIPLICATION SIGN} 10, 16", written_shapes(((),))
+    (True, 'one number')
+    """
+    return ", ".join(" \N{MULTIPLICATION SIGN} ".join(map(str, shape)) or "one number" for shape in shapes)
 
 
 def moment(iso: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from anybatch.batches import Dealt
 from anybatch.errors import TaskError
@@ -27,6 +27,7 @@ TIMELINE_AT = 2
 MEMORY_AT = 3
 """The update whose memory is recorded: optimizer state and gradients are all there by then."""
 SECONDS_BETWEEN_SAVES = 60.0
+Number = TypeVar("Number", float, float | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +256,7 @@ class Loop:
         self._last_save = monotonic()
 
 
-def judged(metric: str | None, valid_loss: float, metrics: Mapping[str, float]) -> float:
+def judged(metric: str | None, valid_loss: Number, metrics: Mapping[str, Number]) -> Number:
     """The number that the task is judged by."""
     if metric is not None and metric not in metrics:
         raise TaskError(

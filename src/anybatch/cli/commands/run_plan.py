@@ -10,6 +10,7 @@ from anybatch.cli.folders import check_installed, first_record, new_folder, shor
 from anybatch.cli.screen import say
 from anybatch.cli.tables import table
 from anybatch.errors import SettingsError
+from anybatch.records import PlanRecord, read
 from anybatch.sizes import parse_bytes, show_bytes
 from anybatch.training import Settings, check_task_exists, find_task
 
@@ -35,8 +36,10 @@ def plan_command(
             say(line, is_quiet=is_quiet)
     if folder is not None:
         run = first_record("plan", task, settings)
-        folder.write_run(dataclasses.replace(run, status="finished"))
-        folder.write_plan(planned.as_dict() | {"sentences": planned.describe().splitlines()})
+        folder.write(dataclasses.replace(run, status="finished"))
+        record = read(PlanRecord, planned.as_dict() | {"sentences": planned.describe().splitlines()})
+        assert record is not None
+        folder.write(record)
         page = write_page(folder)
         if not is_json:
             say(f"\npage: {page}", is_quiet=is_quiet)

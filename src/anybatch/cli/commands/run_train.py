@@ -79,7 +79,7 @@ def _train(request: Request, opened: Opened, *, group: Any, is_first: bool) -> i
         say(line, is_quiet=is_quiet)
     run = dataclasses.replace(run, plan=plain(experiment.plan), status="running")
     if is_first:
-        folder.write_run(run)
+        folder.write(run)
     progress = _go_on(folder, experiment, is_first=is_first, is_quiet=is_quiet) if opened.goes_on else None
     done = progress.update if progress is not None else 0
     with ExitStack() as stack:
@@ -102,7 +102,7 @@ def _train(request: Request, opened: Opened, *, group: Any, is_first: bool) -> i
             progress = loop.run()
         except AnybatchError:
             if is_first:
-                folder.write_run(dataclasses.replace(run, status="stopped"))
+                folder.write(dataclasses.replace(run, status="stopped"))
             raise
     if is_first:
         _close(folder, run, experiment, progress, is_finished=loop.is_finished, is_quiet=is_quiet)
@@ -145,15 +145,26 @@ def _run_of(launch: Launch | None, request: Request) -> Path | None:
 def _device(request: Request) -> str:
     if request.resume is None:
         return request.settings.device
-    return Settings(**RunFolder(request.resume).read_run().settings).device
+    return _stored_settings(RunFolder(request.resume).read_run()).device
 
 
 def _settings(request: Request, run: Run) -> Settings:
     """As the run was started; only how ranks hold the model may be another, as their number may."""
-    settings = Settings(**run.settings)
+    settings = _stored_settings(run)
     return (
         dataclasses.replace(settings, parallel=request.settings.parallel) if "parallel" in request.given else settings
     )
+
+
+def _stored_settings(run: Run) -> Settings:
+    stored: dict[str, Any] = dict(run.settings)
+    known = {field.name for field in dataclasses.fields(Settings)}
+    if not stored or stored.keys() - known:
+        raise RunError(
+            f"the run.json of this run of {run.task} has the settings {sorted(stored)}, which are not those of anybatch "
+            f"{__version__}. Go on with the version that started it, {run.anybatch or 'which it does not name'}."
+        )
+    return Settings(**stored)
 
 
 def _check_unchanged(request: Request, run: Run) -> None:
@@ -185,7 +196,7 @@ def _close(
     folder: RunFolder, run: Run, experiment: "Experiment", progress: "Progress", *, is_finished: bool, is_quiet: bool
 ) -> None:
     summary = _summary(folder, experiment, progress)
-    folder.write_run(dataclasses.replace(run, status="finished" if is_finished else "stopped", summary=summary))
+    folder.write(dataclasses.replace(run, status="finished" if is_finished else "stopped", summary=summary))
     page = write_page(folder)
     choice = getattr(experiment.update.accumulator.split, "choice", None)
     if choice is not None:

@@ -1,7 +1,7 @@
 """Results as pictures, each with its table."""
 
 from anybatch.report.charts.chart import Chart, Table
-from anybatch.report.charts.comparison_charts import comparison_charts, final, final_table, num_seeds
+from anybatch.report.charts.comparison_charts import comparison_charts, final_table, num_seeds
 from anybatch.report.charts.peak_charts import plan_charts
 from anybatch.report.charts.proof_charts import (
     cuts_table,
@@ -10,7 +10,7 @@ from anybatch.report.charts.proof_charts import (
     proof_sentence,
     written_precision,
 )
-from anybatch.report.charts.sample_charts import walk_charts
+from anybatch.report.charts.trace_charts import trace_charts
 from anybatch.report.charts.training_charts import course_charts, epoch_charts, update_charts
 from anybatch.report.charts.window_charts import memory_charts, stage_colour, timeline_chart
 
@@ -21,7 +21,6 @@ __all__ = [
     "course_charts",
     "cuts_table",
     "epoch_charts",
-    "final",
     "final_table",
     "largest_error",
     "memory_charts",
@@ -31,7 +30,7 @@ __all__ = [
     "proof_sentence",
     "stage_colour",
     "timeline_chart",
+    "trace_charts",
     "update_charts",
-    "walk_charts",
     "written_precision",
 ]

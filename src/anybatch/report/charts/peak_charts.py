@@ -3,23 +3,23 @@
 from collections.abc import Iterator
 from typing import Any
 
+from anybatch.records import PlanRecord
 from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, layout, line_chart, plain, short
-from anybatch.report.results import PeakPlan
 from anybatch.report.writing import number, size, size_unit
 
 
-def plan_charts(plan: PeakPlan) -> Iterator[Chart]:
+def plan_charts(plan: PlanRecord) -> Iterator[Chart]:
     """Peak against micro-batch, and the parts of the peak at the size chosen."""
     if len(plan.sizes) > 1:
         yield _peaks(plan)
-    if any(plan.parts.values()):
+    if any(plan.breakdown.values()):
         yield _parts(plan)
 
 
-def _peaks(plan: PeakPlan) -> Chart:
-    divisor, unit = size_unit(max(peak for _, peak in plan.sizes))
-    x = [one for one, _ in plan.sizes]
-    series = [Series(name="predicted peak", x=x, y=[peak / divisor for _, peak in plan.sizes], colour=4)]
+def _peaks(plan: PlanRecord) -> Chart:
+    divisor, unit = size_unit(max(one.peak for one in plan.sizes))
+    x = [one.size for one in plan.sizes]
+    series = [Series(name="predicted peak", x=x, y=[one.peak / divisor for one in plan.sizes], colour=4)]
     if plan.limit is not None:
         series.append(Series(name="what there is", x=[x[0], x[-1]], y=[plan.limit / divisor] * 2, colour=2, dash=1))
     chosen = f"{number(plan.micro_batch)} {plan.unit}" if plan.micro_batch else "none"
@@ -30,7 +30,7 @@ def _peaks(plan: PeakPlan) -> Chart:
         caption=f"The largest that fits into {size(plan.limit)}: {chosen}. The last point is the whole batch at once.",
         table=Table(
             columns=(f"micro-batch in {plan.unit}", "peak"),
-            rows=tuple((number(one), size(peak)) for one, peak in plan.sizes),
+            rows=tuple((number(one.size), size(one.peak)) for one in plan.sizes),
         ),
         x_title=f"{plan.unit} in a micro-batch",
         x_unit=plan.unit,
@@ -39,9 +39,9 @@ def _peaks(plan: PeakPlan) -> Chart:
     )
 
 
-def _parts(plan: PeakPlan) -> Chart:
-    divisor, unit = size_unit(max(part or 0 for part in plan.parts.values()))
-    parts = [(name, part) for name, part in plan.parts.items() if part]
+def _parts(plan: PlanRecord) -> Chart:
+    divisor, unit = size_unit(max(part or 0 for part in plan.breakdown.values()))
+    parts = [(name, part) for name, part in plan.breakdown.items() if part]
     largest = max(parts, key=lambda part: part[1])
     data: list[dict[str, Any]] = [
         {

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from anybatch.records import EpochDone, Results, UpdateDone
 from anybatch.report.charts.chart import Chart, Series, Table, course, line_chart, sentence
 from anybatch.report.charts.thinning import MOST_POINTS, smooth, spread
-from anybatch.report.results import EpochPoint, Results, UpdatePoint
 from anybatch.report.writing import is_share, number, percent, plural, words
 
 FEWEST_TO_SMOOTH = 30
 """Shorter traces are shown as they are."""
 
 
-def epoch_charts(epochs: Sequence[EpochPoint]) -> Iterator[Chart]:
+def epoch_charts(epochs: Sequence[EpochDone]) -> Iterator[Chart]:
     """Loss and every metric, per epoch."""
     training, validation = [point.train_loss for point in epochs], [point.valid_loss for point in epochs]
     if chart := _epoch_chart("epoch-loss", "Loss per epoch", "loss", epochs, training, validation):
@@ -61,7 +61,7 @@ def _epoch_chart(
     name: str,
     title: str,
     what: str,
-    epochs: Sequence[EpochPoint],
+    epochs: Sequence[EpochDone],
     training: list[float | None],
     validation: list[float | None],
 ) -> Chart | None:
@@ -93,7 +93,7 @@ def _update_chart(
     name: str,
     title: str,
     what: str,
-    updates: Sequence[UpdatePoint],
+    updates: Sequence[UpdateDone],
     values: list[float | None],
     *,
     note: str = "",

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from anybatch.records import MemorySeen, StageTime, WindowSeen
 from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, layout, line_chart, plain, sentence, short
 from anybatch.report.charts.thinning import spread
-from anybatch.report.results import MemoryCurve, Span, Timeline
 from anybatch.report.writing import duration, duration_unit, number, plural, size, size_unit
 
 STAGES = ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero")
@@ -16,18 +16,18 @@ WHOLE = "update"
 """The lane of the stages that run once per update."""
 
 
-def timeline_chart(timeline: Timeline) -> Chart:
+def timeline_chart(window: WindowSeen) -> Chart:
     """One update, from its first stage to its last."""
-    divisor, unit = duration_unit(timeline.seconds)
-    lanes, num_hidden = lanes_of(timeline.spans)
-    totals = stage_totals(timeline.spans)
+    divisor, unit = duration_unit(window.seconds)
+    lanes, num_hidden = lanes_of(window.stages)
+    totals = stage_totals(window.stages)
     busy = sum(totals.values()) or 1.0
     height = 90 + 30 * len(lanes)
     longest = max(totals, key=lambda stage: totals[stage])
-    num_micro_batches = len({span.micro_batch for span in timeline.spans} - {None})
+    num_micro_batches = len({span.micro_batch for span in window.stages} - {None})
     hidden = f"{plural(num_hidden, 'micro-batch')} in the middle not drawn" if num_hidden else ""
     first_lines = [
-        f"update {number(timeline.update)} took {duration(timeline.seconds)} in {plural(num_micro_batches, 'micro-batch')}",
+        f"update {number(window.update)} took {duration(window.seconds)} in {plural(num_micro_batches, 'micro-batch')}",
         f"{share(totals[longest] / busy)} of it {longest}",
         hidden,
     ]
@@ -37,7 +37,7 @@ def timeline_chart(timeline: Timeline) -> Chart:
         caption=sentence(first_lines),
         figure={
             "data": [
-                _bars(stage, group, [span for span in timeline.spans if span.stage == stage], lanes, divisor, unit)
+                _bars(stage, group, [span for span in window.stages if span.stage == stage], lanes, divisor, unit)
                 for group, stage in enumerate(totals)
             ],
             "layout": layout(
@@ -62,7 +62,7 @@ def timeline_chart(timeline: Timeline) -> Chart:
             columns=("stage", "lane", "start", "time"),
             rows=tuple(
                 (span.stage, lane_of(span), duration(span.start), duration(span.seconds))
-                for span in (timeline.spans[row] for row in spread(len(timeline.spans)))
+                for span in (window.stages[row] for row in spread(len(window.stages)))
             ),
         ),
         height=height,
@@ -70,7 +70,7 @@ def timeline_chart(timeline: Timeline) -> Chart:
     )
 
 
-def memory_charts(curves: Sequence[MemoryCurve]) -> Iterator[Chart]:
+def memory_charts(curves: Sequence[MemorySeen]) -> Iterator[Chart]:
     """Memory within the last update that was measured, and the peaks of all of them."""
     drawn = [curve for curve in curves if len(curve.points) > 1]
     if drawn:
@@ -94,11 +94,11 @@ def memory_charts(curves: Sequence[MemoryCurve]) -> Iterator[Chart]:
         )
 
 
-def _memory_curve(curve: MemoryCurve) -> Chart:
-    divisor, unit = size_unit(max(point.num_bytes for point in curve.points))
+def _memory_curve(curve: MemorySeen) -> Chart:
+    divisor, unit = size_unit(max(point.bytes for point in curve.points))
     time_divisor, time_unit = duration_unit(curve.points[-1].seconds - curve.points[0].seconds)
     start = curve.points[0].seconds
-    peak = max(curve.points, key=lambda point: point.num_bytes)
+    peak = max(curve.points, key=lambda point: point.bytes)
     during = f", during {peak.stage}" if peak.stage else ""
     return line_chart(
         "memory",
@@ -106,18 +106,18 @@ def _memory_curve(curve: MemoryCurve) -> Chart:
             Series(
                 name="memory in use",
                 x=[(point.seconds - start) / time_divisor for point in curve.points],
-                y=[point.num_bytes / divisor for point in curve.points],
+                y=[point.bytes / divisor for point in curve.points],
                 colour=4,
                 kind="area",
                 labels=[point.stage or "memory" for point in curve.points],
             )
         ],
         title="Memory over one update",
-        caption=f"Update {number(curve.update)} reached {size(peak.num_bytes)}{during}.",
+        caption=f"Update {number(curve.update)} reached {size(peak.bytes)}{during}.",
         table=Table(
             columns=("time", "stage", "memory"),
             rows=tuple(
-                (duration(point.seconds - start), point.stage, size(point.num_bytes))
+                (duration(point.seconds - start), point.stage, size(point.bytes))
                 for point in (curve.points[row] for row in spread(len(curve.points)))
             ),
         ),
@@ -128,7 +128,7 @@ def _memory_curve(curve: MemoryCurve) -> Chart:
     )
 
 
-def lanes_of(spans: Sequence[Span]) -> tuple[list[str], int]:
+def lanes_of(spans: Sequence[StageTime]) -> tuple[list[str], int]:
     """The lanes that are drawn, from top to bottom, and how many micro-batches are not."""
     numbers = sorted({span.micro_batch for span in spans if span.micro_batch is not None})
     num_hidden = max(0, len(numbers) - MOST_LANES)
@@ -138,12 +138,12 @@ def lanes_of(spans: Sequence[Span]) -> tuple[list[str], int]:
     return ([*lanes, WHOLE] if any(span.micro_batch is None for span in spans) else lanes), num_hidden
 
 
-def lane_of(span: Span) -> str:
+def lane_of(span: StageTime) -> str:
     """The lane of a stage: its micro-batch, or the whole update."""
     return WHOLE if span.micro_batch is None else f"micro-batch {span.micro_batch}"
 
 
-def stage_totals(spans: Sequence[Span]) -> dict[str, float]:
+def stage_totals(spans: Sequence[StageTime]) -> dict[str, float]:
     """Seconds per stage, in the order in which an update runs; stages we do not know come last."""
     found = dict.fromkeys(span.stage for span in spans)
     order = [stage for stage in STAGES if stage in found] + [stage for stage in found if stage not in STAGES]
@@ -164,7 +164,9 @@ def share(part: float) -> str:
     return "under 1 %" if part < 0.01 else f"{100 * part:.0f} %"
 
 
-def _bars(stage: str, group: int, spans: list[Span], lanes: list[str], divisor: float, unit: str) -> dict[str, Any]:
+def _bars(
+    stage: str, group: int, spans: list[StageTime], lanes: list[str], divisor: float, unit: str
+) -> dict[str, Any]:
     drawn = [span for span in spans if lane_of(span) in lanes]
     return {
         "type": "bar",
