@@ -8,7 +8,7 @@ import pytest
 
 from anybatch.records import read_results, spread_of
 from anybatch.report.charts.comparison_charts import final_table, written_spread
-from anybatch.report.charts.thinning import smooth, spread, thin
+from anybatch.report.charts.thinning import evenly_spaced, smooth, thin
 from anybatch.report.charts.window_charts import lanes_of, stage_totals, timeline_chart
 from anybatch.report.headline import headline, summary
 from anybatch.report.page import sections
@@ -123,7 +123,7 @@ def test_thinning_keeps_a_gap_a_gap():
 
 
 def test_rows_of_a_long_table_are_evenly_spread_from_first_to_last():
-    rows = spread(12_345, most=200)
+    rows = evenly_spaced(12_345, most=200)
     assert (rows[0], rows[-1], len(set(rows))) == (0, 12_344, 200)
     steps = {later - earlier for earlier, later in pairwise(rows)}
     assert max(steps) - min(steps) <= 1

@@ -128,6 +128,85 @@ Out = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=WHERE)]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Go on with the run in this folder, with its task and settings, from its last checkpoint.",
+        rich_help_panel=WHERE,
+    ),
+]
+SaveEvery = Annotated[
+    int | None,
+    typer.Option(
+        "--save-every",
+        metavar="UPDATES",
+        help="Checkpoint so often; if not given, each epoch and each minute of a longer one.",
+        rich_help_panel=WHERE,
+    ),
+]
+Keep = Annotated[int, typer.Option("--keep", metavar="N", help="Checkpoints that stay.", rich_help_panel=WHERE)]
+TensorBoardFiles = Annotated[
+    bool, typer.Option("--tensorboard", help="Write TensorBoard files too.", rich_help_panel=WHERE)
+]
+Seeds = Annotated[int, typer.Option("--seeds", metavar="N", help="Runs of each arm, with seeds 0, 1, 2, ...")]
+PlanMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="All the memory there is, such as 6GiB; if not given, what the device has free.",
+        rich_help_panel=WHERE,
+    ),
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        help="Say instead what N processes that share each batch would make of it.",
+        rich_help_panel=MANY,
+    ),
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="RATE",
+        help="What each rank can send, such as 200Gbit/s; if not given, 25GB/s.",
+        rich_help_panel=MANY,
+    ),
+]
+Latency = Annotated[
+    str | None,
+    typer.Option("--latency", metavar="TIME", help="Of one message; if not given, 10us.", rich_help_panel=MANY),
+]
+Flops = Annotated[
+    str | None,
+    typer.Option(
+        "--flops",
+        metavar="RATE",
+        help="What a rank computes, such as 85TFLOP/s; else one is timed here.",
+        rich_help_panel=MANY,
+    ),
+]
+PlanJson = Annotated[
+    bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.", rich_help_panel=WHERE)
+]
+VerifyMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Verify as many rows as fit into this in one go, such as 2GiB; if not given, the whole batch.",
+        rich_help_panel=WHERE,
+    ),
+]
+VerdictJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the verdict as JSON and nothing else.", rich_help_panel=WHERE),
+]
 
 
 def rows_of(micro_batch: str | None) -> int | Literal["auto"] | None:

@@ -17,7 +17,7 @@ from anybatch.training import (
     Task,
     assemble,
     find_device,
-    judged,
+    judging_number,
     make_plan,
     num_inexact_norms,
     seed_all,
@@ -147,7 +147,7 @@ def _run_exact(experiment: Experiment, seed: int, tell: Callable[[ArmEpoch], Non
         elif isinstance(metric, MemorySeen):
             peaks.append(metric.peak_bytes or 0)
         elif isinstance(metric, EpochDone):
-            value = judged(experiment.task.metric, metric.valid_loss, metric.metrics)
+            value = judging_number(experiment.task.metric, metric.valid_loss, metric.metrics)
             losses = {"train_loss": metric.train_loss, "valid_loss": metric.valid_loss}
             epochs.append(ArmEpoch(epoch=metric.epoch, metric=value, **losses))
             tell(epochs[-1])

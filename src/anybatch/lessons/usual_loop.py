@@ -13,7 +13,15 @@ from anybatch.batches import Batch, move, num_rows, windows
 from anybatch.memory import bytes_of, drop_gradients, optimizer_tensors
 from anybatch.objectives import count_units, evaluate
 from anybatch.records import ArmEpoch, ArmRun
-from anybatch.training import MEMORY_AT, Experiment, judged, profiled, training_loader, validate, validation_loader
+from anybatch.training import (
+    MEMORY_AT,
+    Experiment,
+    judging_number,
+    profiled,
+    training_loader,
+    validate,
+    validation_loader,
+)
 
 
 def usual_updates(rows: int, micro_batch: int, accumulate: int) -> int:
@@ -56,7 +64,7 @@ def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEp
                 epoch=epoch,
                 train_loss=total_loss / total_units if total_units else float("nan"),
                 valid_loss=validated.loss,
-                metric=judged(task.metric, validated.loss, validated.metrics),
+                metric=judging_number(task.metric, validated.loss, validated.metrics),
             )
         )
         tell(done[-1])

@@ -13,19 +13,19 @@ from anybatch.memory.available import available_bytes
 from anybatch.memory.predicting import (
     Breakdown,
     Checkpointing,
-    Found,
+    LargestFitting,
+    MicroBatchSource,
     Plan,
     SizePeak,
-    Source,
     Trials,
     checkpointed,
-    find,
+    find_largest_fitting,
+    micro_batch_source_of,
     notes_for,
     repeated_blocks,
-    source_of,
     start_trials,
 )
-from anybatch.memory.tracing import Parts, Setup, bytes_of, optimizer_tensors, undisturbed
+from anybatch.memory.tracing import Parts, TrialSetup, bytes_of, keeping_random_states, optimizer_tensors
 from anybatch.memory.unwrapping import unwrapped
 from anybatch.objectives import Coupled, Objective
 from anybatch.passes import Autocast, BatchNorm
@@ -74,13 +74,13 @@ def plan(
     room = available_bytes(there) + _already(parts, there) if memory is None else parse_bytes(memory) - bucket_bytes
     options: dict[str, Any] = {"autocast": autocast, "batch_norm": batch_norm or "micro", "offload": offload}
     options |= {"clip_norm": clip_norm, "clip_value": clip_value}
-    with undisturbed():
-        source = source_of(batch, split if isinstance(split, Tokens) else None)
+    with keeping_random_states():
+        source = micro_batch_source_of(batch, split if isinstance(split, Tokens) else None)
         is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
-        setup = Setup(parts, there, 0 if is_elsewhere else source.nbytes, is_elsewhere, options)
+        setup = TrialSetup(parts, there, 0 if is_elsewhere else source.nbytes, is_elsewhere, options)
         trials = start_trials(setup, source)
         limit = int(room * (1 - margin))
-        found = find(trials, limit)
+        found = find_largest_fitting(trials, limit)
         breakdown = _breakdown(trials, found)
         saved = _try_checkpointing(trials, found) if checkpointing else None
     return Plan(
@@ -105,7 +105,7 @@ def plan(
     )
 
 
-def _table(found: Found, source: Source, limit: int) -> tuple[SizePeak, ...]:
+def _table(found: LargestFitting, source: MicroBatchSource, limit: int) -> tuple[SizePeak, ...]:
     """Powers of two, the size chosen, and the whole batch in one piece."""
     one, most = source.row_length or 1, source.num_rows * (source.row_length or 1)
     sizes = {one * 2**power for power in range(source.num_rows.bit_length())} | {found.size}
@@ -116,7 +116,7 @@ def _table(found: Found, source: Source, limit: int) -> tuple[SizePeak, ...]:
     return tuple(replace(entry, fits=entry.peak <= limit) for entry in table)
 
 
-def _breakdown(trials: Trials, found: Found) -> Breakdown:
+def _breakdown(trials: Trials, found: LargestFitting) -> Breakdown:
     seen = trials.kinds.get(found.shape) if not found.is_whole else None
     if seen is None:
         tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
@@ -144,7 +144,7 @@ def _known_parts(trials: Trials, peak: int) -> Breakdown:
     )
 
 
-def _try_checkpointing(trials: Trials, found: Found) -> Checkpointing | None:
+def _try_checkpointing(trials: Trials, found: LargestFitting) -> Checkpointing | None:
     """The same update with the model's repeated blocks recomputed, on fake tensors; None where that cannot run."""
     repeated = None if trials.fake is None else repeated_blocks(trials.fake.parts[0])
     if repeated is None:

@@ -46,8 +46,8 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """Forward and backward of one micro-batch on one rank."""
+class PassSeconds:
+    """What forward and backward of one micro-batch take on one rank."""
 
     rows: int
     forward: float
@@ -56,6 +56,8 @@ class Pass:
     """Seconds."""
     gradient_bytes: float
     parameter_bytes: float
+    source: str = ""
+    """Where the seconds come from, in words."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or min(self.forward, self.backward, self.gradient_bytes, self.parameter_bytes) <= 0:
@@ -97,7 +99,7 @@ class Projection:
     """One update of `micro_batches` passes on each rank, synchronised once and synchronised at every pass."""
 
     network: Network
-    one_pass: Pass
+    one_pass: PassSeconds
     micro_batches: int
 
     @property

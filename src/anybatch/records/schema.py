@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-Kind = Literal["train", "compare", "trace", "plan", "verify"]
+RunKind = Literal["train", "compare", "trace", "plan", "verify"]
 Scalar = str | int | float | bool | None
 Scalars = Mapping[str, Scalar]
 """Names and plain values: what a table of settings shows."""
@@ -26,7 +26,7 @@ class Run:
     file: ClassVar[str] = "run.json"
     anybatch: str
     kind: str
-    """One of `Kind`."""
+    """One of `RunKind`."""
     task: str
     created: str
     command: str

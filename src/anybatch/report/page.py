@@ -26,20 +26,28 @@ from anybatch.report.charts import (
     Chart,
     Table,
     comparison_charts,
-    course_charts,
     cuts_table,
     epoch_charts,
     final_table,
     memory_charts,
     plan_charts,
     proof_charts,
+    rate_and_norm_charts,
     stage_colour,
     timeline_chart,
     trace_charts,
     update_charts,
 )
 from anybatch.report.headline import headline, summary
-from anybatch.report.writing import moment, plural, sample, tied, words, written_shapes, written_value
+from anybatch.report.writing import (
+    plural,
+    without_breaks,
+    words,
+    written_sample,
+    written_shapes,
+    written_time,
+    written_value,
+)
 
 PAGE = "report.html"
 
@@ -87,8 +95,8 @@ def render(results: Results) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "sample": sample,
-        "tied": tied,
+        "written_sample": written_sample,
+        "without_breaks": without_breaks,
         "words": words,
         "written_shapes": written_shapes,
         "stage_colour": stage_colour,
@@ -96,7 +104,7 @@ def render(results: Results) -> str:
     environment.globals["written"] = written_value
     return environment.get_template("page.html").render(
         run=results.run,
-        created=moment(results.run.created),
+        created=written_time(results.run.created),
         summary=summary(results),
         headline=headline(results),
         sections=sections(results),
@@ -156,7 +164,7 @@ def _trace_sections(trace: Trace) -> Iterator[Section]:
 
 
 def _training_sections(results: Results) -> Iterator[Section]:
-    by_update = (*update_charts(results), *course_charts(results)) if results.updates else ()
+    by_update = (*update_charts(results), *rate_and_norm_charts(results)) if results.updates else ()
     timeline = (timeline_chart(results.windows[-1]),) if results.windows else ()
     inside = (*timeline, *memory_charts(results.memory))
     settings = tuple(_settings(results.run))
@@ -168,7 +176,7 @@ def _training_sections(results: Results) -> Iterator[Section]:
 
 def _settings(run: Run) -> Iterator[tuple[str, Table]]:
     about: Scalars = {
-        "started": moment(run.created),
+        "started": written_time(run.created),
         "status": run.status,
         "seed": run.seed,
         "git revision": run.git,

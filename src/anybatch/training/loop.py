@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from anybatch.batches import Dealt
 from anybatch.errors import TaskError
 from anybatch.records import EpochDone, Metric, UpdateDone
-from anybatch.training.checkpoints import Positioned, save
-from anybatch.training.data import dealt_loader, validation_loader
+from anybatch.training.checkpoints import PositionedLoader, save
 from anybatch.training.experiment import Experiment
-from anybatch.training.launch import bare
+from anybatch.training.launch import without_ddp
+from anybatch.training.loaders import dealt_loader, validation_loader
 from anybatch.training.measure import with_memory, with_timeline
-from anybatch.training.validation import Validated, validate
+from anybatch.training.validation import Validation, validate
 from anybatch.update import UpdateResult
 
 TIMELINE_AT = 2
@@ -200,7 +200,7 @@ class Loop:
     def _close_epoch(self) -> None:
         progress, task = self.progress, self.experiment.task
         validated = validate(
-            bare(task.model),
+            without_ddp(task.model),
             task.whole_objective,
             validation_loader(task, self.experiment.ranks),
             self.experiment.device,
@@ -239,7 +239,7 @@ class Loop:
             return self.progress.update % every == 0
         return at_epoch_end or monotonic() - self._last_save > SECONDS_BETWEEN_SAVES
 
-    def _save(self, loader: Positioned | None) -> None:
+    def _save(self, loader: PositionedLoader | None) -> None:
         """Save at this update boundary; without a loader, the next epoch begins afresh."""
         if self._checkpoints is None:
             return
@@ -256,7 +256,7 @@ class Loop:
         self._last_save = monotonic()
 
 
-def judged(metric: str | None, valid_loss: Number, metrics: Mapping[str, Number]) -> Number:
+def judging_number(metric: str | None, valid_loss: Number, metrics: Mapping[str, Number]) -> Number:
     """The number that the task is judged by."""
     if metric is not None and metric not in metrics:
         raise TaskError(
@@ -266,8 +266,8 @@ def judged(metric: str | None, valid_loss: Number, metrics: Mapping[str, Number]
     return valid_loss if metric is None else metrics[metric]
 
 
-def _better(metric: str | None, best: float | None, validated: Validated) -> float:
-    value = judged(metric, validated.loss, validated.metrics)
+def _better(metric: str | None, best: float | None, validated: Validation) -> float:
+    value = judging_number(metric, validated.loss, validated.metrics)
     if best is None:
         return value
     return min(best, value) if metric is None else max(best, value)

@@ -16,7 +16,7 @@ from anybatch.training.launch import reshard
 
 
 @dataclass(frozen=True, slots=True)
-class Validated:
+class Validation:
     """The whole of the data, as if in one batch."""
 
     loss: float
@@ -40,7 +40,7 @@ def validate(
     *,
     ranks: Ranks = ONE_PROCESS,
     num_batches: int | None = None,
-) -> Validated:
+) -> Validation:
     """Evaluate without gradients, in eval mode; the mode is put back.
 
     Units weigh the batches, as in training; a loss that is a sum is given per unit. Of many ranks each has its batches, in
@@ -71,12 +71,12 @@ def _on_host(seen: _Seen) -> _Seen:
     return replace(seen, loss=seen.loss.cpu(), metrics={name: on_host(metric) for name, metric in seen.metrics.items()})
 
 
-def _put_together(seen: list[_Seen], reduction: Literal["mean", "sum"]) -> Validated:
+def _put_together(seen: list[_Seen], reduction: Literal["mean", "sum"]) -> Validation:
     units = [one.units for one in seen]
     counted = [one for one in seen if one.units > 0 or reduction == "sum"]
     weights = shares_of([one.units for one in counted], reduction).each
     total = float(weighted_sum([one.loss for one in counted], weights))
-    return Validated(
+    return Validation(
         loss=total / (sum(units) or 1.0) if reduction == "sum" else total,
         metrics={name: float(value) for name, value in combine([one.metrics for one in seen], units).items()},
     )

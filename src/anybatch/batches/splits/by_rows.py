@@ -61,7 +61,7 @@ class Split(Protocol):
 
 
 @runtime_checkable
-class Learner(Split, Protocol):
+class LearningSplit(Split, Protocol):
     """A split that wants to know how long its micro-batches took, to cut the next batch better."""
 
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
@@ -88,7 +88,7 @@ class ChoosingSplit(Split, Protocol):
 
 
 @runtime_checkable
-class Shrinking(Split, Protocol):
+class ShrinkingSplit(Split, Protocol):
     """A split that knows how to make its micro-batches smaller when memory ran out."""
 
     def shrink(self, ran: MicroBatches) -> Split | None:

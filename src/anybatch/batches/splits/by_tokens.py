@@ -9,7 +9,7 @@ import torch
 
 from anybatch.batches.cost import Cost, Cut, LearnedCost, best_cut
 from anybatch.batches.counting import num_rows, take
-from anybatch.batches.lengths import RowLengths, masked_lengths, sample_length, told_lengths
+from anybatch.batches.lengths import RowLengths, given_lengths, masked_lengths, sample_length
 from anybatch.batches.nesting import Batch
 from anybatch.batches.padding import narrow
 from anybatch.batches.splits.by_rows import MicroBatches
@@ -105,7 +105,7 @@ class Tokens:
             lengths = self._sample_lengths(batch)
             return RowLengths(lengths=lengths, width=max(lengths))
         if self.length is not None:
-            return told_lengths(batch, self.length, ignored=self.ignored, keep=self.keep)
+            return given_lengths(batch, self.length, ignored=self.ignored, keep=self.keep)
         if not isinstance(batch, Mapping) or "attention_mask" not in batch:
             keys = f" with keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
             raise SplitError(

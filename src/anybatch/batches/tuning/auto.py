@@ -7,7 +7,7 @@ from anybatch.batches.cost import Cost, best_cut
 from anybatch.batches.counting import num_rows
 from anybatch.batches.nesting import Batch, tensors
 from anybatch.batches.splits import MicroBatches, Rows, Tokens
-from anybatch.batches.tuning.search import LIMIT, Search, Trial, ladder
+from anybatch.batches.tuning.search import LIMIT, Search, Trial, sizes_between
 from anybatch.errors import SplitError
 
 
@@ -114,7 +114,7 @@ class Auto:
         count = num_rows(batch)
         amount = max(count, sum(tensor.numel() for tensor in tensors(batch)))
         largest = min(count, self.most.size) if isinstance(self.most, Rows) else count
-        tuning = self._tuning("rows", count, amount, lambda: Search(_distinct(count, ladder(1, largest))))
+        tuning = self._tuning("rows", count, amount, lambda: Search(_distinct(count, sizes_between(1, largest))))
         tuning.amount = amount
         return Rows(tuning.search.next_size).cut(batch)
 
@@ -125,7 +125,10 @@ class Auto:
         largest = max(1, min(bound, count * longest))
         # the first update fits the cost, by which the work in later ones is then compared
         tuning = self._tuning(
-            "tokens", count, sum(rows.lengths), lambda: Search(ladder(min(longest, largest), largest), limit=LIMIT - 1)
+            "tokens",
+            count,
+            sum(rows.lengths),
+            lambda: Search(sizes_between(min(longest, largest), largest), limit=LIMIT - 1),
         )
         if not tuning.search.is_done:
             tuning.weigh(rows.lengths, largest, tokens.cost)

@@ -43,12 +43,12 @@ def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path 
     summary = {f"{name} {comparison.metric}": mean for name, mean in ends.items()}
     folder.write(dataclasses.replace(run, status="finished", summary=plain(summary)))
     page = write_page(folder)
-    for line in ["", *lines_of(comparison), "", f"page: {page}"]:
+    for line in ["", *comparison_lines(comparison), "", f"page: {page}"]:
         say(line, is_quiet=is_quiet)
     return 0
 
 
-def lines_of(comparison: Comparison) -> list[str]:
+def comparison_lines(comparison: Comparison) -> list[str]:
     """The comparison as text: what the arms are, their numbers, epoch by epoch, and what was found."""
     from anybatch.lessons import show_spread
 

@@ -32,7 +32,7 @@ def plan_command(
     if is_json:
         say(json.dumps(planned.as_dict(), indent=1), is_quiet=False)
     else:
-        for line in ["", *lines_of(planned)]:
+        for line in ["", *memory_plan_lines(planned)]:
             say(line, is_quiet=is_quiet)
     if folder is not None:
         run = first_record("plan", task, settings)
@@ -80,7 +80,7 @@ def _plan(task: str, settings: Settings, limit: int | None) -> "Plan":
     )
 
 
-def lines_of(planned: "Plan") -> list[str]:
+def memory_plan_lines(planned: "Plan") -> list[str]:
     """The plan as text: sentences, sizes, and what the peak is made of."""
     sizes = [[f"{entry.size:,}", show_bytes(entry.peak), "yes" if entry.fits else "no"] for entry in planned.sizes]
     parts = [

@@ -28,12 +28,12 @@ def trace_command(task: str, settings: Settings, *, out: Path | None, is_quiet: 
     folder.write(dataclasses.replace(run, plan=plain(experiment.plan), status="finished"))
     folder.write(found)
     page = write_page(folder)
-    for line in [*plan_lines(experiment.plan), "", *lines_of(found), "", f"page: {page}"]:
+    for line in [*plan_lines(experiment.plan), "", *trace_lines(found), "", f"page: {page}"]:
         say(line, is_quiet=is_quiet)
     return 0
 
 
-def lines_of(found: Trace) -> list[str]:
+def trace_lines(found: Trace) -> list[str]:
     """The trace as text."""
     lines = ["one update, stage by stage"]
     for entry in found.stages:

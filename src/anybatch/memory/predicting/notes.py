@@ -3,11 +3,11 @@
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.memory.predicting.trials import Trials
-from anybatch.memory.tracing import Setup
+from anybatch.memory.tracing import TrialSetup
 from anybatch.sizes import show_bytes
 
 
-def notes_for(trials: Trials, setup: Setup, *, is_merged: bool, bucket_bytes: int = 0) -> tuple[str, ...]:
+def notes_for(trials: Trials, setup: TrialSetup, *, is_merged: bool, bucket_bytes: int = 0) -> tuple[str, ...]:
     """Where this plan may be off, and by what. `is_merged` where nobody chose what BatchNorm sees."""
     notes = []
     if bucket_bytes:
@@ -30,7 +30,7 @@ def notes_for(trials: Trials, setup: Setup, *, is_merged: bool, bucket_bytes: in
     return tuple(notes)
 
 
-def _notes_of_gpu(trials: Trials, setup: Setup) -> list[str]:
+def _notes_of_gpu(trials: Trials, setup: TrialSetup) -> list[str]:
     notes = [
         f"On {setup.device} not counted: the context (0.3 to 1 GiB outside of torch's allocator), workspaces of cuBLAS and "
         "cuDNN, and what the caching allocator rounds up and leaves in pieces (often 2 to 10 %)."

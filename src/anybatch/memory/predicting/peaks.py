@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from anybatch.memory.predicting.envelope import Envelope, Shape
+from anybatch.memory.predicting.envelope import Envelope, PassShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class Peaks:
         rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
         return self._of_two(size) + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
 
-    def worst(self, size: int) -> Shape:
+    def worst(self, size: int) -> PassShape:
         """The largest micro-batch of this size."""
         if not self.lengths:
             return max(size // self.row_length, 1), None
-        shapes: list[Shape] = [
+        shapes: list[PassShape] = [
             (min(size // length, self.num_rows), length) for length in self.lengths if length <= size
         ]
         shapes = shapes or [(1, self.lengths[0])]

@@ -1,17 +1,17 @@
 """One model, objective and batch, run on fresh copies in one way or another."""
 
-from anybatch.proof.cases.case import Case, Gradient, make_case, size
-from anybatch.proof.cases.float64 import Precision, can_be_raised, roundoff
+from anybatch.proof.cases.case import Case, Gradient, make_case, norm_of
+from anybatch.proof.cases.copies import Copy, copy_model, inner_model, leaving_untouched, outer_states, restore_outer
+from anybatch.proof.cases.float64 import ComparedPrecision, roundoff, why_not_float64
 from anybatch.proof.cases.model_state import ModelState, closure_state
-from anybatch.proof.cases.twins import Copy, copy_model, inner_model, outer_states, restore_outer, untouched
 
 __all__ = [
     "Case",
     "Copy",
     "Gradient",
     "ModelState",
-    "Precision",
-    "can_be_raised",
+    "ComparedPrecision",
+    "why_not_float64",
     "closure_state",
     "copy_model",
     "inner_model",
@@ -19,6 +19,6 @@ __all__ = [
     "outer_states",
     "restore_outer",
     "roundoff",
-    "size",
-    "untouched",
+    "norm_of",
+    "leaving_untouched",
 ]

@@ -11,14 +11,14 @@ from anybatch.report.charts.proof_charts import (
     written_precision,
 )
 from anybatch.report.charts.trace_charts import trace_charts
-from anybatch.report.charts.training_charts import course_charts, epoch_charts, update_charts
+from anybatch.report.charts.training_charts import epoch_charts, rate_and_norm_charts, update_charts
 from anybatch.report.charts.window_charts import memory_charts, stage_colour, timeline_chart
 
 __all__ = [
     "Chart",
     "Table",
     "comparison_charts",
-    "course_charts",
+    "rate_and_norm_charts",
     "cuts_table",
     "epoch_charts",
     "final_table",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from anybatch.records import PlanRecord
-from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, layout, line_chart, plain, short
+from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, escaped, layout, line_chart, six_digits
 from anybatch.report.writing import number, size, size_unit
 
 
@@ -47,9 +47,9 @@ def _parts(plan: PlanRecord) -> Chart:
         {
             "type": "bar",
             "orientation": "h",
-            "name": plain(name),
-            "x": [short(part / divisor)],
-            "y": [plain(name)],
+            "name": escaped(name),
+            "x": [six_digits(part / divisor)],
+            "y": [escaped(name)],
             "customdata": [size(part)],
             "marker": {"color": f"--series-{index % 6 + 1}", "line": {"width": 0}},
             "hovertemplate": "%{y} <b>%{customdata}</b><extra></extra>",
@@ -57,7 +57,7 @@ def _parts(plan: PlanRecord) -> Chart:
         }
         for index, (name, part) in enumerate(parts)
     ]
-    names = [plain(name) for name, _ in reversed(parts)]
+    names = [escaped(name) for name, _ in reversed(parts)]
     return Chart(
         name="peak-parts",
         title="What the peak is made of",

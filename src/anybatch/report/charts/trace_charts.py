@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from anybatch.records import Trace
-from anybatch.report.charts.chart import Chart, Series, Table, course, line_chart, sentence
+from anybatch.report.charts.chart import Chart, Series, Table, course_of, line_chart, sentence
 from anybatch.report.writing import number, sentence_case, words
 
 CHARTED = {"accumulate": re.compile(r"\bnorm\b"), "loss": re.compile(r"^(loss|share)$")}
@@ -23,7 +23,7 @@ def trace_charts(trace: Trace) -> Iterator[Chart]:
             f"trace-{place}",
             [Series(name=words(name), x=x, y=y, colour=place)],
             title=f"{sentence_case(name)}, by micro-batch",
-            caption=sentence([course(words(name), y)]),
+            caption=sentence([course_of(words(name), y)]),
             table=Table(
                 columns=("micro-batch", words(name)),
                 rows=tuple((number(index), number(value)) for index, value in points),

@@ -4,8 +4,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from anybatch.records import MemorySeen, StageTime, WindowSeen
-from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, layout, line_chart, plain, sentence, short
-from anybatch.report.charts.thinning import spread
+from anybatch.report.charts.chart import (
+    Chart,
+    Key,
+    Series,
+    Table,
+    axis,
+    escaped,
+    layout,
+    line_chart,
+    sentence,
+    six_digits,
+)
+from anybatch.report.charts.thinning import evenly_spaced
 from anybatch.report.writing import duration, duration_unit, number, plural, size, size_unit
 
 STAGES = ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero")
@@ -28,7 +39,7 @@ def timeline_chart(window: WindowSeen) -> Chart:
     hidden = f"{plural(num_hidden, 'micro-batch')} in the middle not drawn" if num_hidden else ""
     first_lines = [
         f"update {number(window.update)} took {duration(window.seconds)} in {plural(num_micro_batches, 'micro-batch')}",
-        f"{share(totals[longest] / busy)} of it {longest}",
+        f"{written_share(totals[longest] / busy)} of it {longest}",
         hidden,
     ]
     return Chart(
@@ -57,12 +68,14 @@ def timeline_chart(window: WindowSeen) -> Chart:
             "stops": "bars",
             "where": ["", ""],
         },
-        keys=tuple(Key(name=stage, colour=stage_colour(stage), note=share(totals[stage] / busy)) for stage in totals),
+        keys=tuple(
+            Key(name=stage, colour=stage_colour(stage), note=written_share(totals[stage] / busy)) for stage in totals
+        ),
         table=Table(
             columns=("stage", "lane", "start", "time"),
             rows=tuple(
                 (span.stage, lane_of(span), duration(span.start), duration(span.seconds))
-                for span in (window.stages[row] for row in spread(len(window.stages)))
+                for span in (window.stages[row] for row in evenly_spaced(len(window.stages)))
             ),
         ),
         height=height,
@@ -86,7 +99,7 @@ def memory_charts(curves: Sequence[MemorySeen]) -> Iterator[Chart]:
             caption=f"The highest peak is {size(highest[1])}, in update {number(highest[0])}.",
             table=Table(
                 columns=("update", "peak"),
-                rows=tuple((number(peaks[row][0]), size(peaks[row][1])) for row in spread(len(peaks))),
+                rows=tuple((number(peaks[row][0]), size(peaks[row][1])) for row in evenly_spaced(len(peaks))),
             ),
             x_title="update",
             unit=f" {unit}",
@@ -118,7 +131,7 @@ def _memory_curve(curve: MemorySeen) -> Chart:
             columns=("time", "stage", "memory"),
             rows=tuple(
                 (duration(point.seconds - start), point.stage, size(point.bytes))
-                for point in (curve.points[row] for row in spread(len(curve.points)))
+                for point in (curve.points[row] for row in evenly_spaced(len(curve.points)))
             ),
         ),
         x_title=f"time in {time_unit}",
@@ -155,10 +168,10 @@ def stage_colour(stage: str) -> str:
     return f"--stage-{stage}" if stage in STAGES else "--soft"
 
 
-def share(part: float) -> str:
+def written_share(part: float) -> str:
     """A share of the time, without false precision.
 
-    >>> share(0.537), share(0.004)
+    >>> written_share(0.537), written_share(0.004)
     ('54 %', 'under 1 %')
     """
     return "under 1 %" if part < 0.01 else f"{100 * part:.0f} %"
@@ -171,12 +184,12 @@ def _bars(
     return {
         "type": "bar",
         "orientation": "h",
-        "name": plain(stage),
-        "base": [short(span.start / divisor) for span in drawn],
-        "x": [short(span.seconds / divisor) for span in drawn],
+        "name": escaped(stage),
+        "base": [six_digits(span.start / divisor) for span in drawn],
+        "x": [six_digits(span.seconds / divisor) for span in drawn],
         "y": [lane_of(span) for span in drawn],
         "customdata": [duration(span.seconds) for span in drawn],
         "marker": {"color": stage_colour(stage), "line": {"width": 0}},
-        "hovertemplate": f"%{{y}}<br>{plain(stage)} <b>%{{customdata}}</b><extra></extra>",
+        "hovertemplate": f"%{{y}}<br>{escaped(stage)} <b>%{{customdata}}</b><extra></extra>",
         "meta": {"group": group, "percent": False, "unit": f" {unit}"},
     }

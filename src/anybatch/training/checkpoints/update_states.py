@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from anybatch.errors import CheckpointError
 from anybatch.parallel import is_sharded
-from anybatch.training.checkpoints.checkpoint_files import Shape, first_line, read_tensors
-from anybatch.training.launch import bare
+from anybatch.training.checkpoints.checkpoint_files import TensorShape, first_line, read_tensors
+from anybatch.training.launch import without_ddp
 from anybatch.update import Update
 
 
 def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What many ranks may share, as named tensors, and all else as plain values."""
-    model, optimizer = bare(update.model).state_dict(), update.optimizer.state_dict()
+    model, optimizer = without_ddp(update.model).state_dict(), update.optimizer.state_dict()
     tensors = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)} | _beside(update)
     moments: dict[str, tuple[Any, str]] = {}
     rest: dict[Any, dict[str, Any]] = {}
@@ -43,7 +43,7 @@ def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _beside(update: Update) -> dict[str, Tensor]:
     """What is learned beside the model: parameters that the optimizer steps, by their place in it; a coupled loss's buffers."""
-    own = set(bare(update.model).parameters())
+    own = set(without_ddp(update.model).parameters())
     stepped = [parameter for group in update.optimizer.param_groups for parameter in group["params"]]
     found = {f"beside.{place}": held.detach() for place, held in enumerate(stepped) if held not in own}
     loss = update.accumulator.objective.loss
@@ -56,17 +56,17 @@ def optimizer_state(states: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     state: dict[Any, dict[str, Any]] = {key: dict(values) for key, values in states["optimizer"]["state"].items()}
     for full, (key, name) in states["moments"].items():
         state[key][name] = tensors[full]
-    joined: dict[str, Any] = states["optimizer"] | {"state": state}
-    return joined
+    joined_ranks: dict[str, Any] = states["optimizer"] | {"state": state}
+    return joined_ranks
 
 
-def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], update: Update) -> None:
+def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, TensorShape], update: Update) -> None:
     """Raise before anything is changed."""
     saved: dict[str, str] = {
         name.removeprefix("model."): str(shape) for name, shape in shapes.items() if name.startswith("model.")
     }
     saved |= {name: type(value).__name__ for name, value in states["model"].items()}
-    there = {name: _described(value) for name, value in bare(update.model).state_dict().items()}
+    there = {name: _described(value) for name, value in without_ddp(update.model).state_dict().items()}
     if saved != there:
         names = sorted(name for name in saved.keys() | there.keys() if saved.get(name) != there.get(name))
         name = names[0]
@@ -98,10 +98,10 @@ def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape
 
 
 def _described(value: object) -> str:
-    return str(Shape(value.shape, value.dtype)) if isinstance(value, Tensor) else type(value).__name__
+    return str(TensorShape(value.shape, value.dtype)) if isinstance(value, Tensor) else type(value).__name__
 
 
-def load(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], update: Update) -> None:
+def load_states(path: Path, states: Mapping[str, Any], shapes: Mapping[str, TensorShape], update: Update) -> None:
     parameters = [parameter for group in update.optimizer.param_groups for parameter in group["params"]]
     moments = {
         name: _empty_for(shapes[name], parameters[key] if isinstance(key, int) and key < len(parameters) else None)
@@ -114,7 +114,7 @@ def load(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], upd
         raise CheckpointError(
             f"{path} does not fit this optimizer: {first_line(error)}. Resume with the optimizer that it was saved with."
         ) from error
-    model = bare(update.model)
+    model = without_ddp(update.model)
     weights = model.state_dict()
     read_tensors(path, {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)})
     model.load_state_dict(weights | states["model"])
@@ -125,7 +125,7 @@ def load(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], upd
         update.scaler.load_state_dict(states["scaler"])
 
 
-def _empty_for(shape: Shape, parameter: Tensor | None) -> Tensor:
+def _empty_for(shape: TensorShape, parameter: Tensor | None) -> Tensor:
     """A tensor to read into: sharded as its parameter is, if it is of the parameter's size."""
     if parameter is not None and is_sharded(parameter) and parameter.shape == shape.size:
         return torch.empty_like(parameter, dtype=shape.dtype, requires_grad=False)

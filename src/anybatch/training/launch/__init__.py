@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
-    from anybatch.training.launch.exchange import from_first
-    from anybatch.training.launch.spreading import bare, ranks_of_group, reshard, spread
-    from anybatch.training.launch.torchrun import Launch, check_alone, find_launch, joined
+    from anybatch.training.launch.exchange import from_first_rank
+    from anybatch.training.launch.spreading import ranks_of_group, reshard, spread_over_ranks, without_ddp
+    from anybatch.training.launch.torchrun import Launch, check_alone, find_launch, joined_ranks
 else:
     __getattr__ = lazily(__name__)
 
 __all__ = [
     "Launch",
-    "bare",
+    "without_ddp",
     "check_alone",
     "find_launch",
-    "from_first",
-    "joined",
+    "from_first_rank",
+    "joined_ranks",
     "ranks_of_group",
     "reshard",
-    "spread",
+    "spread_over_ranks",
 ]

@@ -8,7 +8,7 @@ from anybatch.parallel import Ranks
 Value = TypeVar("Value")
 
 
-def from_first(make: Callable[[], Value], ranks: Ranks) -> Value:
+def from_first_rank(make: Callable[[], Value], ranks: Ranks) -> Value:
     """What `make` returns on rank 0, on every rank; what it raises there is raised on all.
 
     On the others the exception has `is_told` set: whoever prints errors can leave it to rank 0.

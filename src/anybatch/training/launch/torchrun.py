@@ -53,7 +53,7 @@ def check_alone(command: str | None) -> None:
 
 
 @contextmanager
-def joined(launch: Launch, device: str) -> Iterator[Any]:
+def joined_ranks(launch: Launch, device: str) -> Iterator[Any]:
     """The process group of all ranks; on GPUs each rank's own is the current one from here on."""
     import torch
     import torch.distributed as dist
