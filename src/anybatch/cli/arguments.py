@@ -43,7 +43,7 @@ Epochs = Annotated[
 ]
 Updates = Annotated[
     int | None,
-    typer.Option("--updates", metavar="N", help="Stop after so many updates instead.", rich_help_panel=WHERE),
+    typer.Option("--updates", metavar="N", help="Stop after this number of updates instead.", rich_help_panel=WHERE),
 ]
 LR = Annotated[
     float | None,
@@ -142,11 +142,11 @@ SaveEvery = Annotated[
     typer.Option(
         "--save-every",
         metavar="UPDATES",
-        help="Checkpoint so often; if not given, each epoch and each minute of a longer one.",
+        help="Updates between two checkpoints; if not given, a checkpoint each epoch, and each minute of a longer one.",
         rich_help_panel=WHERE,
     ),
 ]
-Keep = Annotated[int, typer.Option("--keep", metavar="N", help="Checkpoints that stay.", rich_help_panel=WHERE)]
+Keep = Annotated[int, typer.Option("--keep", metavar="N", help="How many checkpoints stay.", rich_help_panel=WHERE)]
 TensorBoardFiles = Annotated[
     bool, typer.Option("--tensorboard", help="Write TensorBoard files too.", rich_help_panel=WHERE)
 ]
@@ -165,7 +165,7 @@ RanksOption = Annotated[
     typer.Option(
         "--ranks",
         metavar="N",
-        help="Say instead what N processes that share each batch would make of it.",
+        help="Say instead what an update would take on N processes that share each batch.",
         rich_help_panel=MANY,
     ),
 ]
@@ -180,14 +180,16 @@ Bandwidth = Annotated[
 ]
 Latency = Annotated[
     str | None,
-    typer.Option("--latency", metavar="TIME", help="Of one message; if not given, 10us.", rich_help_panel=MANY),
+    typer.Option(
+        "--latency", metavar="TIME", help="How long one message takes; if not given, 10us.", rich_help_panel=MANY
+    ),
 ]
 Flops = Annotated[
     str | None,
     typer.Option(
         "--flops",
         metavar="RATE",
-        help="What a rank computes, such as 85TFLOP/s; else one is timed here.",
+        help="What a rank computes, such as 85TFLOP/s; if not given, a pass is timed here.",
         rich_help_panel=MANY,
     ),
 ]
@@ -246,7 +248,7 @@ def given_options(context: typer.Context) -> set[str]:
 
 
 def refuse_without_ranks(**given: str | None) -> None:
-    """What says something of many ranks is not passed over where there is one."""
+    """Raise for an option that only many ranks have a use for."""
     for name, value in given.items():
         if value is not None:
             raise SettingsError(f"--{name} {value!r} is of a plan for many ranks: say how many, such as --ranks 64.")

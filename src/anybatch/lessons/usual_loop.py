@@ -1,7 +1,8 @@
 """The accumulation loop as it is usually written, kept as the thing to compare with. Not for training.
 
-Micro-batches come from the loader, each loss is divided by their planned number, every so many there is a step. What is left
-over at the end of an epoch never makes a step; a shorter micro-batch weighs as much as a full one.
+Micro-batches come from the loader, each loss is divided by their planned number, and the optimizer steps when that number is
+reached. Micro-batches that are left over at the end of an epoch never lead to a step. A shorter micro-batch weighs as much as a
+full one.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from anybatch.training import (
 
 
 def usual_updates(rows: int, micro_batch: int, accumulate: int) -> int:
-    """Updates per epoch: whole windows only.
+    """Updates per epoch, which only whole windows make.
 
     >>> usual_updates(1000, 16, 4)
     15
@@ -34,7 +35,7 @@ def usual_updates(rows: int, micro_batch: int, accumulate: int) -> int:
 
 
 def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEpoch], None]) -> ArmRun:
-    """Train for so many epochs the usual way."""
+    """Train for this number of epochs the usual way."""
     task, plan, seed = experiment.task, experiment.plan, experiment.settings.seed
     micro_batch, accumulate = plan.micro_batch, plan.micro_batches_per_update
     assert isinstance(micro_batch, int), "arms of a comparison are cut by rows"

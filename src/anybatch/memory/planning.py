@@ -128,7 +128,7 @@ def _breakdown(trials: Trials, found: LargestFitting) -> Breakdown:
 
 
 def _known_parts(trials: Trials, peak: int) -> Breakdown:
-    """Without fake tensors: what stands is known, and the rest counts as activations."""
+    """The breakdown without fake tensors: what lives between updates is known, and the rest counts as activations."""
     model, optimizer, _ = trials.probe.parts
     parameters = bytes_of([*model.parameters(), *model.buffers()])
     gradients = bytes_of(one for one in model.parameters() if one.requires_grad)
@@ -175,7 +175,7 @@ def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.dev
 
 
 def _already(parts: Parts, device: torch.device) -> int:
-    """What of this update lies there already, and so is not free, but will not be asked for again."""
+    """Bytes of the model and the optimizer that lie on the device already: the update needs them, and they are not free."""
     model, optimizer, _ = parts
     held = [*model.parameters(), *model.buffers(), *([] if optimizer is None else optimizer_tensors(optimizer))]
     return bytes_of(tensor for tensor in held if tensor.device.type == device.type)

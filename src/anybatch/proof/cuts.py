@@ -68,7 +68,7 @@ def cuts_of(
 
 
 def uneven_cut(batch: Batch) -> MicroBatches:
-    """A few micro-batches of 2, 3, 4, ... rows, so that no two weights are alike; of 1 row where there are too few."""
+    """A few micro-batches of 2, 3, 4, ... rows, so that no two weights are alike; they begin with 1 row if there are few."""
     count = num_rows(batch)
     sizes: list[int] = []
     left, size = count, 2 if count >= 5 else 1

@@ -73,7 +73,7 @@ def _is_near(model: nn.Module, accumulator: Accumulator, sample: Batch, options:
 
 
 def _spread_rows(accumulator: Accumulator, batch: Batch) -> Batch | None:
-    """Rows from all over the batch, as many as its first micro-batch has, at least 2; None where there is but one row."""
+    """Rows from all over the batch, as many as its first micro-batch has, at least 2; None for a batch of one row."""
     if isinstance(batch, Dealt):
         batch = batch.batch
     if not has_rows(batch):

@@ -1,4 +1,4 @@
-"""As many rows as fit: what one backward pass over so many rows takes, measured while they are doubled."""
+"""How many rows fit: rows are doubled while the measured peak of one backward pass over them fits."""
 
 import itertools
 from collections.abc import Callable

@@ -66,7 +66,7 @@ def read_results(path: Path) -> Results:
 
 
 def _last_of_each(metrics: Iterable[Record], number: str) -> tuple[Record, ...]:
-    """In the order of their number; of several with the same one, the last."""
+    """In the order of their number. The last one holds where several have the same number."""
     found = {getattr(metric, number): metric for metric in metrics}
     return tuple(found[key] for key in sorted(found))
 

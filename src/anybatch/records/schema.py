@@ -78,7 +78,7 @@ class EpochDone:
     metrics: Numbers
     """The objective's metrics on the validation data."""
     train_metrics: Numbers
-    """The same while training, each update weighted by its units: of weights that were still changing."""
+    """The same metrics while training, each update weighted by its units. The weights were still changing."""
     seconds: float | None
 
 

@@ -121,12 +121,12 @@ _CONVERTERS: dict[Any, Callable[[object], Any]] = {
     tuple[str, ...]: texts,
 }
 _EMPTY: dict[Any, Any] = {bool: False, str: "", int: dataclasses.MISSING, float: dataclasses.MISSING}
-"""What a field without a default reads as where its value is missing; None for all other types."""
+"""The value of a field that has no default and is missing, by its type; None for all other types."""
 
 
 @cache
 def _fields_of(record: Any) -> tuple[tuple[str, str, Callable[[object], Any], Any], ...]:
-    """Of each field: its name, its key in JSON, what converts it, and what it is where it is missing."""
+    """For each field its name, its key in JSON, its converter, and its value where it is missing."""
     found = []
     for item in dataclasses.fields(record):
         convert = _CONVERTERS.get(item.type) or partial(_records, get_args(item.type)[0])

@@ -60,7 +60,7 @@ def last_metric(results: Results) -> tuple[str, float] | None:
 
 
 def total_seconds(results: Results) -> float | None:
-    """What the run took: its epochs, else its updates."""
+    """Seconds of all epochs; of all updates where no epoch has ended."""
     spans = [point.seconds for point in results.epochs] or [point.seconds for point in results.updates]
     known = [seconds for seconds in spans if seconds is not None]
     return sum(known) if known else None

@@ -45,7 +45,7 @@ class RunPlan:
     lr_rule: str
     base_batch: int
     beta2: float | None
-    """Of Adam and its kin, after the rule."""
+    """The beta2 of Adam and its relatives, after the rule; None for other optimizers."""
     warmup: int
     decay: str
     clip_norm: float | None
@@ -56,7 +56,7 @@ class RunPlan:
     ranks: int = 1
     """Processes that learn from each batch together."""
     parallel: str | None = None
-    """How they hold the model; None: one process."""
+    """How the ranks hold the model; None for one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
 
 
 def _num_cut(rows: int, ranks: int, size: int) -> int:
-    """Micro-batches of up to `size` rows, of all ranks: each cuts its own part of the rows."""
+    """How many micro-batches of up to `size` rows all ranks run together, because each cuts its own part of the rows."""
     return sum(-(-len(part) // size) for part in deal_rows(rows, ranks))
 
 

@@ -1,8 +1,8 @@
 """The training loop: batches in, updates done, an epoch's validation, a checkpoint now and then.
 
-What happens is told record by record to whoever asked; nothing is printed or drawn here. A run that was stopped or killed
-goes on from its last checkpoint, and ends with the same weights, bit for bit, as one that was not. (On a GPU, as far as its
-kernels are deterministic.)
+The loop hands a record of each thing that happens to `tell`, and prints and draws nothing itself. A run that was stopped or
+killed goes on from its last checkpoint, and ends with the same weights, bit for bit, as one that was not. On a GPU this holds
+as far as its kernels are deterministic.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ class EpochSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is; what a checkpoint holds beside the states."""
+    """How far a run is: what a checkpoint holds besides the states of the update."""
 
     update: int = 0
     """Updates done."""
@@ -69,7 +69,7 @@ class Progress:
     loader_state: dict[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint; the loader's state is kept there apart."""
+        """As plain values, for a checkpoint, which keeps the loader's state in a place of its own."""
         sums = {name: getattr(self.sums, name) for name in ("units", "loss", "metrics", "seconds")}
         return {
             "update": self.update,
@@ -118,7 +118,7 @@ class Loop:
         return self.progress.update >= self.experiment.plan.updates
 
     def run(self) -> Progress:
-        """Train until the plan is done or somebody asks to stop; a checkpoint is saved either way."""
+        """Train until the plan is done or `should_stop` says so; the loop saves a checkpoint either way."""
         while not self.is_finished and not self._agree(self._should_stop())[0]:
             self._run_epoch()
         if self._saved_at != self.progress.update:
@@ -126,7 +126,7 @@ class Loop:
         return self.progress
 
     def _agree(self, *flags: bool) -> list[bool]:
-        """Of each flag, whether any rank has it: clocks and signals differ from rank to rank, and what is done must not."""
+        """For each flag, whether any rank has set it: clocks and signals differ between ranks, and decisions must not."""
         told = self.experiment.ranks.gather([float(flag) for flag in flags])
         return [any(of_ranks) for of_ranks in zip(*told, strict=True)]
 

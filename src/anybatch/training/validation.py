@@ -43,9 +43,8 @@ def validate(
 ) -> Validation:
     """Evaluate without gradients, in eval mode; the mode is put back.
 
-    Units weigh the batches, as in training; a loss that is a sum is given per unit. Of many ranks each has its batches, in
-    turn; where there are `num_batches` in all, what goes beyond them is run, because a sharded model needs every rank in every
-    forward, and does not count.
+    Units weigh the batches, as in training; a loss that is a sum is given per unit. Ranks take the batches in turn. Batches
+    beyond the first `num_batches` run, because a sharded model needs every rank in every forward, but do not count.
     """
     was_training = model.training
     own: list[_Seen] = []

@@ -126,6 +126,6 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def _median(numbers: Iterable[float]) -> float:
-    """The middle one; of an even number, the upper of the two."""
+    """The middle value; the upper of the two middle ones where their number is even."""
     ranked = sorted(numbers)
     return ranked[len(ranked) // 2]

@@ -72,7 +72,7 @@ class Tokens:
 
     @property
     def cost(self) -> Cost:
-        """What the next batch is cut by: fitted constants in seconds, or the ones given."""
+        """The cost that the next batch is cut by: constants in seconds that were fitted, or the ones given."""
         return self._learned.cost
 
     def cut(self, batch: Batch) -> MicroBatches:
@@ -91,7 +91,7 @@ class Tokens:
     def shrink(self, ran: MicroBatches) -> "Tokens | None":
         """The same split with half of what the largest micro-batch held as its budget, but room for the longest row.
 
-        What is learned is shared. None where the longest row fills a micro-batch by itself.
+        The new split shares what this one has learned. None where the longest row fills a micro-batch by itself.
         """
         if ran.cut is None or ran.cut.largest <= max(ran.cut.lengths):
             return None

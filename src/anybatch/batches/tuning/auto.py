@@ -153,7 +153,7 @@ class _Tuning:
     """0 where the next rate is not to be counted."""
     is_warm: bool = False
     cost: Cost | None = None
-    """What all ragged batches of this search are weighed by: batches differ, and the search must not see that."""
+    """The cost that all ragged batches of this search are weighed by, so that the search does not see their differences."""
 
     def weigh(self, lengths: Sequence[int], budget: int, fitted: Cost) -> None:
         """The amount of work in a ragged batch: the cost of its cheapest cut under the largest budget.
@@ -169,5 +169,5 @@ class _Tuning:
 
 
 def _distinct(count: int, sizes: list[int]) -> list[int]:
-    """Of sizes that cut `count` rows into the same number of micro-batches, the one that the rows fill."""
+    """One size for each number of micro-batches that `sizes` cut `count` rows into: the smallest that gives this number."""
     return sorted({-(-count // -(-count // size)) for size in sizes})

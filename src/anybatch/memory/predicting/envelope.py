@@ -21,7 +21,7 @@ class Envelope:
     """
 
     curves: tuple[tuple[float, ...], ...]
-    """Coefficients of `terms(shape)`, of the ops that can be the highest."""
+    """For each op that can be the highest, the coefficients of `curve_terms(shape)`."""
 
     def peak(self, shape: PassShape) -> int:
         """The bytes of the highest op."""
@@ -30,7 +30,7 @@ class Envelope:
 
 
 def curve_terms(shape: PassShape) -> tuple[float, ...]:
-    """What the bytes of an op are a sum of multiples of."""
+    """The terms whose multiples add up to the bytes of an op."""
     rows, length = shape
     if length is None:
         return (1, rows)

@@ -11,7 +11,7 @@ from anybatch.memory.predicting.trials import Trials
 MOST_OFF = 0.001
 """How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""
 MOST_LENGTHS = 32
-"""Row lengths that a budget is checked for; of more, so many are picked evenly, the longest included."""
+"""A budget is checked for this many row lengths at most, picked evenly, the longest among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class LargestFitting:
     size: int
     """0 where nothing fits."""
     shape: PassShape
-    """The largest micro-batch of that size; of the smallest size where nothing fits."""
+    """The largest micro-batch of that size; where nothing fits, of the smallest size."""
     peak: int
     whole: int
     least: int
@@ -131,7 +131,7 @@ def _climb(tried: Callable[[int], int], limit: int, most: int, free: int) -> int
 
 
 def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:
-    """What was tried at full length, and nothing in between."""
+    """Only the sizes that were tried at full length, without a prediction for those between them."""
     one, longest = peaks.row_length, trials.source.longest
     tried = sorted((rows * one, peak) for (rows, length), peak in trials.tried.items() if length == longest)
     return replace(peaks, envelope=None, tried=tuple(tried))

@@ -30,7 +30,7 @@ class MicroBatchSource:
 
     @property
     def nbytes(self) -> int:
-        """What the batch takes while it is learned from; cutting ragged rows copies what is no padding."""
+        """Bytes of the batch during an update. Cutting ragged rows copies everything but the padding."""
         whole = bytes_of(tensors(self.batch))
         if self.lengths is None:
             return whole

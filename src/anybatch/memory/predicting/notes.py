@@ -8,7 +8,7 @@ from anybatch.sizes import show_bytes
 
 
 def notes_for(trials: Trials, setup: TrialSetup, *, is_merged: bool, bucket_bytes: int = 0) -> tuple[str, ...]:
-    """Where this plan may be off, and by what. `is_merged` where nobody chose what BatchNorm sees."""
+    """Where this plan may be off, and by what. `is_merged` says that the caller chose no mode for BatchNorm."""
     notes = []
     if bucket_bytes:
         notes.append(

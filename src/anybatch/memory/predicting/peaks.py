@@ -15,14 +15,14 @@ class Peaks:
     envelope: Envelope | None
     """The peak of all others; None where each has to be tried."""
     lengths: tuple[int, ...] = ()
-    """Of rows that differ in length, shortest first."""
+    """The lengths of rows, shortest first, where they differ."""
     row_length: int = 1
-    """What one row counts for, of rows that do not."""
+    """The size of one row, where rows do not differ in length."""
     left_behind: int = 0
     """What each micro-batch beyond the second leaves until the end of the update."""
 
     def peak(self, size: int) -> int:
-        """The peak of an update in micro-batches of at most `size`; without an envelope, of the next larger one tried."""
+        """The peak of an update in micro-batches of at most `size`; without an envelope, that of the next larger size tried."""
         rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
         return self._of_two(size) + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
 

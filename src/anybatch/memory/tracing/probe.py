@@ -1,4 +1,4 @@
-"""One update of a copy, to see what it allocates: of fake tensors, which costs no memory, or really, in small."""
+"""One update of a copy, to see what it allocates: on fake tensors, which take no memory, or on a few real rows."""
 
 import gc
 import warnings
@@ -42,7 +42,7 @@ class TrialSetup:
     is_elsewhere: bool
     """True where micro-batches are brought to the device one by one."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `Update`, or of `Accumulator` where there is no optimizer."""
+    """The options of `Update`, or of `Accumulator` where there is no optimizer."""
 
 
 class Probe(Protocol):
@@ -89,7 +89,7 @@ class FakeProbe:
 
     @property
     def hidden(self) -> str | None:
-        """What ran whose CPU kernels allocate more than tensors show."""
+        """In words, an op that ran and whose CPU kernel allocates more than its tensors show; None where there was none."""
         if self._setup.options.get("autocast") is not None or any(
             parameter.dtype in LOW_PRECISION for parameter in self.parts[0].parameters()
         ):
@@ -178,7 +178,7 @@ def _choose_foreach(optimizer: Optimizer) -> None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """What a model warns of, it will warn of again when it trains."""
+    """Inside this block warnings are silent, because the model will warn again when it trains."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

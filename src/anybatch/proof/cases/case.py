@@ -33,7 +33,7 @@ class Gradient:
 
     @property
     def norm(self) -> float:
-        """Of all gradients together."""
+        """The norm of all gradients together."""
         return math.sqrt(sum(norm_of(grad) ** 2 for grad in self.parameters.values()))
 
 

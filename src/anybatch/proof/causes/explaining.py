@@ -63,7 +63,7 @@ def explain(experiments: Experiments) -> tuple[Cause, ...]:
 
 
 def _tried(experiment: Callable[..., T | None], *given: Experiments | ExperimentResult) -> T | None:
-    """What an experiment finds; nothing where its few rows cannot run alone, such as a single one in BatchNorm."""
+    """What an experiment finds; None where its few rows cannot run alone, as one row cannot in BatchNorm."""
     try:
         return experiment(*given)
     except Exception:  # whatever a model raises on a few rows

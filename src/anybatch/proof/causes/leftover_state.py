@@ -74,7 +74,7 @@ def find_own_generator(experiments: Experiments) -> Cause | None:
 
 
 def forward_changes(experiments: Experiments) -> tuple[list[str], set[str]]:
-    """What one forward changes in the model, running statistics apart; and which of it are random generators."""
+    """What one forward changes in the model, without running statistics; and the random generators among it."""
     states: list[tuple[nn.Module, ModelState]] = []
     part, rows = experiments.cut[0], experiments.cut.row_numbers[0]
     experiments.case.once(part, rows, lambda model: states.append((model, ModelState.of(model))))

@@ -47,8 +47,8 @@ class Chart:
     caption: str
     """One or two sentences that say what is to be seen: the caption, and the text alternative."""
     figure: Mapping[str, Any]
-    """What Plotly draws: `data` and `layout`; `stops`, what the arrow keys walk along, "x" or "bars"; and `where`, the words
-    before and after a place on the x axis."""
+    """`data` and `layout` are what Plotly draws. `stops` says what the arrow keys move along, "x" or "bars". `where` has the
+    words before and after a place on the x axis."""
     keys: tuple[Key, ...]
     table: Table
     height: int = 300

@@ -1,10 +1,10 @@
 """What an update needs: its peak by the size of the micro-batch, and what the peak is made of."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from anybatch.records import PlanRecord
-from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, escaped, layout, line_chart, six_digits
+from anybatch.report.charts.bars import bar_chart, bars_of
+from anybatch.report.charts.chart import Chart, Key, Series, Table, line_chart
 from anybatch.report.writing import number, size, size_unit
 
 
@@ -43,43 +43,20 @@ def _parts(plan: PlanRecord) -> Chart:
     divisor, unit = size_unit(max(part or 0 for part in plan.breakdown.values()))
     parts = [(name, part) for name, part in plan.breakdown.items() if part]
     largest = max(parts, key=lambda part: part[1])
-    data: list[dict[str, Any]] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": escaped(name),
-            "x": [six_digits(part / divisor)],
-            "y": [escaped(name)],
-            "customdata": [size(part)],
-            "marker": {"color": f"--series-{index % 6 + 1}", "line": {"width": 0}},
-            "hovertemplate": "%{y} <b>%{customdata}</b><extra></extra>",
-            "meta": {"group": index, "percent": False, "unit": f" {unit}"},
-        }
-        for index, (name, part) in enumerate(parts)
+    keys = [
+        Key(name=name, colour=f"--series-{index % 6 + 1}", note=size(part)) for index, (name, part) in enumerate(parts)
     ]
-    names = [escaped(name) for name, _ in reversed(parts)]
-    return Chart(
-        name="peak-parts",
+    return bar_chart(
+        "peak-parts",
+        [
+            bars_of(name, [name], [part / divisor], [size(part)], colour=key.colour, group=index, unit=unit)
+            for index, ((name, part), key) in enumerate(zip(parts, keys, strict=True))
+        ],
+        [name for name, _ in parts],
         title="What the peak is made of",
         caption=f"Most of it is {largest[0]}: {size(largest[1])} of {size(sum(part for _, part in parts))}.",
-        figure={
-            "data": data,
-            "layout": layout(
-                280,
-                barmode="overlay",
-                hovermode="closest",
-                xaxis=axis(title=f"memory in {unit}", rangemode="tozero"),
-                yaxis=axis(
-                    type="category", categoryorder="array", categoryarray=names, showgrid=False, fixedrange=True
-                ),
-            ),
-            "stops": "bars",
-            "where": ["", ""],
-        },
-        keys=tuple(
-            Key(name=name, colour=f"--series-{index % 6 + 1}", note=size(part))
-            for index, (name, part) in enumerate(parts)
-        ),
+        keys=keys,
         table=Table(columns=("part", "memory"), rows=tuple((name, size(part)) for name, part in parts)),
+        x_title=f"memory in {unit}",
         height=280,
     )

@@ -4,25 +4,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from anybatch.records import MemorySeen, StageTime, WindowSeen
-from anybatch.report.charts.chart import (
-    Chart,
-    Key,
-    Series,
-    Table,
-    axis,
-    escaped,
-    layout,
-    line_chart,
-    sentence,
-    six_digits,
-)
+from anybatch.report.charts.bars import bar_chart, bars_of
+from anybatch.report.charts.chart import Chart, Key, Series, Table, escaped, line_chart, sentence, six_digits
 from anybatch.report.charts.thinning import evenly_spaced
 from anybatch.report.writing import duration, duration_unit, number, plural, size, size_unit
 
 STAGES = ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero")
 """The order of the stages in an update, and in the legend."""
 MOST_LANES = 24
-"""More micro-batches than this are drawn as the first and the last half of so many."""
+"""Of more micro-batches than this, only the first half and the last half of this number are drawn."""
 WHOLE = "update"
 """The lane of the stages that run once per update."""
 
@@ -33,7 +23,6 @@ def timeline_chart(window: WindowSeen) -> Chart:
     lanes, num_hidden = lanes_of(window.stages)
     totals = stage_totals(window.stages)
     busy = sum(totals.values()) or 1.0
-    height = 90 + 30 * len(lanes)
     longest = max(totals, key=lambda stage: totals[stage])
     num_micro_batches = len({span.micro_batch for span in window.stages} - {None})
     hidden = f"{plural(num_hidden, 'micro-batch')} in the middle not drawn" if num_hidden else ""
@@ -42,35 +31,18 @@ def timeline_chart(window: WindowSeen) -> Chart:
         f"{written_share(totals[longest] / busy)} of it {longest}",
         hidden,
     ]
-    return Chart(
-        name="window",
+    return bar_chart(
+        "window",
+        [
+            _bars(stage, group, [span for span in window.stages if span.stage == stage], lanes, divisor, unit)
+            for group, stage in enumerate(totals)
+        ],
+        lanes,
         title="The window of one update",
         caption=sentence(first_lines),
-        figure={
-            "data": [
-                _bars(stage, group, [span for span in window.stages if span.stage == stage], lanes, divisor, unit)
-                for group, stage in enumerate(totals)
-            ],
-            "layout": layout(
-                height,
-                barmode="overlay",
-                bargap=0.3,
-                hovermode="closest",
-                xaxis=axis(title=f"time in {unit}", rangemode="tozero"),
-                yaxis=axis(
-                    type="category",
-                    categoryorder="array",
-                    categoryarray=list(reversed(lanes)),
-                    showgrid=False,
-                    fixedrange=True,
-                ),
-            ),
-            "stops": "bars",
-            "where": ["", ""],
-        },
-        keys=tuple(
+        keys=[
             Key(name=stage, colour=stage_colour(stage), note=written_share(totals[stage] / busy)) for stage in totals
-        ),
+        ],
         table=Table(
             columns=("stage", "lane", "start", "time"),
             rows=tuple(
@@ -78,7 +50,8 @@ def timeline_chart(window: WindowSeen) -> Chart:
                 for span in (window.stages[row] for row in evenly_spaced(len(window.stages)))
             ),
         ),
-        height=height,
+        x_title=f"time in {unit}",
+        height=90 + 30 * len(lanes),
         is_wide=True,
     )
 
@@ -181,15 +154,16 @@ def _bars(
     stage: str, group: int, spans: list[StageTime], lanes: list[str], divisor: float, unit: str
 ) -> dict[str, Any]:
     drawn = [span for span in spans if lane_of(span) in lanes]
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": escaped(stage),
+    bars = bars_of(
+        stage,
+        [lane_of(span) for span in drawn],
+        [span.seconds / divisor for span in drawn],
+        [duration(span.seconds) for span in drawn],
+        colour=stage_colour(stage),
+        group=group,
+        unit=unit,
+    )
+    return bars | {
         "base": [six_digits(span.start / divisor) for span in drawn],
-        "x": [six_digits(span.seconds / divisor) for span in drawn],
-        "y": [lane_of(span) for span in drawn],
-        "customdata": [duration(span.seconds) for span in drawn],
-        "marker": {"color": stage_colour(stage), "line": {"width": 0}},
         "hovertemplate": f"%{{y}}<br>{escaped(stage)} <b>%{{customdata}}</b><extra></extra>",
-        "meta": {"group": group, "percent": False, "unit": f" {unit}"},
     }

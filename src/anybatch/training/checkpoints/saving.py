@@ -38,7 +38,7 @@ class PositionedLoader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What was read, beside what was put back into the update."""
+    """What `resume` has read and not put back into the update."""
 
     path: Path
     number: int
@@ -49,7 +49,7 @@ class Resumed:
     """What `save` was given as `progress`."""
     loader_state: dict[str, Any] | None
     passed_over: tuple[str, ...] = field(default=())
-    """Newer ones that could not be read, and why."""
+    """Why each newer checkpoint could not be read."""
 
 
 def save(
@@ -175,7 +175,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def _make_empty(temporary: Path) -> None:
-    """Without what runs that were killed while they saved have left."""
+    """Make an empty folder, and remove those that killed runs left when they were saving."""
     folder = temporary.parent
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".update-*"):

@@ -18,7 +18,7 @@ from anybatch.update import Update
 
 
 def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What many ranks may share, as named tensors, and all else as plain values."""
+    """The tensors of an update, which many ranks may share, by name; and all its other states as plain values."""
     model, optimizer = without_ddp(update.model).state_dict(), update.optimizer.state_dict()
     tensors = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)} | _beside(update)
     moments: dict[str, tuple[Any, str]] = {}
@@ -42,7 +42,7 @@ def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _beside(update: Update) -> dict[str, Tensor]:
-    """What is learned beside the model: parameters that the optimizer steps, by their place in it; a coupled loss's buffers."""
+    """Parameters that the optimizer steps and the model does not have, by their place in it; and a coupled loss's buffers."""
     own = set(without_ddp(update.model).parameters())
     stepped = [parameter for group in update.optimizer.param_groups for parameter in group["params"]]
     found = {f"beside.{place}": held.detach() for place, held in enumerate(stepped) if held not in own}
