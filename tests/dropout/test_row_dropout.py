@@ -26,7 +26,7 @@ from anybatch import (
     take_rows,
 )
 from anybatch.dropout.row_masks import keep_mask, key_of
-from anybatch.state.replay import RandomState
+from anybatch.state.random_state import RandomState
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.xdist_group("row dropout")

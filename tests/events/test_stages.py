@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from anybatch import Accumulator, Objective, Update, stages, supervised
-from anybatch.events.kinds import tracker_for
+from anybatch.events import SILENT, events_for
 from tests.reference import gradient
 
 ORDER_OF_A_MICRO_BATCH = ["load", "forward", "loss", "backward", "accumulate"]
@@ -98,8 +98,8 @@ def test_a_model_compiled_in_place_is_not_hooked_and_not_compiled_again_and_agai
     assert {event.stage for event in seen} == set(ORDER_OF_A_MICRO_BATCH)
 
 
-def test_nobody_listening_means_no_tracker_and_no_hooks():
-    assert tracker_for(None) is None
+def test_nobody_listening_means_silent_events_and_no_hooks():
+    assert events_for(None) is SILENT
     model = nn.Linear(2, 1)
     hooks: list[int] = []
     objective = Objective(lambda model, x: (hooks.append(len(model._forward_hooks)), model(x).mean())[1])

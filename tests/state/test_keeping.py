@@ -3,23 +3,23 @@
 import torch
 from torch._subclasses import FakeTensorMode
 
-from anybatch.state.aside import kept
-from anybatch.state.disk import Spool
+from anybatch.state.aside import kept_aside
+from anybatch.state.disk import TensorFile
 
 
 def test_a_copy_on_the_cpu_goes_to_disk_and_comes_back():
-    spool = Spool()
+    spool = TensorFile()
     for tensor in (torch.randn(3, 5, dtype=torch.bfloat16).T, torch.tensor(3.5), torch.tensor([True, False])):
         was, written = tensor.clone(), spool.num_bytes
-        read = kept(tensor, spool)
+        read = kept_aside(tensor, spool)
         tensor.zero_()
         assert torch.equal(read(), was)
         assert spool.num_bytes == written + tensor.nbytes
 
 
 def test_tensors_without_numbers_are_not_copied():
-    spool = Spool()
+    spool = TensorFile()
     with FakeTensorMode():
         fake = torch.empty(4)
-    assert kept(fake, spool)() is fake
+    assert kept_aside(fake, spool)() is fake
     assert spool.num_bytes == 0

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch import Accumulator, Objective, UpdateError, supervised
 from anybatch.state import offload
-from anybatch.state.disk import Spool
-from anybatch.state.offload import Keeper
+from anybatch.state.disk import TensorFile
+from anybatch.state.offload import SavedTensors
 from benchmarks.meter import LiveBytes, peak_bytes_of_all_threads
 from benchmarks.models import ResidualNet
 from tests.reference import gradient
@@ -47,8 +47,8 @@ def test_the_gradient_is_the_same_to_the_bit_and_no_file_is_left(where, tmp_path
 
 def test_auto_leaves_tensors_in_place_until_half_of_the_free_memory_is_taken_and_then_writes(monkeypatch):
     written = []
-    write = Spool.write
-    monkeypatch.setattr(Spool, "write", lambda self, flat: written.append(flat.nbytes) or write(self, flat))
+    write = TensorFile.write
+    monkeypatch.setattr(TensorFile, "write", lambda self, flat: written.append(flat.nbytes) or write(self, flat))
     run("auto")
     assert not written, "this fits"
     monkeypatch.setattr(offload, "free_on_host", lambda: 400_000)
@@ -90,7 +90,7 @@ def test_the_meter_counts_what_lives_once_and_forgets_what_died():
 
 def test_a_tensor_saved_by_several_operations_is_kept_once_and_one_that_changed_is_another():
     x = torch.randn(100, 100, requires_grad=True)
-    with Keeper("disk", [x], CPU, Spool()) as keeper:
+    with SavedTensors("disk", [x], CPU, TensorFile()) as keeper:
         with keeper.hooks():
             y = x * 2
             z = y * y.tanh() + y.sin() + y.T.cos().T
@@ -100,7 +100,7 @@ def test_a_tensor_saved_by_several_operations_is_kept_once_and_one_that_changed_
             w.add_(1)
             b = z * w
         # y, tanh y, w, w + 1; what sin and cos save is y again, or a view of it
-        assert keeper._spool.num_bytes == 4 * x.nbytes
+        assert keeper._file.num_bytes == 4 * x.nbytes
         (a + b).sum().backward()
     plain = x.detach().clone().requires_grad_()
     y = plain * 2
@@ -110,7 +110,7 @@ def test_a_tensor_saved_by_several_operations_is_kept_once_and_one_that_changed_
 
 def test_a_tensor_that_stays_and_is_changed_before_backward_is_refused_as_torch_does():
     x, small = torch.randn(3, requires_grad=True), torch.randn(3)
-    with Keeper("disk", [], CPU, Spool()) as keeper:
+    with SavedTensors("disk", [], CPU, TensorFile()) as keeper:
         with keeper.hooks():
             y = x * small
         small.add_(1)
@@ -125,19 +125,19 @@ def test_parameters_the_batch_small_tensors_and_slices_of_large_ones_stay():
         torch.randn(8),
         torch.randn(400, 80),
     )
-    with Keeper("disk", [weight, x], CPU, Spool()) as keeper:
+    with SavedTensors("disk", [weight, x], CPU, TensorFile()) as keeper:
         with keeper.hooks():
             loss = (weight * x).sum() + (weight.sum() * small).sum() + (weight * large[:80]).sum()
-        assert keeper._spool.num_bytes == 0
+        assert keeper._file.num_bytes == 0
         loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 def test_any_dtype_and_stride_comes_back_as_it_was(dtype):
     x = torch.randn(60, 50, 7).to(dtype).permute(2, 0, 1)
-    with Keeper("disk", [], CPU, Spool()) as keeper:
+    with SavedTensors("disk", [], CPU, TensorFile()) as keeper:
         packed = keeper._pack(x)
-        assert keeper._spool.num_bytes == x.nbytes
+        assert keeper._file.num_bytes == x.nbytes
         back = packed()
         assert torch.equal(back, x)
         assert (back.stride(), back.dtype) == (x.stride(), x.dtype)

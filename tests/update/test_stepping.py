@@ -139,7 +139,9 @@ def test_a_later_step_that_runs_out_says_that_it_is_torn():
 
 def test_only_the_first_step_is_copied(monkeypatch):
     copied = []
-    monkeypatch.setattr("anybatch.update.stepping.kept", lambda tensor, spool: copied.append(tensor) or tensor.clone)
+    monkeypatch.setattr(
+        "anybatch.state.snapshot.kept_aside", lambda tensor, file: copied.append(tensor) or tensor.clone
+    )
     model, optimizer = two_groups(lambda groups: torch.optim.SGD(groups, lr=0.1))
     fill(model)
     stepping = Stepping(optimizer)

@@ -261,7 +261,7 @@ def test_drop_leaves_the_bad_micro_batch_out_and_renormalises_the_rest():
 
 def test_a_dropped_micro_batch_leaves_no_trace_in_batch_norm():
     model = Poisoned()
-    result = make(model, micro_batch=4, on_nonfinite="drop")(poisoned_batch())
+    result = make(model, micro_batch=4, on_nonfinite="drop", batch_norm="micro")(poisoned_batch())
     assert (result.applied, result.dropped) == (True, (1,))
     assert model.norm.running_mean.isfinite().all()
     assert int(model.norm.num_batches_tracked) == 1

@@ -1,9 +1,20 @@
 """Dropout whose masks depend on the row of the batch, and on neither the cut nor the ranks."""
 
-from anybatch.dropout.keyed_dropout import NumberedRows, count_update, masks_of, number_rows, row_dropout, rows_running
+from anybatch.dropout.keyed_dropout import (
+    UNNUMBERED,
+    Masks,
+    RowNumbering,
+    count_update,
+    masks_of,
+    number_rows,
+    row_dropout,
+    rows_running,
+)
 
 __all__ = [
-    "NumberedRows",
+    "UNNUMBERED",
+    "Masks",
+    "RowNumbering",
     "count_update",
     "masks_of",
     "number_rows",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -205,6 +205,25 @@ class RowDropout(_DropoutNd):
         return last, 0
 
 
+class RowNumbering(Protocol):
+    """Which rows of the whole batch each of its micro-batches holds, where dropout asks."""
+
+    def at(self, index: int) -> AbstractContextManager[object]:
+        """The block in which the model runs on one micro-batch."""
+
+
+class Unnumbered:
+    """Nobody asks for rows: the model has no layer that was swapped."""
+
+    _nothing = nullcontext()
+
+    def at(self, index: int) -> AbstractContextManager[object]:
+        return self._nothing
+
+
+UNNUMBERED = Unnumbered()
+
+
 @dataclass(frozen=True, slots=True)
 class NumberedRows:
     """The rows of each micro-batch of one batch, by their numbers in the whole of it."""
@@ -213,7 +232,7 @@ class NumberedRows:
     row_numbers: tuple[tuple[int, ...], ...]
     devices: set[torch.device]
 
-    def at(self, index: int) -> AbstractContextManager[None]:
+    def at(self, index: int) -> AbstractContextManager[object]:
         """The block in which the model runs on one micro-batch."""
         return self.masks.at(self.row_numbers[index], self.devices)
 
@@ -237,15 +256,12 @@ def count_update(model: nn.Module) -> None:
         masks.update += 1
 
 
-def number_rows(model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> NumberedRows | None:
-    """Which rows of the whole batch each micro-batch holds, for a model with swapped layers; None for others.
+def number_rows(masks: Masks, model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> NumberedRows:
+    """Which rows of the whole batch each micro-batch holds.
 
     On several ranks they are as `Dealt` says, else the ranks' rows follow one another, which takes a small collective. A
     micro-batch that counts for nothing, because this rank has no row, may have any numbers.
     """
-    masks = masks_of(model)
-    if masks is None:
-        return None
     own = [row for rows in cut.row_numbers for row in rows]
     if isinstance(batch, Dealt) and not batch.is_stand_in:
         numbers: Sequence[int] = batch.row_numbers

@@ -1,19 +1,14 @@
 """The stages of an update as typed events: load, forward, loss, backward, accumulate, clip, step, zero.
 
-Whoever passes an observer gets each event when its stage has ended. While `torch.profiler` runs, the stages appear in it
-as `anybatch.load`, `anybatch.forward` and so on. With neither, no `Tracker` exists and a stage costs one `is None`.
-Times are the host's: a device may still be working when a stage ends. Where memory ran out, `retry` comes between.
+Whoever passes an observer gets each event when its stage has ended. Times are the host's: a device may still be working when
+a stage ends. Where memory ran out, `retry` comes between.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch._C._autograd import _profiler_enabled
-from torch.autograd.profiler import record_function
-from torch.jit import ScriptModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,83 +98,3 @@ class Retry(Event):
 
 
 Observer = Callable[[Event], None]
-
-
-class Tracker:
-    """Times the stages, names them to the profiler and tells the observer."""
-
-    def __init__(self, observer: Observer | None) -> None:
-        self._observer = observer
-        self._range: record_function | None = None
-        self._started = 0.0
-        self.stage = ""
-
-    def begin(self, kind: type[Event]) -> None:
-        """Open a stage; a stage that was left open is closed without an event."""
-        self.close()
-        self.stage = kind.stage
-        self._range = record_function(f"anybatch.{kind.stage}")
-        self._range.__enter__()
-        self._started = perf_counter()
-
-    def end(self, kind: type[Event], **facts: Any) -> None:
-        """Close the open stage and tell the observer what happened in it."""
-        seconds = perf_counter() - self._started
-        self.close()
-        if self._observer is not None:
-            self._observer(kind(started=self._started, seconds=seconds, **facts))
-
-    def close(self) -> None:
-        """Close the open stage, if any, without an event: what an exception leaves to do."""
-        self.stage = ""
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-
-
-def tracker_for(observer: Observer | None) -> Tracker | None:
-    """A tracker if anybody listens: an observer or a running profiler."""
-    if observer is None and not _profiler_enabled():
-        return None
-    return Tracker(observer)
-
-
-class ForwardBoundary:
-    """Tells forward from loss inside an objective, by hooks on the model that live as long as this block.
-
-    Each call of the model gives one `Forward`; what follows the last one is the loss.
-    """
-
-    def __init__(self, tracker: Tracker, model: nn.Module, micro_batch: int) -> None:
-        self._tracker = tracker
-        self._micro_batch = micro_batch
-        # hooks on a module compiled in place, by model.compile(), would be traced, and compiled anew for every micro-batch
-        is_hooked = model._compiled_call_impl is None and not isinstance(model, ScriptModule)
-        self._hooks = (
-            [
-                model.register_forward_pre_hook(self._before, prepend=True),
-                model.register_forward_hook(self._after),
-            ]
-            if is_hooked
-            else []
-        )
-
-    def __enter__(self) -> None:
-        self._tracker.begin(Forward)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        if kind is None and self._tracker.stage == Forward.stage:
-            self._end_forward(None)
-
-    def _before(self, module: nn.Module, inputs: Any) -> None:
-        if self._tracker.stage != Forward.stage:
-            self._tracker.begin(Forward)
-
-    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._end_forward(output)
-
-    def _end_forward(self, output: Any) -> None:
-        self._tracker.end(Forward, micro_batch=self._micro_batch, output=output)
-        self._tracker.begin(Loss)

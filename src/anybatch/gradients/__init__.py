@@ -2,19 +2,17 @@
 
 from anybatch.gradients.gradient_sum import GradientSum, all_finite
 from anybatch.gradients.norm_and_clip import clip_to_norm, clip_to_value, gradient_norm
-from anybatch.gradients.precision import cast_gradients, found_overflow, takes_fp32_gradients
-from anybatch.gradients.shares import Shares, shares_of, weighted_sum
+from anybatch.gradients.precision import cast_gradients, takes_fp32_gradients
+from anybatch.gradients.shares import shares_of, weighted_sum
 from anybatch.gradients.window import Window
 
 __all__ = [
     "GradientSum",
-    "Shares",
     "Window",
     "all_finite",
     "cast_gradients",
     "clip_to_norm",
     "clip_to_value",
-    "found_overflow",
     "gradient_norm",
     "shares_of",
     "takes_fp32_gradients",

@@ -1,6 +1,6 @@
 """Summing the gradients of several backward passes, apart from what `.grad` held before, in enough precision."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -32,7 +32,7 @@ class GradientSum:
         isolate: bool = False,
         copies: bool = False,
     ) -> None:
-        self.parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+        self.parameters = tuple(parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad)
         self.scale = 1.0
         self.keep_fp32 = keep_fp32
         self.isolate = isolate
@@ -92,7 +92,11 @@ class GradientSum:
                     "start the batch again."
                 )
             return
-        self._close()
+        try:
+            self._close()
+        except BaseException:
+            self._restore()
+            raise
 
     def _close(self) -> None:
         if self.scale == 1.0 and not self._grad_dtypes and all(before is None for before in self._before):
@@ -100,24 +104,40 @@ class GradientSum:
         sums = [parameter.grad for parameter in self.parameters]
         if self.scale != 1.0:
             _scale_each([total for total in sums if total is not None], self.scale)
-        for parameter, before, total in zip(self.parameters, self._before, sums, strict=True):
-            self._hand_over(parameter, before, total)
+        every = zip(self.parameters, self._before, sums, strict=True)
+        # all that takes memory comes first: where it runs out, nothing that was there before has been added to
+        joined = [(parameter, self._joined(parameter, before, total)) for parameter, before, total in every]
+        for parameter, give in joined:
+            if parameter in self._grad_dtypes and self.keep_fp32:
+                # None takes a gradient of any dtype: fp32 now, the parameter's own in the user's next backward()
+                parameter.grad = None
+                parameter.grad_dtype = None
+                parameter.grad = give()
+            else:
+                self._give_back(parameter, give())
 
-    def _hand_over(self, parameter: nn.Parameter, before: Tensor | None, total: Tensor | None) -> None:
+    def _joined(
+        self, parameter: nn.Parameter, before: Tensor | None, total: Tensor | None
+    ) -> Callable[[], Tensor | None]:
+        """What gives `before + total` without taking memory; what it needs is taken here, and `before` is not touched."""
+        is_low = parameter in self._grad_dtypes
         if total is None:
-            self._give_back(parameter, before)
-        elif parameter in self._grad_dtypes and not self.keep_fp32:
-            dtype = self._grad_dtypes[parameter] or parameter.dtype
-            self._give_back(parameter, total.to(dtype) if before is None else _joined(before, total))
-        elif parameter in self._grad_dtypes:
-            # None takes a gradient of any dtype: fp32 now, the parameter's own in the user's next backward()
-            parameter.grad = None
-            parameter.grad_dtype = None
-            parameter.grad = total if before is None else total.add_(before)
-        elif before is None or before.dtype != total.dtype:
-            parameter.grad = total if before is None else total.add_(before)
-        else:
-            parameter.grad = _joined(before, total)
+            return lambda: before
+        if before is None:
+            dtype = total.dtype if self.keep_fp32 or not is_low else self._grad_dtypes[parameter] or parameter.dtype
+            cast = total.to(dtype)
+            return lambda: cast
+        if (
+            (is_low and self.keep_fp32)
+            or (not is_low and before.dtype != total.dtype)
+            or before.is_sparse > total.is_sparse
+        ):
+            total.add_(before)
+            return lambda: total
+        if before.dtype == total.dtype and not before.is_sparse:
+            return lambda: before.add_(total)
+        both = before + total
+        return lambda: both if both.is_sparse else before.copy_(both)
 
     @contextmanager
     def undone(self) -> Iterator["GradientSum"]:
@@ -166,7 +186,7 @@ def _set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     return grads
 
 
-def _joined(one: Tensor, other: Tensor) -> Tensor:
+def _added(one: Tensor, other: Tensor) -> Tensor:
     """`one + other`, in place of `one` unless only that one is sparse."""
     return other.add_(one) if one.is_sparse and not other.is_sparse else one.add_(other)
 
@@ -177,4 +197,4 @@ def _add_each(sums: list[Tensor | None], terms: Sequence[Tensor | None]) -> None
         if so_far is None or term is None:
             sums[index] = term if so_far is None else so_far
         else:
-            sums[index] = _joined(so_far, term)
+            sums[index] = _added(so_far, term)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from torch import nn, optim
-from torch.amp import GradScaler
 
 from anybatch.low_precision import LOW_PRECISION
 
@@ -34,9 +33,3 @@ def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = grad.to(parameter.dtype)
-
-
-def found_overflow(scaler: GradScaler, optimizer: optim.Optimizer) -> None:
-    """Let the scaler know of an overflow: of a sharded gradient, a rank looks at its own part and may have seen none."""
-    for found in scaler._found_inf_per_device(optimizer).values():
-        found.fill_(1.0)

@@ -10,9 +10,10 @@ from time import perf_counter
 
 from torch.nn.utils import clip_grad_norm_
 
-from anybatch.batches import Batch, move, num_rows, windows
+from anybatch.batches import Batch, num_rows, windows
 from anybatch.memory import bytes_of, drop_gradients, optimizer_tensors
-from anybatch.objectives import count_units, evaluate
+from anybatch.objectives import checked_loss, count_units
+from anybatch.passes import ForwardPass
 from anybatch.records import ArmEpoch, ArmRun
 from anybatch.training import (
     MEMORY_AT,
@@ -78,9 +79,10 @@ def _learn(experiment: Experiment, micro_batches: Sequence[Batch]) -> tuple[floa
     """One window: the sum of unit-weighted losses, and the units."""
     task, update = experiment.task, experiment.update
     total = units = 0.0
+    forward = ForwardPass(model=task.model, compute=task.whole_objective.loss, device=experiment.device)
     for micro_batch in micro_batches:
-        there = move(micro_batch, experiment.device)
-        loss, _ = evaluate(task.whole_objective, task.model, there)
+        there = forward.load(micro_batch)
+        loss, _ = checked_loss(forward(there))
         (loss / len(micro_batches)).backward()
         counted = count_units(task.objective, task.model, [there])[0]
         weight = 1.0 if task.objective.reduction == "sum" else counted

@@ -175,7 +175,7 @@ class Fit:
                 split=tokens,
                 margin=self.margin,
                 checkpointing=False,
-                **workload.options,
+                running=workload.running,
             )
         except Exception as error:  # an odd model is no reason not to train it
             most = self.most.size if isinstance(self.most, Rows) else None

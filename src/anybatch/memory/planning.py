@@ -1,7 +1,6 @@
 """`plan()`: the largest micro-batch that fits, before anything runs."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +27,9 @@ from anybatch.memory.predicting import (
 from anybatch.memory.tracing import Parts, TrialSetup, bytes_of, keeping_random_states, optimizer_tensors
 from anybatch.memory.unwrapping import unwrapped
 from anybatch.objectives import Coupled, Objective
-from anybatch.passes import Autocast, BatchNorm
+from anybatch.options import Autocast, BatchNorm, Offload
+from anybatch.passes import Running
 from anybatch.sizes import parse_bytes
-from anybatch.state import Offload
 
 MARGIN = 0.05
 """The share of the memory that a plan leaves free, unless told otherwise."""
@@ -52,6 +51,7 @@ def plan(
     offload: Offload = "auto",
     margin: float = MARGIN,
     checkpointing: bool = True,
+    running: Running | None = None,
 ) -> Plan:
     """The peak memory of an update for any micro-batch size, and the largest that fits into `memory`.
 
@@ -59,9 +59,9 @@ def plan(
     meta device and `device` need not be there; where fake tensors cannot see or run it, small real steps on a real copy.
     `memory` is all there is for it, "6GiB" or bytes; None: what the device has free, with what this model already takes there.
     Without an optimizer it is the gradient alone. With `split=Tokens(...)` sizes are budgets of tokens. The options are
-    those of `Update`. In `DistributedDataParallel` each rank plans for its own rows, and its buckets are taken off `memory`;
-    a model sharded by `fully_shard` has to be planned before. Parameters, buffers, gradients, the optimizer and random
-    states stay as they are.
+    those of `Update`; `running` gives them as one value instead. In `DistributedDataParallel` each rank plans for its own rows,
+    and its buckets are taken off `memory`; a model sharded by `fully_shard` has to be planned before. Parameters, buffers,
+    gradients, the optimizer and random states stay as they are.
     """
     if not 0 <= margin < 1:
         raise PlanError(f"plan(margin={margin!r}): expected a share of the memory to leave free, from 0 to below 1.")
@@ -72,12 +72,14 @@ def plan(
     there = _device_of(module, device)
     # buckets that are there already are no longer free
     room = available_bytes(there) + _already(parts, there) if memory is None else parse_bytes(memory) - bucket_bytes
-    options: dict[str, Any] = {"autocast": autocast, "batch_norm": batch_norm or "micro", "offload": offload}
-    options |= {"clip_norm": clip_norm, "clip_value": clip_value}
+    if running is None:
+        running = Running(
+            autocast=autocast, batch_norm=batch_norm, offload=offload, clip_norm=clip_norm, clip_value=clip_value
+        )
     with keeping_random_states():
         source = micro_batch_source_of(batch, split if isinstance(split, Tokens) else None)
         is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
-        setup = TrialSetup(parts, there, 0 if is_elsewhere else source.nbytes, is_elsewhere, options)
+        setup = TrialSetup(parts, there, 0 if is_elsewhere else source.nbytes, is_elsewhere, running)
         trials = start_trials(setup, source)
         limit = int(room * (1 - margin))
         found = find_largest_fitting(trials, limit)
@@ -100,7 +102,7 @@ def plan(
         method=trials.method,
         reason=trials.reason,
         is_confirmed=found.is_confirmed,
-        notes=notes_for(trials, setup, is_merged=batch_norm is None, bucket_bytes=bucket_bytes),
+        notes=notes_for(trials, setup, bucket_bytes=bucket_bytes),
         peaks=found.peaks,
     )
 

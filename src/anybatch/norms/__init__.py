@@ -1,15 +1,17 @@
 """BatchNorm layers whose statistics are not those of the micro-batch that runs."""
 
-from anybatch.norms.layers import Layers, Merging, batch_norms, frozen, merged, uses_batch_statistics
+from anybatch.norms.layers import Layers, batch_norms, uses_batch_statistics
 from anybatch.norms.lockstep import Lockstep, pooled
+from anybatch.norms.policy import NormPolicy
+from anybatch.norms.statistics import AS_IS, Statistics
 
 __all__ = [
+    "AS_IS",
     "Layers",
     "Lockstep",
-    "Merging",
+    "NormPolicy",
+    "Statistics",
     "batch_norms",
-    "frozen",
-    "merged",
     "pooled",
     "uses_batch_statistics",
 ]

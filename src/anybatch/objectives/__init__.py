@@ -4,8 +4,8 @@ from anybatch.objectives.contrastive import InfoNCE, clip_loss, info_nce
 from anybatch.objectives.coupled import Coupled
 from anybatch.objectives.criteria import FUNCTIONAL_RULES, supervised
 from anybatch.objectives.labels import huggingface
-from anybatch.objectives.metrics import Mean, Metric, Metrics, Number, PerRow, Sum, combine, detached
-from anybatch.objectives.objective import Objective, checked_loss, count_units, evaluate, metrics_alone
+from anybatch.objectives.metrics import Mean, Metric, Metrics, Number, PerRow, Sum, combine, detached, on_host
+from anybatch.objectives.objective import Objective, checked_loss, count_units, loss_and_metrics
 from anybatch.objectives.observed_means import ObservedMeans
 from anybatch.objectives.sentence_losses import sentence_transformers
 
@@ -26,10 +26,10 @@ __all__ = [
     "combine",
     "count_units",
     "detached",
-    "evaluate",
     "huggingface",
     "info_nce",
-    "metrics_alone",
+    "loss_and_metrics",
+    "on_host",
     "sentence_transformers",
     "supervised",
 ]

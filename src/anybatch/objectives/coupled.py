@@ -26,6 +26,7 @@ class Coupled:
 
     Exact for any loss, with dropout too: the second forward draws what the first drew. Buffers advance once.
 
+    >>> import torch
     >>> objective = Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), lambda pair: (pair[0] @ pair[1].T).var())
     >>> from anybatch import Accumulator
     >>> Accumulator(nn.Linear(3, 2), objective, micro_batch=4).backward((torch.randn(10, 3), torch.randn(10, 3))).micro_batches

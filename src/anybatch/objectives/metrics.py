@@ -1,7 +1,7 @@
 """Numbers that an objective returns beside its loss, put together so that they hold for the whole batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -133,8 +133,31 @@ def _detached(name: str, metric: Metric) -> Metric:
         )
     if isinstance(metric, PerRow):
         return PerRow(metric.values.detach())
-    if isinstance(metric, Sum | Mean) and isinstance(metric.value, Tensor):
-        return replace(metric, value=metric.value.detach())
+    if isinstance(metric, Sum):
+        return Sum(_without_graph(metric.value))
+    if isinstance(metric, Mean):
+        return Mean(_without_graph(metric.value), None if metric.units is None else _without_graph(metric.units))
+    return metric
+
+
+def _without_graph(number: Number) -> Number:
+    return number.detach() if isinstance(number, Tensor) else number
+
+
+def on_host(metrics: Metrics) -> Metrics:
+    """The same numbers on the CPU, to be sent."""
+    return {name: _on_host(metric) for name, metric in metrics.items()}
+
+
+def _on_host(metric: Metric) -> Metric:
+    if isinstance(metric, Tensor):
+        return metric.cpu()
+    if isinstance(metric, PerRow):
+        return PerRow(metric.values.cpu())
+    if isinstance(metric, Sum):
+        return Sum(torch.as_tensor(metric.value).cpu())
+    if isinstance(metric, Mean):
+        return Mean(torch.as_tensor(metric.value).cpu(), None if metric.units is None else float(metric.units))
     return metric
 
 

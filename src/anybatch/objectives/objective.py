@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anybatch.batches import Batch, rows
 from anybatch.errors import LossError, UnitsError
 from anybatch.objectives.metrics import Metrics, Number
+from anybatch.options import Reduction
 
 Loss = Callable[[nn.Module, Batch], "Tensor | tuple[Tensor, Metrics]"]
 Units = Callable[[Batch], Number]
@@ -29,7 +30,7 @@ class Objective:
 
     loss: Loss
     units: Units = rows
-    reduction: Literal["mean", "sum"] = "mean"
+    reduction: Reduction = "mean"
     units_for: Callable[[nn.Module], Units] | None = None
     """For objectives whose units depend on the model: the units of this model, used instead of `units`."""
 
@@ -41,6 +42,14 @@ class Objective:
             )
         if self.reduction not in ("mean", "sum"):
             raise LossError(f"Objective(reduction={self.reduction!r}): expected 'mean' or 'sum'.")
+
+    def parameters(self) -> list[nn.Parameter]:
+        """None of its own: those of a criterion are given to the optimizer, and to `Accumulator` by `parameters=`."""
+        return []
+
+    def whole(self) -> "Objective":
+        """Itself: this loss can be computed of any rows."""
+        return self
 
 
 class Counted(Protocol):
@@ -65,14 +74,9 @@ def count_units(objective: Counted, model: nn.Module, micro_batches: Sequence[Ba
     return counted
 
 
-def evaluate(objective: Objective, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
-    """The loss of one micro-batch, checked to be a single differentiable number, and its metrics."""
-    return checked_loss(objective.loss(model, batch))
-
-
 def checked_loss(returned: Any) -> tuple[Tensor, Metrics]:
-    """What a loss function returned, `loss` or `(loss, metrics)`, taken apart and checked."""
-    loss, metrics = _returned(returned)
+    """The same as `loss_and_metrics`, and the loss is checked to be a single differentiable number."""
+    loss, metrics = loss_and_metrics(returned)
     if loss.dim() != 0:
         if loss.numel() != 1:
             raise LossError(
@@ -88,12 +92,8 @@ def checked_loss(returned: Any) -> tuple[Tensor, Metrics]:
     return loss, metrics
 
 
-def metrics_alone(objective: Objective, model: nn.Module, batch: Batch) -> Metrics:
-    """The metrics of a micro-batch whose loss, a mean over nothing, is of no interest."""
-    return _returned(objective.loss(model, batch))[1]
-
-
-def _returned(returned: Any) -> tuple[Tensor, Metrics]:
+def loss_and_metrics(returned: Any) -> tuple[Tensor, Metrics]:
+    """What a loss function returned, `loss` or `(loss, metrics)`, taken apart."""
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor):
         raise LossError(

@@ -1,4 +1,4 @@
-"""Summing gradients over ranks by hand, in buckets: where torch's own reducer cannot be used, or does not look."""
+"""Summing gradients over ranks in buckets of our own: where torch's reducer cannot be used, or does not look."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
-def sum_by_hand(ranks: Ranks, parameters: Sequence[nn.Parameter], *, divisor: float = 1.0) -> None:
+def sum_in_buckets(ranks: Ranks, parameters: Sequence[nn.Parameter], *, divisor: float = 1.0) -> None:
     """`.grad = sum of every rank's .grad / divisor`, on every rank; it stays None where it is None on all ranks.
 
     One all-reduce per bucket. Each bucket ends with a mark per parameter that tells whether any rank has a gradient. A

@@ -1,47 +1,132 @@
-"""The parameters of `fully_shard` gathered for one batch, whose gradient is reduced once, when all of it is there."""
+"""Models sharded by `fully_shard`: each pass gathers parameters, or one batch does; gradients are reduced once, by FSDP2."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from anybatch.parallel.wrapping import fsdp_groups, fsdp_states
+from torch import nn
+
+from anybatch.parallel.buckets import sum_in_buckets
+from anybatch.parallel.engine import Needs, OldTurn, Sync, Turn
+from anybatch.parallel.ranks import Ranks
+from anybatch.torch_inside import (
+    forget_gathered_gradients,
+    forwards_as_repeats,
+    gather_for_batch,
+    gathered_parameters,
+    reduce_gathered,
+    resharding_put_back,
+)
 
 
-@contextmanager
-def gathered(roots: Sequence[Any]) -> Iterator[None]:
-    """The block in which whole parameters lie on every rank, for forwards that are under way at the same time.
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """The engine of modules sharded by `fully_shard`."""
 
-    Forward and backward inside send nothing, so ranks may run as many as they have. Whole gradients add up, in the dtype that
-    they are reduced in, until the block ends: there FSDP2 averages them over ranks and frees the parameters. After an error
-    all of this is left to `reset_iter_state`.
+    roots: tuple[Any, ...]
+    ranks: Ranks
+    reshard: bool
+    """Parameters are freed after each backward pass, and gathered again for the next; else they stay until the last."""
+    is_even: bool = True
+    overwrites: bool = False
+
+    def sync(self, needs: Needs, *, is_proven: bool = True) -> Sync:
+        if needs.one_collective:
+            return Gathered(self.roots, self.ranks)
+        return Scattered(self.roots, self.ranks, self.reshard)
+
+    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> Turn:  # until passes/ is rebuilt
+        return OldTurn(self.sync(Needs()), self.sync(Needs(one_collective=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """FSDP2 averages over ranks in the last backward pass; before it each rank adds up whole gradients of its own."""
+
+    roots: tuple[Any, ...]
+    ranks: Ranks
+    reshard: bool
+    is_shared: bool = True
+
+    @property
+    def factor(self) -> float:
+        return float(self.ranks.size)
+
+    @contextmanager
+    def passing(self, *, is_last: bool) -> Iterator[None]:
+        with resharding_put_back(self.roots):
+            for root in self.roots:
+                root.set_requires_gradient_sync(is_last)
+                root.set_is_last_backward(is_last)
+                if not is_last and not self.reshard:
+                    root.set_reshard_after_backward(False)
+            try:
+                yield
+            finally:
+                for root in self.roots:
+                    root.set_requires_gradient_sync(True)
+                    root.set_is_last_backward(True)
+
+    def close(self, parameters: Sequence[nn.Parameter]) -> None:
+        _sum_outside(self.roots, self.ranks, parameters)
+
+    def forget(self) -> None:
+        _forget(self.roots)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Whole parameters lie on every rank from the first forward of a batch to its end, where FSDP2 averages and frees them.
+
+    Forward and backward send nothing in between, so ranks may run as many as they have. Whole gradients add up in the dtype
+    that they are reduced in.
     """
-    states = [state for root in roots for state in fsdp_states(root)]
+
+    roots: tuple[Any, ...]
+    ranks: Ranks
+    is_shared: bool = True
+
+    @property
+    def factor(self) -> float:
+        return float(self.ranks.size)
+
+    @contextmanager
+    def passing(self, *, is_last: bool) -> Iterator[None]:
+        """The block around all forwards and backwards of the batch. After an error in it `forget` frees the parameters."""
+        for root in self.roots:
+            root.set_requires_gradient_sync(True)
+            root.set_is_last_backward(True)
+            gather_for_batch(root)
+        whole = [(parameter, parameter.grad_dtype, dtype) for parameter, dtype in gathered_parameters(self.roots)]
+        try:
+            for parameter, _, dtype in whole:
+                if dtype is not None:
+                    parameter.grad_dtype = dtype
+            with forwards_as_repeats(self.roots):
+                yield
+            for root in self.roots:
+                reduce_gathered(root)
+        finally:
+            for parameter, before, _ in whole:
+                parameter.grad = None
+                parameter.grad_dtype = before
+
+    def close(self, parameters: Sequence[nn.Parameter]) -> None:
+        _sum_outside(self.roots, self.ranks, parameters)
+
+    def forget(self) -> None:
+        _forget(self.roots)
+
+
+def _sum_outside(roots: Sequence[Any], ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
+    """Average over ranks what `fully_shard` knows nothing of, such as a criterion's parameters."""
+    inside = {parameter for root in roots for parameter in root.parameters()}
+    sum_in_buckets(ranks, [p for p in parameters if p not in inside], divisor=float(ranks.size))
+
+
+def _forget(roots: Sequence[Any]) -> None:
+    """Free gathered parameters, and drop gradients that were added up and not reduced."""
     for root in roots:
-        root._get_fsdp_state()._lazy_init()  # as its first forward would
-        root.set_requires_gradient_sync(True)
-        root.set_is_last_backward(True)
-        for state in fsdp_states(root):
-            state._modules[0].unshard()
-    parameters = [parameter for root in roots for group in fsdp_groups(root) for parameter in group.fsdp_params]
-    dtypes = [(parameter.unsharded_param, parameter.unsharded_param.grad_dtype) for parameter in parameters]
-    try:
-        for parameter in parameters:
-            if parameter.reduce_dtype is not None:
-                parameter.unsharded_param.grad_dtype = parameter.reduce_dtype
-        # The hooks of fully_shard know one forward at a time: the second to leave a unit would free it. In this state, meant
-        # for forwards that are repeated inside backward, they cast inputs and outputs and touch nothing else.
-        _set_state(states, "PRE_BACKWARD")
-        yield
-        _set_state(states, "IDLE")
-        for root in roots:
-            root._get_fsdp_state()._root_post_backward_final_callback()
-    finally:
-        _set_state(states, "IDLE")
-        for unsharded, dtype in dtypes:
-            unsharded.grad = None
-            unsharded.grad_dtype = dtype
-
-
-def _set_state(states: Sequence[Any], name: str) -> None:
-    for state in states:
-        state._training_state = type(state._training_state)[name]
+        root.reset_iter_state()
+    forget_gathered_gradients(roots)

@@ -1,6 +1,5 @@
 """How a model is wrapped for many ranks, and what is refused of it by name."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import ParallelError
+from anybatch.low_precision import LOW_PRECISION
+from anybatch.torch_inside import check_ddp, check_fsdp, flat_group, sharded_kind, sharded_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,16 @@ def wrapping_of(model: nn.Module) -> Wrapping:
             f"{type(model).__name__} holds both DistributedDataParallel and fully_shard modules; wrap all of it in one way: "
             "fully_shard with a 2-D mesh replicates and shards."
         )
+    for module in replicated:
+        _check_replicated(module)
+    for root in sharded:
+        check_fsdp(root)
     groups = [module.process_group for module in replicated] or [_data_group(module) for module in sharded]
     if any(_members(group) != _members(groups[0]) for group in groups):
         raise ParallelError(
             f"the parts of {type(model).__name__} are spread over different ranks ({[_members(g) for g in groups]}); a batch "
             "has one set of ranks. Wrap all parts over the same process group or mesh."
         )
-    for module in replicated:
-        _check_replicated(module)
     for root in sharded:
         _check_sharded(root)
     return Wrapping(replicated, sharded, groups[0])
@@ -58,36 +61,17 @@ def own_part(tensor: Any) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
-def fsdp_states(root: nn.Module) -> list[Any]:
-    """What `fully_shard` keeps for a root, the first, and for every unit below it."""
-    kind = _sharded_kind()
-    modules: list[Any] = [module for module in root.modules() if kind is not None and isinstance(module, kind)]
-    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
-
-
-def fsdp_groups(root: nn.Module) -> Iterator[Any]:
-    """Every parameter group of `fully_shard` in a root, itself and below."""
-    for state in fsdp_states(root):
-        yield from state._fsdp_param_groups
-
-
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
     """Wrapped modules that are in no other wrapped module."""
     if not dist.is_available() or not dist.is_initialized():
         return
-    sharded = _sharded_kind()
+    sharded = sharded_kind()
     _check_kind(model)
     if isinstance(model, DistributedDataParallel) or (sharded is not None and isinstance(model, sharded)):
         yield model
         return
     for child in model.children():
         yield from _outermost(child)
-
-
-def _sharded_kind() -> type | None:
-    """FSDP2's mark on a module; None where its package was never imported, so that no module can have it."""
-    package = sys.modules.get("torch.distributed.fsdp")
-    return None if package is None else package.FSDPModule
 
 
 def _check_kind(module: nn.Module) -> None:
@@ -103,6 +87,7 @@ def _members(group: Any) -> tuple[int, ...]:
 
 
 def _check_replicated(module: DistributedDataParallel) -> None:
+    check_ddp(module)
     name = f"DistributedDataParallel({type(module.module).__name__})"
     if module.static_graph:
         raise ParallelError(
@@ -118,7 +103,7 @@ def _check_replicated(module: DistributedDataParallel) -> None:
 
 def _data_group(root: nn.Module) -> Any:
     """The group of all ranks with different rows: the whole mesh, be it 1-D (FSDP) or 2-D (HSDP)."""
-    meshes = {group.mesh_info.mesh for group in fsdp_groups(root)}
+    meshes = {parameter.mesh for parameter in sharded_parameters(root)}
     if len(meshes) != 1:
         raise ParallelError(
             f"{type(root).__name__} is sharded over {len(meshes)} meshes; a batch has one set of ranks. Use one mesh."
@@ -126,22 +111,20 @@ def _data_group(root: nn.Module) -> Any:
     mesh = meshes.pop()
     if mesh.ndim == 1:
         return mesh.get_group()
-    return dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+    return dist.group.WORLD if mesh.size() == dist.get_world_size() else flat_group(mesh)
 
 
 def _check_sharded(root: nn.Module) -> None:
-    low = (torch.bfloat16, torch.float16)
-    for group in fsdp_groups(root):
-        for parameter in group.fsdp_params:
-            name = f"parameter of shape {tuple(parameter._orig_size)} of {type(root).__name__}"
-            if parameter.sharded_param.device_mesh.ndim != group.mesh_info.mesh.ndim:
-                raise ParallelError(
-                    f"a {name} is cut by tensor parallelism too (mesh {parameter.sharded_param.device_mesh}), whose ranks "
-                    "share rows: this is not built. Use fully_shard over a mesh of data-parallel ranks alone."
-                )
-            computed = group.mp_policy.param_dtype or parameter.sharded_param.dtype
-            if computed in low and group.mp_policy.reduce_dtype is not torch.float32:
-                raise ParallelError(
-                    f"a {name} computes in {computed} and would be summed in it, over micro-batches and ranks. Give "
-                    "fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32)."
-                )
+    for shape, sharded, mesh, policy in sharded_parameters(root):
+        name = f"parameter of shape {shape} of {type(root).__name__}"
+        if sharded.device_mesh.ndim != mesh.ndim:
+            raise ParallelError(
+                f"a {name} is cut by tensor parallelism too (mesh {sharded.device_mesh}), whose ranks share rows: this is not "
+                "built. Use fully_shard over a mesh of data-parallel ranks alone."
+            )
+        computed = policy.param_dtype or sharded.dtype
+        if computed in LOW_PRECISION and policy.reduce_dtype is not torch.float32:
+            raise ParallelError(
+                f"a {name} computes in {computed} and would be summed in it, over micro-batches and ranks. Give "
+                "fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32)."
+            )

@@ -3,21 +3,19 @@
 from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.accumulator import Accumulator
 from anybatch.passes.agreement import has_rows
-from anybatch.passes.checks import check_model
 from anybatch.passes.culprit import find_culprit
-from anybatch.passes.norm_policy import BatchNorm
-from anybatch.passes.over_ranks import on_host
-from anybatch.passes.work import Autocast, autocast_context, common_device
+from anybatch.passes.forward_pass import ForwardPass
+from anybatch.passes.running import Option, Running, autocast_context, check_model, common_device
 
 __all__ = [
     "Accumulated",
     "Accumulator",
-    "Autocast",
-    "BatchNorm",
+    "ForwardPass",
+    "Option",
+    "Running",
     "autocast_context",
     "check_model",
     "common_device",
     "find_culprit",
     "has_rows",
-    "on_host",
 ]

@@ -1,17 +1,17 @@
-"""What a batch leaves behind, beside its gradient."""
+"""What a batch leaves behind, beside its gradient: of all its rows, the same on every rank."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from anybatch.batches import Cut, MicroBatches
-from anybatch.gradients import Shares, shares_of, weighted_sum
-from anybatch.objectives import Metrics, PerRow, combine, detached
-from anybatch.passes.over_ranks import Parts, over_ranks
-from anybatch.passes.schedules import Together
-from anybatch.passes.work import Work
+from anybatch.gradients import shares_of, weighted_sum
+from anybatch.objectives import Metrics, PerRow, combine, on_host
+from anybatch.parallel import Ranks
+from anybatch.passes.batch_plan import BatchPlan
+from anybatch.passes.tools import Outcome, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,92 +37,93 @@ class Accumulated:
         return not self.dropped or self.units > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What the micro-batches so far have left."""
-
-    kept: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    metrics: list[Metrics] = field(default_factory=list)
-    unweighted: dict[int, Metrics] = field(default_factory=dict)
-    """Metrics of the micro-batches of no units."""
-
-    @property
-    def has_metrics(self) -> bool:
-        return any(self.metrics)
-
-    def add(self, index: int, loss: Tensor, metrics: Metrics, *, is_kept: bool) -> None:
-        if not is_kept:
-            self.dropped.append(index)
-            return
-        self.kept.append(index)
-        self.losses.append(loss)
-        self.metrics.append(detached(metrics))
-
-    def result(self, work: Work, dtype: torch.dtype) -> Accumulated:
-        shares = work.shares
-        units = [shares.units[index] for index in self.kept]
-        weights = shares_of(units, shares.reduction).each
-        parts = Parts(
-            metrics=[*self.metrics, *self.unweighted.values()],
-            units=[*units, *[0.0] * len(self.unweighted)],
-            indices=[*self.kept, *self.unweighted],
-            dropped=self.dropped,
-        )
-        loss = _batch_loss(shares, self.losses, weights)
-        if work.agreed is not None:
-            whole = over_ranks(work, loss if self.losses else loss.to(dtype), parts)
-            return Accumulated(micro_batches=sum(work.agreed.micro_batches), **whole)
-        return Accumulated(
-            loss=loss,
-            units=sum(units),
-            micro_batches=len(shares.units),
-            metrics=combine(parts.metrics, parts.units, work.cut, parts.indices),
-            dropped=tuple(self.dropped),
-        )
+def result_of(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> Accumulated:
+    """The result of a batch, from what its passes left on this rank and on the others."""
+    loss = _loss_of(plan, outcome)
+    if all(part.micro_batch is None for part in outcome.parts) and outcome.parts:
+        rows = _rows_of_all(plan, outcome, ranks)
+        return _result(plan, outcome, loss, rows, [0])
+    if ranks.size == 1:
+        return _result(plan, outcome, loss, plan.cut, [part.micro_batch or 0 for part in outcome.parts])
+    return _over_ranks(plan, outcome, loss, ranks)
 
 
-def _batch_loss(shares: Shares, losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """0 for a batch of no units; nan where all that counts was dropped."""
-    if shares.is_empty:
-        return torch.zeros(())
-    return weighted_sum(losses, weights) if losses else torch.tensor(torch.nan)
-
-
-def result_together(together: Together, work: Work) -> Accumulated:
-    """The result of a batch whose rows looked at each other."""
-    weights = shares_of(together.units, work.shares.reduction).each
-    loss = _batch_loss(work.shares, together.losses, weights)
-    metrics = [detached(part) for part in together.metrics]
-    num_micro_batches = len(work.micro_batches) if work.agreed is None else sum(work.agreed.micro_batches)
-    if work.agreed is not None and together.counted is not None:
-        num_own = sum(index < work.shares.num_own for index in together.counted)  # a borrowed one is the last
-        parts = Parts(
-            metrics=metrics[:num_own],
-            units=together.units[:num_own],
-            indices=together.counted[:num_own],
-            dropped=(),
-        )
-        return Accumulated(micro_batches=num_micro_batches, **over_ranks(work, loss, parts))
+def _result(
+    plan: BatchPlan, outcome: Outcome, loss: Tensor, rows: MicroBatches | None, kept: Sequence[int]
+) -> Accumulated:
+    units = [part.units for part in outcome.parts]
     return Accumulated(
         loss=loss,
-        units=sum(together.units),
-        micro_batches=num_micro_batches,
-        metrics=combine(metrics, together.units, *_rows_together(together, work)),
-        dropped=tuple(together.dropped),
+        units=sum(units),
+        micro_batches=plan.num_micro_batches,
+        metrics=combine([part.metrics for part in outcome.parts], units, rows, kept),
+        dropped=tuple(outcome.dropped),
     )
 
 
-def _rows_together(together: Together, work: Work) -> tuple[MicroBatches | None, Sequence[int]]:
-    """Whose row is whose: by micro-batch, or for a loss that saw all rows joined, in the order they were joined."""
-    cut = work.cut
-    if together.counted is not None:
-        return cut, together.counted
-    has_rows = any(isinstance(metric, PerRow) for part in together.metrics for metric in part.values())
-    if not has_rows or together.dropped or (cut.cut is None and work.agreed is None):
-        return None, ()
+def _loss_of(plan: BatchPlan, outcome: Outcome) -> Tensor:
+    """The loss of this rank's rows: 0 for a batch of no units; nan where all that counts was dropped."""
+    if plan.is_empty:
+        return torch.zeros(())
+    counted = [(part.loss, part.units) for part in outcome.parts if part.loss is not None]
+    if not counted:
+        return torch.tensor(torch.nan)
+    return weighted_sum([loss for loss, _ in counted], shares_of([units for _, units in counted], plan.reduction))
+
+
+def _rows_of_all(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> MicroBatches | None:
+    """Whose row is whose for a loss that saw the rows of all ranks joined: in the order they were joined."""
+    has_rows = any(isinstance(metric, PerRow) for part in outcome.parts for metric in part.metrics.values())
+    if not has_rows or outcome.dropped or (plan.cut.cut is None and ranks.size == 1):
+        return None
     joined: list[int] = []
-    for rows in work.ranks.gather_objects(cut.row_numbers):
+    for rows in ranks.gather_objects(plan.cut.row_numbers):
         joined += [len(joined) + row for numbers in rows for row in numbers]
-    return MicroBatches((cut,), Cut(rows=(tuple(joined),), lengths=(0,))), (0,)
+    return MicroBatches((plan.cut,), Cut(rows=(tuple(joined),), lengths=(0,)))
+
+
+def _over_ranks(plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks) -> Accumulated:
+    """One small collective for loss and units; one more only if there are metrics, or micro-batches that were dropped.
+
+    `PerRow` metrics have the rows of rank 0 first, then those of rank 1, and so on.
+    """
+    units = sum(part.units for part in outcome.parts)
+    is_mean = plan.reduction == "mean"
+    has_loss = units > 0 if is_mean else plan.num_own > len(outcome.dropped)
+    own = float(loss) * (units if is_mean else 1.0) if has_loss else 0.0
+    has_more = any(part.metrics for part in outcome.parts) or bool(outcome.dropped)
+    # reading the loss waits for the device, as the units of the next batch will
+    totals = ranks.sum([units, own, float(has_more)])
+    value = totals[1]
+    if is_mean:
+        value = totals[1] / totals[0] if totals[0] else 0.0 if plan.is_empty else torch.nan
+    metrics, dropped = _gathered(plan, outcome, ranks) if totals[2] else ({}, ())
+    return Accumulated(
+        loss=torch.tensor(value, dtype=loss.dtype if has_loss else outcome.dtype, device=loss.device),
+        units=totals[0],
+        micro_batches=plan.num_micro_batches,
+        metrics=metrics,
+        dropped=dropped,
+    )
+
+
+def _gathered(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """The metrics of all ranks' micro-batches put together, and the numbers of all that were dropped."""
+    held = [replace(part, loss=None, metrics=on_host(part.metrics)) for part in outcome.parts]
+    has_rows = any(isinstance(metric, PerRow) for part in held for metric in part.metrics.values())
+    every = ranks.gather_objects((held, outcome.dropped, plan.cut.row_numbers if has_rows else ()))
+    parts: list[Part] = []
+    placed: list[tuple[int, ...]] = []
+    kept: list[int] = []
+    dropped: list[int] = []
+    offset = 0
+    for rank, (told, left_out, rows) in enumerate(every):
+        indices = [part.micro_batch or 0 for part in told]
+        kept += [len(placed) + index for index in indices]
+        parts += told
+        placed += [tuple(row + offset for row in numbers) for numbers in rows] or [()] * (1 + max(indices, default=0))
+        dropped += [plan.number(rank, index) for index in left_out]
+        offset += sum(map(len, rows))
+    cut = MicroBatches((None,) * len(placed), Cut(rows=tuple(placed), lengths=(0,) * len(placed)))
+    metrics: list[Metrics] = [part.metrics for part in parts]
+    return combine(metrics, [part.units for part in parts], cut, kept), tuple(dropped)

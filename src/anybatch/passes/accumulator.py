@@ -1,11 +1,13 @@
 """The accumulator: a batch in, its exact gradient in `.grad`."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from anybatch.batches import (
     AsGiven,
@@ -19,20 +21,35 @@ from anybatch.batches import (
     smaller,
     tensors,
 )
-from anybatch.dropout import count_update, number_rows
-from anybatch.errors import MemoryLimitError, ParallelError
-from anybatch.events import Accumulate, Backward, Observer, Retry, Tracker, tracker_for
-from anybatch.gradients import GradientSum, Shares, shares_of
+from anybatch.dropout import UNNUMBERED, Masks, RowNumbering, masks_of, number_rows
+from anybatch.errors import MemoryLimitError
+from anybatch.events import SILENT, Events, Observer, Retry, events_for
+from anybatch.gradients import GradientSum
+from anybatch.norms import Layers, NormPolicy
 from anybatch.objectives import Coupled, Objective, count_units
+from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.parallel import engine_for
-from anybatch.passes.accumulated import Accumulated, Done, result_together
-from anybatch.passes.agreement import Agreed, agree, has_rows, size_of
-from anybatch.passes.barrier import Meeting
-from anybatch.passes.checks import check_parts, check_sharded
-from anybatch.passes.norm_policy import BatchNorm, NormPolicy
-from anybatch.passes.timing import stopwatch_for
-from anybatch.passes.work import Autocast, Work, autocast_context, common_device, passes_fp16
-from anybatch.state import Offload, Rewind, copy_statistics, once_more, tracking_layers, until_it_fits
+from anybatch.passes.accumulated import Accumulated
+from anybatch.passes.agreement import OwnRows, has_rows, plan_batch, size_of
+from anybatch.passes.barrier import Barrier
+from anybatch.passes.batch_plan import BatchPlan
+from anybatch.passes.forward_pass import ForwardPass
+from anybatch.passes.run_batch import run
+from anybatch.passes.running import (
+    Option,
+    Running,
+    autocast_context,
+    check_drops,
+    check_model,
+    check_objective,
+    common_device,
+    passes_fp16,
+)
+from anybatch.passes.schedules import schedule_for
+from anybatch.passes.start_gradient import StartGradient
+from anybatch.passes.timing import laps_of
+from anybatch.passes.tools import TRUSTING, Dropping, Schedule, Tools
+from anybatch.state import MovingBuffers, TensorFile, once_more, tracking_layers, until_it_fits
 
 
 class Accumulator:
@@ -46,14 +63,17 @@ class Accumulator:
 
     `batch_norm` says what BatchNorm layers in training see: `"exact"`, the whole batch, with gradients through its statistics;
     `"micro"`, each micro-batch for itself, running statistics merged to one update; `"frozen"`, the running statistics. None
-    is `"micro"` with one warning that says how far off the first gradient was. In `"exact"` all micro-batches' graphs live at
-    once; `offload` says where what they save is kept: `"host"` memory, for accelerators, `"disk"`, None for where it is, or
-    `"auto"`: in place up to half of the free memory, then out, to the host from an accelerator, to disk from the CPU.
+    is `"micro"` with one warning. In `"exact"` all micro-batches' graphs live at once; `offload` says where what they save is
+    kept: `"host"` memory, for accelerators, `"disk"`, None for where it is, or `"auto"`: in place up to half of the free
+    memory, then out, to the host from an accelerator, to disk from the CPU.
 
     A model in `DistributedDataParallel` or sharded by `fully_shard` is given as it is: the batch is then what all ranks give
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
     micro-batch to the next: fewer all-gathers for more memory.
+
+    `running` gives all these options as one value instead, and `optimizer` is what steps, for a `Fit` to count its memory:
+    `Update` uses both.
 
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
     `split` is then what the next batches are cut by.
@@ -63,6 +83,8 @@ class Accumulator:
     >>> accumulator.backward(torch.randn(10, 3)).micro_batches
     3
     """
+
+    autocast = Option()
 
     def __init__(
         self,
@@ -78,34 +100,34 @@ class Accumulator:
         keep_fp32: bool = False,
         reshard: bool = True,
         observer: Observer | None = None,
+        running: Running | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
-        check_parts(model, objective, autocast)
-        self.engine = engine_for(model, reshard=reshard)
+        check_model(model)
+        check_objective(objective)
+        self.running = running or Running(
+            autocast=autocast,
+            batch_norm=batch_norm,
+            offload=offload,
+            reshard=reshard,
+            on_nonfinite="drop" if drop_nonfinite else "raise",
+        )
+        self.engine = engine_for(model, reshard=self.running.reshard)
         self.model = model
         self.objective = objective
         self.split = as_split(micro_batch)
-        self.autocast = autocast
-        self.norms = NormPolicy(model, batch_norm, offload)
-        if self.engine.is_even:
-            check_sharded(drop_nonfinite)
-        if drop_nonfinite and self.engine.ranks.size > 1 and (isinstance(objective, Coupled) or batch_norm == "exact"):
-            raise ParallelError(
-                f"on {self.engine.ranks.size} ranks, micro-batches whose rows look at each other are not left out one by one. "
-                "Use on_nonfinite='skip', which leaves the update out."
-            )
-        self.drop_nonfinite = drop_nonfinite
-        self.keep_fp32 = keep_fp32
         self.observer = observer
         self.parameters = model.parameters if parameters is None else parameters
-        own_loss = objective.loss if isinstance(objective, Coupled) else None
-        self._rewind = Rewind([model, own_loss] if isinstance(own_loss, nn.Module) else [model])
+        self.keep_fp32 = keep_fp32
+        self.norms = NormPolicy(model, self.running.batch_norm)
+        self._optimizer = optimizer
+        check_drops(self.running, objective, self.engine)
+        own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
+        self._buffers = MovingBuffers([model, *own_loss], aside=True)
+        self._file = TensorFile()
         self._given: Split = AsGiven()
-        self._proven = 0
-        self.workload = Workload(
-            model=model,
-            objective=objective,
-            options={"autocast": autocast, "batch_norm": batch_norm, "offload": offload},
-        )
+        self._proven_size = 0
+        self._masks: tuple[Masks, ...] | None = None
 
     def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
         """Add to `.grad` what one backward pass over the whole batch would add.
@@ -117,44 +139,156 @@ class Accumulator:
         scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` as it
         was before the call.
         """
-        count_update(self.model)
-        tracker = tracker_for(self.observer)
-        start = once_more(self._rewind.start)
-        work: Work | None = None
+        for masks in self._row_masks():
+            masks.update += 1  # before anything that may have to start again, so that it starts with the same masks
+        events = events_for(self.observer)
+        before = once_more(self._buffers.snapshot)
+        ran: MicroBatches | None = None
 
         def attempt() -> Accumulated:
-            nonlocal work
-            work = None
-            work = self.prepare(batch, scaler, tracker)
-            result = self._run(batch, work, scaler)
-            if work.agreed is not None:
-                self._proven = max(self._proven, *map(size_of, work.micro_batches))
+            nonlocal ran
+            ran = None
+            plan, schedule, tools = self.prepare(batch, scaler, events)
+            ran = plan.cut
+            result = run(plan, schedule, tools)
+            if self.engine.ranks.size > 1:
+                self._proven_size = max(self._proven_size, *map(size_of, plan.cut.micro_batches))
             return result
 
         def start_again(reason: str) -> None:
-            lost = self._rewind.go_back(start)
+            lost = self._buffers.put_back(before)
             if self.engine.ranks.any(bool(lost)):
                 raise MemoryLimitError(
                     f"memory ran out ({reason}), and this batch cannot start again: it was the first to change "
                     f"{', '.join(lost)}, of which there is no copy. Give the next batch: from now on copies are made."
                 )
-            self._shrink(batch, work, reason)
-            if tracker is not None:
-                tracker.begin(Retry)
-                tracker.end(Retry, reason=reason)
+            self._shrink(batch, ran, reason)
+            events.begin(Retry)
+            events.end(Retry, reason=reason)
 
-        if self.engine.ranks.size > 1 and (self.engine.is_even or self.norms.mode == "exact"):
-            # a rank that fails amid collectives cannot tell the others, and starts nothing again alone
+        if not self._can_start_again():
             return attempt()
         result, retries = until_it_fits(attempt, start_again)
         return replace(result, retries=retries) if retries else result
 
-    def _shrink(self, batch: Batch, work: Work | None, reason: str) -> None:
+    @property
+    def workload(self) -> Workload:
+        """What micro-batches are cut for: all that the memory of an update depends on."""
+        return Workload(model=self.model, objective=self.objective, optimizer=self._optimizer, running=self.running)
+
+    def prepare(
+        self,
+        batch: Batch,
+        scaler: GradScaler | None = None,
+        events: Events = SILENT,
+        schedule: Schedule | None = None,
+    ) -> tuple[BatchPlan, Schedule, Tools]:
+        """All that comes before the first forward: the plan of the batch, how it runs, and with what.
+
+        `schedule` is how it runs instead of how it would.
+        """
+        given = schedule
+        parameters = [*self.parameters(), *self.objective.parameters()]
+        device = common_device(parameters) or common_device(self.model.parameters())
+        autocast = autocast_context(self.running.autocast, device)
+        layers: Layers = {}
+
+        def choose(is_cut: bool) -> Schedule:
+            nonlocal layers
+            layers = self.norms.touched(is_cut=is_cut)
+            return given or schedule_for(self.objective, layers, self.running, self._file)
+
+        plan, schedule = plan_batch(
+            self.engine,
+            lambda: once_more(lambda: self._count(batch)),
+            choose,
+            underflows=scaler is None and passes_fp16(parameters, autocast),
+            proven_size=self._proven_size,
+        )
+        self.norms.warn_once(layers, plan.cut, plan.num_micro_batches)
+        needs = schedule.needs(self.engine)
+        sync = self.engine.sync(needs, is_proven=plan.is_proven)
+        ranks = self.engine.ranks
+        barrier = Barrier(ranks, is_over=ranks.size == 1 or needs.even_passes or needs.one_collective)
+        drops = self.running.drops and not plan.is_empty
+        tools = Tools(
+            forward=self._forward(plan, schedule, batch, device, autocast, events),
+            gradients=GradientSum(
+                parameters,
+                keep_fp32=self.keep_fp32,
+                isolate=drops and scaler is None,  # an overflow of the scaled gradient is the scaler's to see
+                copies=self.engine.overwrites,
+            ),
+            sync=sync,
+            statistics=self.norms.statistics(layers, ranks, barrier.hold),
+            start=StartGradient(sync.factor, scaler),
+            events=events,
+            finite=Dropping(self.model, tracking_layers(self.model)) if drops else TRUSTING,
+            barrier=barrier,
+            laps=laps_of(self.split, batch, plan.cut, device),
+            ranks=ranks,
+        )
+        return plan, schedule, tools
+
+    def _forward(
+        self,
+        plan: BatchPlan,
+        schedule: Schedule,
+        batch: Batch,
+        device: torch.device | None,
+        autocast: AbstractContextManager[object],
+        events: Events,
+    ) -> ForwardPass:
+        is_there = device is None or all(tensor.device == device for tensor in tensors(plan.cut[0]))
+        rows: RowNumbering = UNNUMBERED
+        for masks in self._row_masks():
+            rows = number_rows(masks, self.model, plan.cut, batch, self.engine.ranks)
+        return ForwardPass(
+            model=self.model,
+            compute=schedule.compute,
+            device=None if is_there else device,
+            autocast=autocast,
+            rows=rows,
+            events=events,
+        )
+
+    def _count(self, batch: Batch) -> OwnRows:
+        """This rank's micro-batches and their units. A stand-in for no rows is a mean over nothing, of a sum too."""
+        reduction = self.objective.reduction
+        is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
+        rows = batch.batch if isinstance(batch, Dealt) else batch
+        if self.engine.ranks.size > 1 and (is_stand_in or not has_rows(rows)):
+            return OwnRows(cut=None, units=(), reduction=reduction)
+        split = self._given if isinstance(rows, MicroBatches) else self.split
+        choose_for = getattr(split, "choose_for", None)
+        if choose_for is not None:
+            choose_for(self.workload, rows)
+        cut = split.cut(rows)
+        units = count_units(self.objective, self.model, cut.micro_batches)
+        if is_stand_in:
+            return OwnRows(cut=cut, units=[0] * len(units), reduction="mean")
+        return OwnRows(cut=cut, units=units, reduction=reduction)
+
+    def _row_masks(self) -> tuple[Masks, ...]:
+        """What the model's swapped dropout layers share: nothing, or one. Looked for once, at the first batch."""
+        if self._masks is None:
+            found = masks_of(self.model)
+            self._masks = () if found is None else (found,)
+        return self._masks
+
+    def _can_start_again(self) -> bool:
+        """False where a rank that fails amid collectives cannot tell the others: it starts nothing again alone."""
+        if self.engine.ranks.size == 1:
+            return True
+        is_exact = self.running.batch_norm == "exact" and bool(self.norms.touched(is_cut=True))
+        return not self.engine.is_even and not is_exact
+
+    def _shrink(self, batch: Batch, ran: MicroBatches | None, reason: str) -> None:
         """Cut in smaller micro-batches from now on; those that come cut already, too."""
         is_given = isinstance(batch.batch if isinstance(batch, Dealt) else batch, MicroBatches)
-        found = None if work is None else smaller(self._given if is_given else self.split, work.cut)
+        found = None if ran is None else smaller(self._given if is_given else self.split, ran)
         if not self.engine.ranks.any(found is not None):
-            where = "before the first micro-batch ran" if work is None else "with a single row in each micro-batch"
+            where = "before the first micro-batch ran" if ran is None else "with a single row in each micro-batch"
             need = getattr(self.split, "need", None)
             predicted = "" if need is None else f" An update with one row needs {need}, as predicted."
             raise MemoryLimitError(
@@ -167,174 +301,3 @@ class Accumulator:
             self._given = found
         else:
             self.split = found
-
-    def _run(self, batch: Batch, work: Work, scaler: GradScaler | None) -> Accumulated:
-        tracker = work.tracker
-        if isinstance(self.objective, Coupled) or self.norms.is_exact(work):
-            return self._backward_together(work, scaler)
-        drops = self.drop_nonfinite and not work.shares.is_empty
-        isolate = drops and scaler is None  # an overflow of the scaled gradient is the scaler's to see
-        layers = tracking_layers(self.model) if drops else []
-        done = Done()
-        try:
-            with (
-                self._gradient_sum(work, isolate=isolate) as gradient_sum,
-                self.norms.around(work, gradient_sum, scaler) as work,
-            ):
-                starts: tuple[Tensor, ...] = ()
-                watch = stopwatch_for(self.split, batch, work.cut, work.parameters)
-                passes = work.passes
-                for place, (index, counts) in enumerate(passes, start=1):
-                    is_last = place == len(passes)
-                    if is_last and work.turn.is_synchronised:
-                        work.meeting.hold(is_final=True)
-                    with work.turn.running(is_last=is_last):
-                        statistics = copy_statistics(layers)
-                        loss, metrics = work.forward(index)
-                        starts = starts or work.shares.tensors(loss, scaler)
-                        is_kept = not drops or bool(loss.isfinite())
-                        if is_kept:
-                            start = starts[index] if counts else torch.zeros_like(starts[index])
-                            is_kept = _backward(gradient_sum, loss, start, index, tracker)
-                        if not is_kept:
-                            statistics.restore()
-                        if not is_kept or not counts:
-                            work.forget()
-                    if watch is not None and counts:
-                        watch.lap(index)
-                    if counts:
-                        done.add(index, loss.detach(), metrics, is_kept=is_kept)
-                    has_metrics = bool(metrics)
-                    del loss, metrics  # the next forward must not find this graph alive
-                work.meeting.hold(is_final=True)
-                work.turn.close(gradient_sum.parameters)
-                if done.has_metrics or has_metrics:
-                    done.unweighted.update((index, work.metrics_of(index)) for index in work.shares.left_out)
-                result = done.result(work, starts[0].dtype)
-                gradient_sum.scale = work.shares.left_over(result.units)
-                if work.shares.is_empty:
-                    gradient_sum.zero()
-        except BaseException as error:
-            work.turn.forget()
-            if isinstance(error, Exception):
-                work.meeting.fail(error)
-            raise
-        finally:
-            if tracker is not None:
-                tracker.close()
-        if watch is not None:
-            watch.finish()
-        return result
-
-    def _backward_together(self, work: Work, scaler: GradScaler | None) -> Accumulated:
-        """`backward` of a batch whose rows look at each other."""
-        drops = self.drop_nonfinite and not work.shares.is_empty
-        isolate = drops and scaler is None
-        try:
-            with self._gradient_sum(work, isolate=isolate) as gradient_sum:
-                coupled = self.objective if isinstance(self.objective, Coupled) else None
-                together = self.norms.run_together(work, gradient_sum, coupled=coupled, scaler=scaler, drops=drops)
-                work.meeting.hold(is_final=True)
-                work.turn.close(gradient_sum.parameters)
-                result = result_together(together, work)
-                if together.counted is not None:
-                    gradient_sum.scale = work.shares.left_over(result.units)
-                if work.shares.is_empty:
-                    gradient_sum.zero()
-        except BaseException as error:
-            work.turn.forget()
-            if isinstance(error, Exception):
-                work.meeting.fail(error)
-            raise
-        finally:
-            if work.tracker is not None:
-                work.tracker.close()
-        return result
-
-    def prepare(self, batch: Batch, scaler: GradScaler | None = None, tracker: Tracker | None = None) -> Work:
-        """Cut the batch and count its units: all that comes before the first forward."""
-        parameters = list(self.parameters())
-        device = common_device(parameters)
-        if isinstance(self.objective, Coupled):
-            device = common_device(self.model.parameters())  # a loss's own parameters may lie elsewhere
-            parameters += self.objective.parameters()
-        autocast = autocast_context(self.autocast, device)
-        underflows = scaler is None and passes_fp16(parameters, autocast)
-        cut, shares, agreed = self._count(batch, underflows=underflows)
-        turn = self.engine.turn(by_hand=self._by_hand(), is_proven=agreed is None or agreed.is_proven)
-        if agreed is not None:
-            shares = replace(shares, factor=turn.factor)
-        is_there = device is None or all(tensor.device == device for tensor in tensors(cut.micro_batches[0]))
-        return Work(
-            self.model,
-            self.objective.whole() if isinstance(self.objective, Coupled) else self.objective,
-            cut,
-            shares,
-            parameters,
-            None if is_there else device,
-            autocast,
-            tracker,
-            turn,
-            self.engine.ranks,
-            agreed,
-            Meeting(self.engine.ranks, is_over=agreed is None or self.engine.is_even or self.norms.mode == "exact"),
-            rows=number_rows(self.model, cut, batch, self.engine.ranks),
-        )
-
-    def _count(self, batch: Batch, *, underflows: bool) -> tuple[MicroBatches, Shares, Agreed | None]:
-        """The micro-batches, and the share of each in the batch of all ranks."""
-        reduction = self.objective.reduction
-        ranks = self.engine.ranks
-        is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
-        if isinstance(batch, Dealt):
-            batch = None if is_stand_in and ranks.size > 1 else batch.batch
-
-        def count() -> tuple[MicroBatches, Shares]:
-            split = self._given if isinstance(batch, MicroBatches) else self.split
-            choose_for = getattr(split, "choose_for", None)
-            if choose_for is not None:
-                choose_for(self.workload, batch)
-            cut = split.cut(batch)
-            units = count_units(self.objective, self.model, cut.micro_batches)
-            if is_stand_in:  # a mean over nothing: zero gradients, of a sum too
-                return cut, shares_of([0] * len(units), "mean", underflows=underflows)
-            return cut, shares_of(units, reduction, underflows=underflows)
-
-        if ranks.size == 1:
-            return *once_more(count), None
-        return agree(
-            ranks,
-            (lambda: once_more(count)) if has_rows(batch) else (lambda: (None, shares_of((), reduction))),
-            is_even=self.engine.is_even,
-            is_proven=self._is_proven,
-            underflows=underflows,
-            reduction=reduction,
-            runs_all=isinstance(self.objective, Coupled),
-        )
-
-    def _is_proven(self, cut: MicroBatches, shares: Shares) -> bool:
-        """True where the pass that would be synchronised is no larger than one before it, in this batch or an earlier one."""
-        *earlier, last = [size_of(cut[index]) for index in shares.running]
-        return last <= max([self._proven, *earlier])
-
-    def _by_hand(self) -> str | None:
-        """Why gradients of this batch cannot be summed over ranks while backward runs; None where they can."""
-        if isinstance(self.objective, Coupled):
-            return "the gradient of a coupled loss"
-        if self.norms.mode == "exact":
-            return "the gradient of batch_norm='exact'"
-        return "dropping micro-batches that are not finite" if self.drop_nonfinite else None
-
-    def _gradient_sum(self, work: Work, *, isolate: bool) -> GradientSum:
-        return GradientSum(work.parameters, keep_fp32=self.keep_fp32, isolate=isolate, copies=self.engine.overwrites)
-
-
-def _backward(gradient_sum: GradientSum, loss: Tensor, start: Tensor, index: int, tracker: Tracker | None) -> bool:
-    if tracker is None:
-        return gradient_sum.backward(loss, start)
-    tracker.begin(Backward)
-    is_finite = gradient_sum.backward(loss, start)
-    tracker.end(Backward, micro_batch=index)
-    tracker.begin(Accumulate)
-    tracker.end(Accumulate, micro_batch=index, parameters=tuple(gradient_sum.parameters))
-    return is_finite

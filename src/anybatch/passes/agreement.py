@@ -1,31 +1,45 @@
-"""What ranks tell each other of a batch before its first forward: denominator first, over all of them."""
+"""What ranks agree on before the first forward of a batch: denominator first, over all of them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anybatch.batches import Batch, Cut, MicroBatches, move, tensors
 from anybatch.errors import BatchError, ParallelError
-from anybatch.gradients import Shares, shares_of
-from anybatch.parallel import Ranks
+from anybatch.options import Reduction
+from anybatch.parallel import Engine, Ranks
+from anybatch.passes.batch_plan import BatchPlan, Layout, lay_out
+from anybatch.passes.tools import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
-    """The same on every rank."""
+class OwnRows:
+    """What one rank has of a batch: cut, and its units counted."""
 
-    micro_batches: tuple[int, ...]
-    """How many micro-batches of its own each rank has; 0 for a rank with no row."""
-    num_passes: int
-    """How many passes every rank runs at least; 0 where each may run as many as it has."""
-    is_proven: bool
-    """True where each rank's last pass is known to fit, from one that was no smaller."""
+    cut: MicroBatches | None
+    """None where it has no rows."""
+    units: Sequence[float]
+    reduction: Reduction
 
-    def number(self, rank: int, index: int) -> int:
-        """The number of a rank's micro-batch among those of all ranks."""
-        return sum(self.micro_batches[:rank]) + index
+    def counted(self, layout: Layout) -> list[int]:
+        """The micro-batches that count for something, and so run."""
+        if layout.runs_all or self.reduction == "sum":
+            return list(range(len(self.units)))
+        return [index for index, units in enumerate(self.units) if units > 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What one rank tells the others of its rows, as numbers that one small collective carries."""
+
+    has_failed: float
+    num_own: float
+    num_counted: float
+    total: float
+    largest: float
+    is_proven: float
 
 
 def has_rows(batch: Batch) -> bool:
@@ -39,71 +53,122 @@ def size_of(micro_batch: Batch) -> int:
     return sum(tensor.numel() for tensor in tensors(micro_batch))
 
 
-def agree(
-    ranks: Ranks,
-    count: Callable[[], tuple[MicroBatches | None, Shares]],
+def plan_batch(
+    engine: Engine,
+    count: Callable[[], OwnRows],
+    schedule_for: Callable[[bool], Schedule],
     *,
-    is_even: bool,
-    is_proven: Callable[[MicroBatches, Shares], bool],
     underflows: bool,
-    reduction: str,
-    runs_all: bool,
-) -> tuple[MicroBatches, Shares, Agreed]:
-    """Cut and count on every rank, then sum the units in one small collective.
+    proven_size: int,
+) -> tuple[BatchPlan, Schedule]:
+    """Cut and count on every rank, sum the units in one small collective, and lay out this rank's passes.
 
-    `count` gives this rank's micro-batches and shares, or None for no rows. An error in it is raised on every rank. With
-    `runs_all`, micro-batches of 0 units count too. A rank with nothing that counts borrows a micro-batch, to run it with
-    share 0: it has to take part in what all ranks do.
+    An error in `count` is raised on every rank. `schedule_for(is_cut)` says how the batch will run; a batch on several ranks is
+    always cut. Where the ranks have to run evenly, each runs as many passes as the one with the most. A rank with nothing that
+    counts borrows a micro-batch, to run it with share 0, because it has to take part in what all ranks do.
+
+    Where gradients are fp16 and nothing scales the loss, shares of the whole batch would underflow in backward (measured: 0.23
+    off at 64 micro-batches). There (`underflows`) the largest micro-batch has share 1, and the rest is divided out at the
+    close. A pass no larger than `proven_size` is known to fit.
     """
-    error: Exception | None = None
-    cut: MicroBatches | None = None
-    shares = shares_of((), reduction)
+    ranks = engine.ranks
+    if ranks.size == 1:
+        own = count()
+        assert own.cut is not None
+        schedule = schedule_for(len(own.cut) > 1)
+        told = [_told(own, own.counted(schedule.layout), is_proven=True)]
+        return _planned(ranks, own, told, schedule.layout, is_even=False, underflows=underflows), schedule
+    schedule = schedule_for(True)
+    own, told = _ask_all(ranks, count, schedule.layout, proven_size)
+    if not any(one.num_own for one in told):
+        raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
+    own = _with_borrowed(ranks, own, told, schedule.layout)
+    is_even = schedule.needs(engine).even_passes
+    return _planned(ranks, own, told, schedule.layout, is_even=is_even, underflows=underflows), schedule
+
+
+def _told(own: OwnRows, counted: list[int], *, is_proven: bool) -> _Told:
+    num_own = 0 if own.cut is None else len(own.cut)
+    return _Told(0.0, num_own, len(counted), sum(own.units), max(own.units, default=0), is_proven)
+
+
+def _planned(
+    ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout, *, is_even: bool, underflows: bool
+) -> BatchPlan:
+    assert own.cut is not None
+    total = sum(one.total for one in told)
+    denominator = max(one.largest for one in told) if underflows else total
+    num_by_rank = tuple(int(one.num_own) for one in told)
+    num_own = num_by_rank[ranks.rank]
+    passes = lay_out(
+        own.units,
+        own.reduction,
+        layout,
+        denominator=denominator,
+        num_own=num_own,
+        num_passes=max(int(one.num_counted) for one in told) if is_even else 0,
+    )
+    running = {one.micro_batch for one in passes}
+    return BatchPlan(
+        cut=own.cut,
+        units=own.units,
+        passes=passes,
+        left_out=tuple(index for index in range(num_own) if index not in running),
+        denominator=denominator,
+        total=total,
+        reduction=own.reduction,
+        num_by_rank=num_by_rank,
+        rank=ranks.rank,
+        is_proven=all(one.is_proven for one in told),
+    )
+
+
+def _ask_all(
+    ranks: Ranks, count: Callable[[], OwnRows], layout: Layout, proven_size: int
+) -> tuple[OwnRows, list[_Told]]:
+    """This rank's rows, and what every rank tells of its own; an error where one failed."""
+    own, error = OwnRows(cut=None, units=(), reduction="mean"), None
     try:
-        cut, shares = count()
+        own = count()
     except Exception as raised:
         error = raised
-    num_own = 0 if cut is None else len(cut)
-    num_counted = num_own if runs_all else 0 if reduction == "mean" and shares.total == 0 else len(shares.running)
-    is_proven_here = cut is not None and num_counted > 0 and is_proven(cut, shares)
-    facts = [error is not None, num_own, num_counted, shares.total, max(shares.units, default=0), is_proven_here]
-    told = ranks.gather([float(fact) for fact in facts])
-    failed = [rank for rank, numbers in enumerate(told) if numbers[0]]
+    counted = own.counted(layout)
+    facts = _told(own, counted, is_proven=_is_proven(own, counted, proven_size))
+    numbers = [float(error is not None), facts.num_own, facts.num_counted, facts.total, facts.largest, facts.is_proven]
+    told = [_Told(*every) for every in ranks.gather([float(number) for number in numbers])]
     if error is not None:
         raise error
+    failed = [rank for rank, one in enumerate(told) if one.has_failed]
     if failed:
         raise ParallelError(
             f"rank {failed[0]} failed before its first forward (its own error says why); no rank ran this batch."
         )
-    total, largest = sum(numbers[3] for numbers in told), max(numbers[4] for numbers in told)
-    micro_batches = tuple(int(numbers[1]) for numbers in told)
-    passes = [int(numbers[2]) for numbers in told]
-    shares = replace(shares, denominator=largest if underflows else total, total=total)
-    agreed = Agreed(
-        micro_batches=micro_batches,
-        num_passes=max(*passes, 1) if is_even else 0,
-        is_proven=all(numbers[5] for numbers in told),
-    )
-    if not any(micro_batches):
-        raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
-    lenders = passes if any(passes) else list(micro_batches)
+    return own, told
+
+
+def _is_proven(own: OwnRows, counted: list[int], proven_size: int) -> bool:
+    """True where the last pass is no larger than one before it, in this batch or an earlier one."""
+    if own.cut is None or not counted:
+        return False
+    *earlier, last = [size_of(own.cut[index]) for index in counted]
+    return last <= max([proven_size, *earlier])
+
+
+def _with_borrowed(ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout) -> OwnRows:
+    """This rank's rows, and a micro-batch of the rank that has the most, where this one has nothing that counts."""
+    counted = [int(one.num_counted) for one in told]
+    lenders = counted if any(counted) else [int(one.num_own) for one in told]
     if all(lenders):
-        assert cut is not None
-        return cut, shares, agreed
-    lent = _lend(ranks, cut, shares, lenders)
+        return own
+
+    def lend() -> Any:
+        assert own.cut is not None
+        return move(own.cut[(own.counted(layout) or [len(own.cut) - 1])[-1]], torch.device("cpu"))
+
+    lent = ranks.lend(lend, lenders.index(max(lenders)))
     if lenders[ranks.rank]:
-        assert cut is not None
-        return cut, shares, agreed
-    return _joined(cut, lent), replace(shares, units=(*shares.units, 0.0), is_borrowed=True), agreed
-
-
-def _lend(ranks: Ranks, cut: MicroBatches | None, shares: Shares, lenders: list[int]) -> Batch:
-    """One micro-batch of the rank that has the most, on every rank."""
-
-    def make() -> Any:
-        assert cut is not None
-        return move(cut[shares.running[-1]], torch.device("cpu"))
-
-    return ranks.lend(make, lenders.index(max(lenders)))
+        return own
+    return OwnRows(cut=_joined(own.cut, lent), units=(*own.units, 0.0), reduction=own.reduction)
 
 
 def _joined(own: MicroBatches | None, lent: Batch) -> MicroBatches:

@@ -8,7 +8,7 @@ from anybatch.state import is_out_of_memory
 
 
 @dataclass(slots=True)
-class Meeting:
+class Barrier:
     """Where ranks tell each other, before what cannot be undone, that all of them got there.
 
     One that failed tells it instead of `hold`: then every rank raises. Out of memory on one rank is out of memory on all,

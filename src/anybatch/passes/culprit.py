@@ -9,7 +9,9 @@ from torch import nn
 from anybatch.batches import Batch
 from anybatch.gradients import GradientSum, all_finite
 from anybatch.passes.accumulator import Accumulator
-from anybatch.passes.work import Work
+from anybatch.passes.batch_plan import BatchPlan, Pass
+from anybatch.passes.schedules import OneByOne
+from anybatch.passes.tools import Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,38 +30,46 @@ class Culprit:
 def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Parameter, str]) -> Culprit | None:
     """Run each micro-batch again, alone, until one is not finite; None if all are (a random draw, a sum that overflowed).
 
-    `.grad` is left alone. Ranks look together, and all get the same answer.
+    `.grad` is left alone. Ranks look together, and all get the same answer. A coupled loss is computed of the rows of each
+    micro-batch by themselves.
     """
-    work = accumulator.prepare(batch)
-    gradient_sum = GradientSum(names)
+    schedule = OneByOne(accumulator.objective.whole(), drops=not accumulator.engine.is_even)
+    plan, _, tools = accumulator.prepare(batch, schedule=schedule)
+    gradients = GradientSum(names)
     # sharded gradients can be seen only when they are synchronised, by all ranks at once
     is_seen_together = accumulator.engine.is_even
     found: Culprit | None = None
-    with gradient_sum.undone(), accumulator.norms.alone():
-        for index, counts in work.passes:
-            with work.turn.running(is_last=is_seen_together):
-                loss, _ = work.forward(index)
+    with gradients.undone(), accumulator.norms.alone():
+        for one in plan.passes:
+            with tools.sync.passing(is_last=is_seen_together):
+                loss, _ = tools.loss_of(plan, one)
                 loss.backward()
-            if found is None and counts:
-                found = _look(work, index, loss.detach().item(), names, is_seen_together=is_seen_together)
+            if found is None and one.reports:
+                found = _look(plan, one, tools, loss.detach().item(), names, is_seen_together=is_seen_together)
             if found is not None and not is_seen_together:
                 break
-            gradient_sum.zero()
-    culprits = [culprit for culprit in work.ranks.gather_objects(found) if culprit is not None]
+            gradients.zero()
+    culprits = [culprit for culprit in tools.ranks.gather_objects(found) if culprit is not None]
     return min(culprits, key=lambda culprit: (culprit.micro_batch, culprit.rank is None)) if culprits else None
 
 
 def _look(
-    work: Work, index: int, loss: float, names: Mapping[nn.Parameter, str], *, is_seen_together: bool
+    plan: BatchPlan,
+    one: Pass,
+    tools: Tools,
+    loss: float,
+    names: Mapping[nn.Parameter, str],
+    *,
+    is_seen_together: bool,
 ) -> Culprit | None:
     bad = next((name for parameter, name in names.items() if not all_finite([parameter.grad])), None)
     if bad is None and math.isfinite(loss):
         return None
-    is_known = work.ranks.size > 1 and not (is_seen_together and math.isfinite(loss))
+    is_known = tools.ranks.size > 1 and not (is_seen_together and math.isfinite(loss))
     return Culprit(
-        micro_batch=index,
-        num_micro_batches=work.shares.num_own,
+        micro_batch=one.micro_batch,
+        num_micro_batches=plan.num_own,
         loss=loss,
         parameter=bad,
-        rank=work.ranks.rank if is_known else None,
+        rank=tools.ranks.rank if is_known else None,
     )

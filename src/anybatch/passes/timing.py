@@ -2,14 +2,36 @@
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from anybatch.batches import Batch, MicroBatches, Split
 
 Learn = Callable[[MicroBatches, Sequence[float | None]], None]
+
+
+class Laps(Protocol):
+    """Whoever is told when micro-batches have run."""
+
+    def lap(self, index: int) -> None:
+        """Micro-batch `index` has run."""
+
+    def finish(self) -> None:
+        """The batch has run whole."""
+
+
+class Untimed:
+    """Nobody wants to know."""
+
+    def lap(self, index: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+UNTIMED = Untimed()
 
 
 class Stopwatch:
@@ -29,7 +51,9 @@ class Stopwatch:
         self._laps.append((index, self._now()))
 
     def finish(self) -> None:
-        """The batch has run whole: tell the split."""
+        """The batch has run whole: tell the split, unless no micro-batch ran for itself."""
+        if len(self._laps) == 1:
+            return
         if self._device is not None:
             self._laps[-1][1].synchronize()
         seconds: list[float | None] = [None] * len(self._ran)
@@ -45,11 +69,9 @@ class Stopwatch:
         return event
 
 
-def stopwatch_for(
-    split: Split, batch: Batch, ran: MicroBatches, parameters: Sequence[nn.Parameter]
-) -> Stopwatch | None:
-    """A stopwatch if the split learns, and `batch` did not come cut already; else None, which costs one look."""
+def laps_of(split: Split, batch: Batch, ran: MicroBatches, device: torch.device | None) -> Laps:
+    """A stopwatch if the split learns, and `batch` did not come cut already."""
     learn = getattr(split, "learn", None)
     if learn is None or isinstance(batch, MicroBatches):
-        return None
-    return Stopwatch(learn, ran, parameters[0].device if parameters else torch.device("cpu"))
+        return UNTIMED
+    return Stopwatch(learn, ran, device or torch.device("cpu"))

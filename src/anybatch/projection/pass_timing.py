@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from time import perf_counter
 
 import torch
@@ -11,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from anybatch.batches import Batch, num_rows
 from anybatch.errors import SettingsError
-from anybatch.objectives import Objective, evaluate
-from anybatch.passes import Autocast, autocast_context
+from anybatch.objectives import Objective, checked_loss
+from anybatch.options import Autocast
+from anybatch.passes import ForwardPass, autocast_context
 from anybatch.projection.network import PassSeconds
 
 
@@ -32,11 +32,11 @@ def time_pass(
     """
     parameters = list(model.parameters())
     device = parameters[0].device
+    one_pass = ForwardPass(model=model, compute=objective.loss, autocast=autocast_context(autocast, device))
     model.train()
 
     def forward() -> Tensor:
-        with autocast_context(autocast, device) or nullcontext():
-            return evaluate(objective, model, batch)[0]
+        return checked_loss(one_pass(batch))[0]
 
     counted = [_flops(forward), _flops(forward().backward)]
     if flops is None:

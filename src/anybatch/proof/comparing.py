@@ -10,7 +10,8 @@ from torch import nn
 from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Workload, num_rows, take_rows
 from anybatch.errors import VerifyError
 from anybatch.objectives import Coupled, Objective
-from anybatch.passes import Autocast, BatchNorm
+from anybatch.options import Autocast, BatchNorm
+from anybatch.passes import Running
 from anybatch.proof.cases import (
     Case,
     Copy,
@@ -72,8 +73,8 @@ def verify(
             whole = take_rows(whole, slice(0, rows))
             case = make_case(case.model, objective, whole, batch_norm=batch_norm, autocast=autocast, copy=copy)
         taken = None if num_rows(whole) == given else range(num_rows(whole))
-        options = {"autocast": autocast, "batch_norm": batch_norm}
-        workload = Workload(model=case.model, objective=objective, options=options)
+        running = Running(autocast=autocast, batch_norm=batch_norm)
+        workload = Workload(model=case.model, objective=objective, running=running)
         cuts = cuts_of(batch, whole, micro_batch, taken, workload=workload)
         return _Proof(case, cuts, given).verdict()
 

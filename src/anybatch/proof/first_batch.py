@@ -46,10 +46,10 @@ def _look_at(accumulator: Accumulator, batch: Batch) -> None:
     if sample is None:
         return
     model, objective = inner_model(accumulator.model), accumulator.objective
-    mode = accumulator.norms.mode
+    mode = accumulator.running.batch_norm
     options: dict[str, Any] = {
         "batch_norm": "frozen" if mode == "micro" else mode,
-        "autocast": accumulator.autocast,
+        "autocast": accumulator.running.autocast,
     }
     if _is_near(model, accumulator, sample, options):
         return

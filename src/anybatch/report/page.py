@@ -25,17 +25,17 @@ from anybatch.records import (
 from anybatch.report.charts import (
     Chart,
     Table,
-    comparison_charts,
+    charts_of_comparison,
+    charts_of_plan,
+    charts_of_proof,
+    charts_of_trace,
     cuts_table,
     epoch_charts,
     final_table,
     memory_charts,
-    plan_charts,
-    proof_charts,
     rate_and_norm_charts,
     stage_colour,
     timeline_chart,
-    trace_charts,
     update_charts,
 )
 from anybatch.report.headline import headline, summary
@@ -133,7 +133,7 @@ def _proof_sections(proof: ProofRecord) -> Iterator[Section]:
     yield Section(
         name="proof",
         title="Accumulated against the whole batch",
-        charts=tuple(proof_charts(proof)),
+        charts=tuple(charts_of_proof(proof)),
         tables=(("Every cut", cuts_table(proof)),),
     )
 
@@ -144,13 +144,13 @@ def _comparison_sections(comparison: Comparison) -> Iterator[Section]:
         name="arms",
         title="The ways to train",
         terms=tuple((arm.name, arm.description) for arm in comparison.arms if arm.description),
-        charts=tuple(comparison_charts(comparison)),
+        charts=tuple(charts_of_comparison(comparison)),
         tables=(("What each ended with", final_table(comparison)),) if comparison.arms else (),
     )
 
 
 def _plan_sections(plan: PlanRecord) -> Iterator[Section]:
-    yield Section(name="memory", title="What fits", notes=plan.sentences[1:], charts=tuple(plan_charts(plan)))
+    yield Section(name="memory", title="What fits", notes=plan.sentences[1:], charts=tuple(charts_of_plan(plan)))
 
 
 def _trace_sections(trace: Trace) -> Iterator[Section]:
@@ -158,7 +158,7 @@ def _trace_sections(trace: Trace) -> Iterator[Section]:
         ("The whole batch" if index is None else f"Micro-batch {index}", tuple(group))
         for index, group in groupby(trace.stages, key=lambda entry: entry.micro_batch)
     )
-    charts = tuple(trace_charts(trace))
+    charts = tuple(charts_of_trace(trace))
     yield Section(name="stages", title="One update, stage by stage", charts=charts, stages=stages)
     yield Section(name="layers", title="One sample, layer by layer", layers=trace.layers)
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from anybatch.state.disk import Spool
+from anybatch.state.disk import TensorFile
 
 
-def kept(tensor: Tensor, spool: Spool) -> Callable[[], Tensor]:
+def kept_aside(tensor: Tensor, file: TensorFile) -> Callable[[], Tensor]:
     """What gives back a copy of `tensor` as it is now; tensors that hold no numbers are not copied."""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return lambda: tensor
@@ -20,5 +20,5 @@ def kept(tensor: Tensor, spool: Spool) -> Callable[[], Tensor]:
         host = tensor.to("cpu")
         return lambda: host
     dtype, shape = tensor.dtype, tensor.shape
-    place = spool.write(tensor.contiguous().flatten().view(torch.uint8))
-    return lambda: spool.read(*place).view(dtype).view(shape)
+    place = file.write(tensor.contiguous().flatten().view(torch.uint8))
+    return lambda: file.read(*place).view(dtype).view(shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Spool:
+class TensorFile:
     """A file without a name in the directory for temporary files (TMPDIR), written over from batch to batch.
 
     To write where something was written before costs a thirtieth of writing to new pages. It takes as much disk as the largest
@@ -23,8 +23,8 @@ class Spool:
         self.num_bytes = 0
         """Written since the last rewind."""
 
-    def __reduce__(self) -> tuple[type["Spool"], tuple[()]]:
-        return Spool, ()  # a copy has a file of its own
+    def __reduce__(self) -> tuple[type["TensorFile"], tuple[()]]:
+        return TensorFile, ()  # a copy has a file of its own
 
     def __del__(self) -> None:
         self.close()

@@ -9,7 +9,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
-from anybatch.state.replay import random_state
+from anybatch.state.random_state import random_state
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch.errors import UpdateError
 from anybatch.host_memory import free_on_host
-from anybatch.state.disk import Spool
-
-Offload = Literal["auto", "host", "disk"] | None
-"""Where saved tensors go: to `"host"` memory, to `"disk"`, `"auto"`: out once memory is half full; None: they stay."""
+from anybatch.options import Offload
+from anybatch.state.disk import TensorFile
 
 SMALLEST = 16 * 1024
 """Bytes below which a tensor stays: moving it costs more than it saves."""
@@ -31,16 +29,16 @@ def check_offload(offload: object) -> None:
         raise UpdateError(f"offload={offload!r}: expected 'auto', 'host', 'disk' or None.")
 
 
-class Keeper:
+class SavedTensors:
     """Keeps what a graph saves out of the way. Use `hooks()` around the forwards, in each thread, and close after backward.
 
     Parameters, buffers and the batch itself (`stay`) are alive anyway and stay where they are. A tensor that several
     operations save is kept once, and a tensor that changed between is another one.
     """
 
-    def __init__(self, offload: Offload, stay: Iterable[Tensor], device: torch.device, spool: Spool) -> None:
+    def __init__(self, offload: Offload, stay: Iterable[Tensor], device: torch.device, file: TensorFile) -> None:
         self._offload = offload
-        self._spool = spool
+        self._file = file
         self._stay = {tensor.untyped_storage()._cdata for tensor in stay if type(tensor) in _PLAIN}
         self._budget = _half_of_free(device) if offload == "auto" else 0
         self._kept: dict[int, _Kept] = {}
@@ -50,7 +48,7 @@ class Keeper:
                 "already. Use offload='disk', or 'auto'."
             )
 
-    def __enter__(self) -> "Keeper":
+    def __enter__(self) -> "SavedTensors":
         return self
 
     def __exit__(
@@ -58,9 +56,9 @@ class Keeper:
     ) -> None:
         self._kept.clear()
         if kind is None:
-            self._spool.rewind()
+            self._file.rewind()
         else:
-            self._spool.close()
+            self._file.close()
 
     def hooks(self) -> AbstractContextManager[object]:
         """The block in which this thread's graph saves through the keeper."""
@@ -96,8 +94,8 @@ class Keeper:
                 return _Once(lambda: host.to(device, non_blocking=True))
             host.copy_(flat)
             flat = host
-        place = self._spool.write(flat)
-        return _Once(lambda: self._spool.read(*place).to(device))
+        place = self._file.write(flat)
+        return _Once(lambda: self._file.read(*place).to(device))
 
     def _forget_the_dead(self) -> None:
         dead = [key for key, kept in self._kept.items() if kept.storage.expired()]

@@ -22,13 +22,13 @@ Result = TypeVar("Result")
 
 @contextmanager
 def observed(update: Update, observer: Observer) -> Iterator[None]:
-    """Inside this block `observer` alone is told the stages of the updates; afterwards the observers are those of before."""
-    before = update.observer, update.accumulator.observer
-    update.observer = update.accumulator.observer = observer
+    """Inside this block `observer` alone is told the stages of the updates; afterwards the observer of before is."""
+    before = update.observer
+    update.observer = observer
     try:
         yield
     finally:
-        update.observer, update.accumulator.observer = before
+        update.observer = before
 
 
 def with_timeline(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, WindowSeen]:

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, move
+from anybatch.batches import Batch
 from anybatch.gradients import shares_of, weighted_sum
-from anybatch.objectives import Metrics, Objective, combine, count_units
+from anybatch.objectives import Metrics, Objective, combine, count_units, loss_and_metrics, on_host
+from anybatch.options import Reduction
 from anybatch.parallel import ONE_PROCESS, Ranks
-from anybatch.passes import on_host
+from anybatch.passes import ForwardPass
 from anybatch.training.launch import reshard
 
 
@@ -48,13 +48,13 @@ def validate(
     """
     was_training = model.training
     own: list[_Seen] = []
+    forward = ForwardPass(model=model, compute=objective.loss, device=device)
     model.eval()
     try:
         with torch.no_grad():
             for batch in batches:
-                there = move(batch, device)
-                returned = objective.loss(model, there)
-                loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+                there = forward.load(batch)
+                loss, metrics = loss_and_metrics(forward(there))
                 units = count_units(objective, model, [there])[0]
                 own.append(_Seen(loss.reshape(()).float(), metrics, units))
     finally:
@@ -67,13 +67,13 @@ def validate(
 
 
 def _on_host(seen: _Seen) -> _Seen:
-    return replace(seen, loss=seen.loss.cpu(), metrics={name: on_host(metric) for name, metric in seen.metrics.items()})
+    return replace(seen, loss=seen.loss.cpu(), metrics=on_host(seen.metrics))
 
 
-def _put_together(seen: list[_Seen], reduction: Literal["mean", "sum"]) -> Validation:
+def _put_together(seen: list[_Seen], reduction: Reduction) -> Validation:
     units = [one.units for one in seen]
     counted = [one for one in seen if one.units > 0 or reduction == "sum"]
-    weights = shares_of([one.units for one in counted], reduction).each
+    weights = shares_of([one.units for one in counted], reduction)
     total = float(weighted_sum([one.loss for one in counted], weights))
     return Validation(
         loss=total / (sum(units) or 1.0) if reduction == "sum" else total,

@@ -1,8 +1,6 @@
 """The update in its one right order."""
 
-from anybatch.update.one_update import Update, UpdateResult
+from anybatch.update.one_update import Update
+from anybatch.update.result import UpdateResult
 
-__all__ = [
-    "Update",
-    "UpdateResult",
-]
+__all__ = ["Update", "UpdateResult"]

@@ -1,9 +1,7 @@
 """The update in its one right order: zero, micro-batches, unscale, clip, step, scaler, scheduler."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -12,48 +10,15 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anybatch.batches import Batch, MicroBatch
 from anybatch.errors import MemoryLimitError, NonFiniteError, UpdateError
-from anybatch.events import Clip, Observer, Step, Tracker, Zero, tracker_for
-from anybatch.gradients import (
-    cast_gradients,
-    clip_to_norm,
-    clip_to_value,
-    found_overflow,
-    gradient_norm,
-    takes_fp32_gradients,
-)
+from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
+from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.objectives import Coupled, Objective
-from anybatch.passes import Accumulated, Accumulator, Autocast, BatchNorm, check_model, find_culprit
-from anybatch.proof import self_check
-from anybatch.state import Offload, copy_statistics, once_more, tracking_layers
+from anybatch.options import Autocast, BatchNorm, Offload, OnNonFinite
+from anybatch.passes import Accumulated, Accumulator, Option, Running, check_model, find_culprit
+from anybatch.state import of_statistics, once_more, tracking_layers
+from anybatch.update.loss_scale import LossScale, loss_scale
+from anybatch.update.result import UpdateResult
 from anybatch.update.stepping import Stepping
-
-OnNonFinite = Literal["raise", "skip", "drop", "ignore"]
-SMALLEST_SCALE = 2.0**-24
-"""A loss scale below this has been halved some 36 times in a row: no overflow, but an inf or nan in the model itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateResult:
-    """What one update did. Tensors are detached; reading one waits for the device, nothing else does."""
-
-    loss: Tensor
-    """The loss of the whole batch."""
-    grad_norm: Tensor
-    """The norm of the whole batch's gradient, unscaled, before clipping."""
-    units: float
-    """What the mean loss divided by: rows, target tokens, summed class weights."""
-    micro_batches: int
-    """How many micro-batches the batch was cut into."""
-    applied: bool
-    """False where the step was skipped: weights, optimizer and scheduler are as before, and the batch can be given again."""
-    lr: float | Tensor
-    """The learning rate of this update, of the first parameter group."""
-    metrics: Mapping[str, Tensor]
-    """The objective's metrics, for the whole batch."""
-    dropped: tuple[int, ...] = ()
-    """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
-    retries: int = 0
-    """How often memory ran out: the batch was started again in smaller micro-batches, or the step was."""
 
 
 class Update:
@@ -64,7 +29,8 @@ class Update:
     never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`.
     `batch_norm`, `offload` and `reshard` are those of `Accumulator`, and so is what it says of models on many ranks: the
     decisions of an update are taken by all ranks together. With `check`, some rows of the first batch run on a copy, in one
-    go and accumulated, before anything is learnt; where their gradients differ, `ExactnessError` names the cause.
+    go and accumulated, before anything is learnt; where their gradients differ, `ExactnessError` names the cause. `running`
+    gives the options as one value instead.
 
     >>> import torch
     >>> from anybatch import supervised
@@ -74,6 +40,10 @@ class Update:
     >>> result.micro_batches, result.units, result.applied
     (3, 40, True)
     """
+
+    clip_norm = Option()
+    clip_value = Option()
+    on_nonfinite = Option()
 
     def __init__(
         self,
@@ -93,35 +63,54 @@ class Update:
         reshard: bool = True,
         check: bool = False,
         observer: Observer | None = None,
+        running: Running | None = None,
     ) -> None:
-        _check(model, optimizer, clip_norm, clip_value, scaler, scheduler, on_nonfinite)
+        _check(model, optimizer, scaler, scheduler)
+        running = running or Running(
+            autocast=autocast,
+            batch_norm=batch_norm,
+            offload=offload,
+            reshard=reshard,
+            on_nonfinite=on_nonfinite,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+        )
         self.model = model
         self.optimizer = optimizer
-        self.clip_norm = clip_norm
-        self.clip_value = clip_value
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.scheduler = scheduler
-        self.on_nonfinite = on_nonfinite
-        self.observer = observer
         self.accumulator = Accumulator(
             model,
             objective,
             micro_batch=micro_batch,
-            autocast=autocast,
-            batch_norm=batch_norm,
-            offload=offload,
-            drop_nonfinite=on_nonfinite == "drop",
             parameters=self.parameters,
             keep_fp32=True,
-            reshard=reshard,
             observer=observer,
+            running=running,
+            optimizer=optimizer,
         )
-        clips = {"clip_norm": clip_norm, "clip_value": clip_value}
-        workload = self.accumulator.workload
-        self.accumulator.workload = replace(workload, optimizer=optimizer, options={**workload.options, **clips})
+        self._scale: LossScale = loss_scale(self.scaler, optimizer)
         self._tracking_layers = tracking_layers(model)
         self._stepping = Stepping(optimizer)
         self._is_to_check = check
+
+    @property
+    def running(self) -> Running:
+        """The options of this update."""
+        return self.accumulator.running
+
+    @running.setter
+    def running(self, running: Running) -> None:
+        self.accumulator.running = running
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who is told of the stages of an update."""
+        return self.accumulator.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self.accumulator.observer = observer
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients this update clears and fills: the model's and the optimizer's."""
@@ -133,37 +122,33 @@ class Update:
         An exception before the step leaves weights, optimizer, scheduler and running statistics as they were.
         """
         if self._is_to_check:
-            self_check(self.accumulator, batch)
-            self._is_to_check = False
-        tracker = tracker_for(self.observer)
-        statistics = once_more(lambda: copy_statistics(self._tracking_layers))
+            self._check_first(batch)
+        events = events_for(self.observer)
+        statistics = once_more(lambda: of_statistics(self._tracking_layers))
         lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))
         is_applied = False
         try:
-            self._zero(tracker)
+            self._zero(events)
             accumulated = self.accumulator.backward(batch, scaler=self.scaler)
             stepped = self._stepped()
-            if self.scaler is not None and accumulated.has_gradient:
-                self.scaler.unscale_(self.optimizer)
+            if accumulated.has_gradient:
+                self._scale.unscale()
             grad_norm = once_more(lambda: gradient_norm(stepped))
             is_applied = accumulated.has_gradient and self._is_finite(grad_norm)
-            if not is_applied and accumulated.has_gradient and self.scaler is None and self.on_nonfinite == "raise":
-                statistics.restore()  # they may hold the nan that is looked for
+            if not is_applied and accumulated.has_gradient and self._raises():
+                statistics.put_back()  # they may hold the nan that is looked for
                 raise NonFiniteError(self._explain(batch, grad_norm))
             if is_applied:
-                self._clip(stepped, grad_norm, tracker)
-            retries = accumulated.retries + self._step(stepped, accumulated, is_applied, tracker)
+                self._clip(stepped, grad_norm, events)
+            retries = accumulated.retries + self._step(stepped, accumulated, is_applied, events)
         except MemoryLimitError:
             is_applied = False
-            if self.scaler is not None:
-                # what was unscaled is not stepped: the next update unscales its own
-                self.scaler._per_optimizer_states.pop(id(self.optimizer), None)
+            self._scale.forget()
             raise
         finally:
-            if tracker is not None:
-                tracker.close()
+            events.close()
             if not is_applied:
-                statistics.restore()
+                statistics.put_back()
         return UpdateResult(
             loss=accumulated.loss,
             grad_norm=grad_norm,
@@ -176,67 +161,56 @@ class Update:
             retries=retries,
         )
 
+    def _check_first(self, batch: Batch) -> None:
+        from anybatch.proof import self_check  # the proof takes longer to load than all else, and is seldom asked for
+
+        self_check(self.accumulator, batch)
+        self._is_to_check = False
+
     def _stepped(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _zero(self, tracker: Tracker | None) -> None:
-        if tracker is not None:
-            tracker.begin(Zero)
+    def _zero(self, events: Events) -> None:
+        events.begin(Zero)
         parameters = self.parameters()
         for parameter in parameters:
             parameter.grad = None
-        if tracker is not None:
-            tracker.end(Zero, parameters=tuple(parameters))
+        events.end(Zero, parameters=tuple(parameters))
 
     def _is_finite(self, grad_norm: Tensor) -> bool:
-        if self.on_nonfinite == "ignore" and self.scaler is None:
+        if self.running.on_nonfinite == "ignore" and self.scaler is None:
             return True
         return math.isfinite(grad_norm.item())
 
-    def _clip(self, stepped: list[nn.Parameter], grad_norm: Tensor, tracker: Tracker | None) -> None:
-        if self.clip_norm is None and self.clip_value is None:
-            return
-        if tracker is not None:
-            tracker.begin(Clip)
-        if self.clip_norm is not None:
-            clip_to_norm(stepped, self.clip_norm, grad_norm)
-        if self.clip_value is not None:
-            clip_to_value(stepped, self.clip_value)
-        if tracker is not None:
-            tracker.end(Clip, grad_norm=grad_norm)
+    def _raises(self) -> bool:
+        """True where a gradient that is not finite is an error: with a scaler it is an overflow, as it is meant to be."""
+        return self.running.on_nonfinite == "raise" and self.scaler is None
 
-    def _step(
-        self, stepped: list[nn.Parameter], accumulated: Accumulated, is_applied: bool, tracker: Tracker | None
-    ) -> int:
+    def _clip(self, stepped: list[nn.Parameter], grad_norm: Tensor, events: Events) -> None:
+        clip_norm, clip_value = self.running.clip_norm, self.running.clip_value
+        if clip_norm is None and clip_value is None:
+            return
+        events.begin(Clip)
+        if clip_norm is not None:
+            clip_to_norm(stepped, clip_norm, grad_norm)
+        if clip_value is not None:
+            clip_to_value(stepped, clip_value)
+        events.end(Clip, grad_norm=grad_norm)
+
+    def _step(self, stepped: list[nn.Parameter], accumulated: Accumulated, is_applied: bool, events: Events) -> int:
         """The step, the scale and the schedule; how often memory ran out in it."""
         retries = 0
-        if tracker is not None:
-            tracker.begin(Step)
+        events.begin(Step)
         if is_applied:
             if not takes_fp32_gradients(self.optimizer):
                 once_more(lambda: cast_gradients(stepped))
-            scaler = self.scaler
-            retries = self._stepping.step(
-                self.optimizer.step if scaler is None else lambda: scaler.step(self.optimizer)
-            )
-        if self.scaler is not None and accumulated.has_gradient:
-            if not is_applied:
-                found_overflow(self.scaler, self.optimizer)
-            self._update_scale(self.scaler, is_applied)
+            retries = self._stepping.step(self._scale.step)
+        if accumulated.has_gradient:
+            self._scale.update(is_applied=is_applied)
         if is_applied and self.scheduler is not None:
             self.scheduler.step()
-        if tracker is not None:
-            tracker.end(Step, applied=is_applied)
+        events.end(Step, applied=is_applied)
         return retries
-
-    def _update_scale(self, scaler: GradScaler, is_applied: bool) -> None:
-        scaler.update()
-        if not is_applied and scaler.get_scale() < SMALLEST_SCALE:
-            raise NonFiniteError(
-                f"the loss scale has fallen to {scaler.get_scale():.3g} and the gradient is still not finite: this is no "
-                "overflow, but an inf or nan in the data or the model. Run the batch without a scaler to see which "
-                "parameter and micro-batch it comes from."
-            )
 
     def _explain(self, batch: Batch, grad_norm: Tensor) -> str:
         names = {parameter: f"optimizer parameter {index}" for index, parameter in enumerate(self._stepped())}
@@ -264,15 +238,7 @@ def _value(lr: float | Tensor) -> float | Tensor:
     return lr.detach().clone() if isinstance(lr, Tensor) else lr
 
 
-def _check(
-    model: nn.Module,
-    optimizer: Any,
-    clip_norm: float | None,
-    clip_value: float | None,
-    scaler: object,
-    scheduler: object,
-    on_nonfinite: str,
-) -> None:
+def _check(model: nn.Module, optimizer: Any, scaler: object, scheduler: object) -> None:
     check_model(model)
     if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
         raise UpdateError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
@@ -290,13 +256,6 @@ def _check(
         raise UpdateError(f"scheduler={scheduler!r:.80}: expected one of torch.optim.lr_scheduler, or None.")
     if scaler is not None and not hasattr(scaler, "unscale_"):
         raise UpdateError(f"scaler={scaler!r:.80}: expected a torch.amp.GradScaler, or None.")
-    if clip_norm is not None and clip_value is not None:
-        raise UpdateError(f"clip_norm={clip_norm} and clip_value={clip_value} are both given; choose one.")
-    for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if value is not None and (not isinstance(value, int | float) or not value > 0):
-            raise UpdateError(f"{name}={value!r}: expected a number above 0, or None for no clipping.")
-    if on_nonfinite not in get_args(OnNonFinite):
-        raise UpdateError(f"on_nonfinite={on_nonfinite!r}: expected one of {', '.join(get_args(OnNonFinite))}.")
     own = set(model.parameters())
     if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
         raise UpdateError(

@@ -1,7 +1,7 @@
 """Splits: policies that cut a batch into micro-batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
@@ -76,7 +76,8 @@ class Workload:
     objective: Any
     optimizer: Any = None
     """None where the caller steps the optimizer."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    running: Any = None
+    """Its options, as one value."""
 
 
 @runtime_checkable

@@ -44,7 +44,7 @@ def plan_ranks(
     built = experiment.task
     rows = settings.micro_batch if isinstance(settings.micro_batch, int) else built.micro_batch
     batch = move(next(iter(training_loader(built, batch=rows, seed=0, epoch=1))), experiment.device)
-    autocast = experiment.update.accumulator.autocast
+    autocast = experiment.update.running.autocast
     asked = max(1, experiment.plan.batch // (rows * ranks))
     return RanksPlan(
         one_pass=time_pass(built.model, built.whole_objective, batch, autocast=autocast, flops=flops),

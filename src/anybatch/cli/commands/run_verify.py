@@ -34,7 +34,7 @@ def verify_command(
         micro_batch=update.accumulator.split,
         memory=memory,
         batch_norm=experiment.task.batch_norm,
-        autocast=update.accumulator.autocast,
+        autocast=update.running.autocast,
     )
     run = first_record("verify", task, settings)
     summary = {"exact": verdict.is_exact, "error": verdict.error, "causes": ", ".join(c.kind for c in verdict.causes)}

@@ -7,8 +7,8 @@ from anybatch.memory.tracing import TrialSetup
 from anybatch.sizes import show_bytes
 
 
-def notes_for(trials: Trials, setup: TrialSetup, *, is_merged: bool, bucket_bytes: int = 0) -> tuple[str, ...]:
-    """Where this plan may be off, and by what. `is_merged` says that the caller chose no mode for BatchNorm."""
+def notes_for(trials: Trials, setup: TrialSetup, *, bucket_bytes: int = 0) -> tuple[str, ...]:
+    """Where this plan may be off, and by what."""
     notes = []
     if bucket_bytes:
         notes.append(
@@ -18,12 +18,7 @@ def notes_for(trials: Trials, setup: TrialSetup, *, is_merged: bool, bucket_byte
     if setup.device.type != "cpu" and trials.method == "fake tensors":
         notes += _notes_of_gpu(trials, setup)
     has_norms = any(isinstance(module, _BatchNorm) for module in setup.parts[0].modules())
-    if is_merged and has_norms:
-        notes.append(
-            "With batch_norm=None the first update also measures how far off BatchNorm is, which holds all micro-batches at "
-            "once; choose a mode to save that."
-        )
-    if has_norms and setup.options.get("batch_norm") == "exact" and setup.options.get("offload") is not None:
+    if has_norms and setup.running.batch_norm == "exact" and setup.running.offload is not None:
         notes.append("What batch_norm='exact' moves to the host or to disk is counted as if it stayed: an upper bound.")
     if trials.is_together:
         notes.append("Micro-batches do not stand alone in this update, so each size was tried with the whole batch.")
@@ -41,7 +36,7 @@ def _notes_of_gpu(trials: Trials, setup: TrialSetup) -> list[str]:
             "Attention was followed through the CPU's kernel, which keeps no matrix of rows x heads x length x length; a GPU "
             "that has to fall back from its flash and memory-efficient kernels keeps one."
         )
-    if setup.options.get("autocast") is not None:
+    if setup.running.autocast is not None:
         notes.append("Autocast was followed with the CPU's list of ops, which differs from a GPU's in a few.")
     optimizer = setup.parts[1]
     if optimizer is not None and any(group.get("foreach", False) is None for group in optimizer.param_groups):

@@ -155,7 +155,7 @@ def _meets(setup: TrialSetup) -> tuple[bool, bool]:
     Sparse gradients do: those of all rows stand side by side until they are joined.
     """
     model, _, objective = setup.parts
-    is_exact = setup.options.get("batch_norm") == "exact" and any(
+    is_exact = setup.running.batch_norm == "exact" and any(
         isinstance(module, _BatchNorm) and uses_batch_statistics(module) for module in model.modules()
     )
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())

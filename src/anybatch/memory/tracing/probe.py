@@ -2,11 +2,11 @@
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, opt
 from anybatch.memory.tracing.recorder import MemoryKind, Recorder, Timeline
 from anybatch.memory.tracing.trial_copies import Parts, fake_batch, fake_copies, real_copies
 from anybatch.objectives import Coupled, Objective
-from anybatch.passes import Accumulator
+from anybatch.passes import Accumulator, Running
 from anybatch.update import Update
 
 HIDDEN = {
@@ -41,7 +41,7 @@ class TrialSetup:
     """The whole batch, where it lies in the memory that is planned; else 0."""
     is_elsewhere: bool
     """True where micro-batches are brought to the device one by one."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    running: Running = field(default_factory=Running)
     """The options of `Update`, or of `Accumulator` where there is no optimizer."""
 
 
@@ -63,7 +63,7 @@ class FakeProbe:
         model, optimizer, objective = self.parts
         if optimizer is not None and setup.device.type != "cpu":
             _choose_foreach(optimizer)
-        self._runner = _runner((model, optimizer, _counting_rows(objective)), setup.options)
+        self._runner = _runner((model, optimizer, _counting_rows(objective)), setup.running)
         self.recorder = Recorder([])
         self._run(
             MicroBatches(self._fake(first))
@@ -90,7 +90,7 @@ class FakeProbe:
     @property
     def hidden(self) -> str | None:
         """In words, an op that ran and whose CPU kernel allocates more than its tensors show; None where there was none."""
-        if self._setup.options.get("autocast") is not None or any(
+        if self._setup.running.autocast is not None or any(
             parameter.dtype in LOW_PRECISION for parameter in self.parts[0].parameters()
         ):
             return "matrix products in bf16 or fp16"
@@ -114,7 +114,7 @@ class RealProbe:
     def __init__(self, setup: TrialSetup, *first: Batch) -> None:
         self._setup = setup
         self.parts = real_copies(setup.parts, setup.device)
-        self._runner = _runner(self.parts, setup.options)
+        self._runner = _runner(self.parts, setup.running)
         with without_warnings():
             self._runner.run(MicroBatches(first))
 
@@ -148,17 +148,16 @@ class _Runner:
     def parameters(self) -> list[nn.Parameter]:
         found = list(self.update.parameters())
         objective = (self.update.accumulator if isinstance(self.update, Update) else self.update).objective
-        return list(dict.fromkeys([*found, *(objective.parameters() if isinstance(objective, Coupled) else [])]))
+        return list(dict.fromkeys([*found, *objective.parameters()]))
 
 
-def _runner(parts: Parts, options: Mapping[str, Any]) -> _Runner:
+def _runner(parts: Parts, running: Running) -> _Runner:
     model, optimizer, objective = parts
-    shared = {name: options[name] for name in ("autocast", "batch_norm", "offload") if name in options}
-    if optimizer is None:
-        return _Runner(Accumulator(model, objective, micro_batch=1, **shared))
-    clips = {name: options[name] for name in ("clip_norm", "clip_value") if name in options}
     # whether a gradient is finite needs its numbers; looking at them takes no memory
-    return _Runner(Update(model, optimizer, objective, micro_batch=1, on_nonfinite="ignore", **shared, **clips))
+    running = replace(running, batch_norm=running.batch_norm or "micro", on_nonfinite="ignore")
+    if optimizer is None:
+        return _Runner(Accumulator(model, objective, micro_batch=1, running=running))
+    return _Runner(Update(model, optimizer, objective, micro_batch=1, running=running))
 
 
 def _counting_rows(objective: Objective | Coupled) -> Objective | Coupled:

@@ -1,6 +1,6 @@
 """BatchNorm over the whole batch, each micro-batch in its own forward: the statistics meet, and stay in the graph."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,35 +11,38 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.errors import BatchError
 from anybatch.low_precision import LOW_PRECISION
-from anybatch.norms.layers import Call, Layers, Moments, of_every_rank, pool, replaced, update_running
+from anybatch.norms.layers import Call, Layers, replaced
 from anybatch.norms.lockstep.baton import Lockstep
-from anybatch.parallel import ONE_PROCESS, Ranks
+from anybatch.norms.pooling import MeanAndVariance, of_every_rank, pool, update_running
+from anybatch.parallel import Ranks
 
 
 @contextmanager
 def pooled(
     layers: Layers,
     lockstep: Lockstep[Any],
-    not_finite: set[int] | None = None,
+    accepts: Callable[[tuple[Tensor, Tensor]], bool],
+    not_finite: set[int],
     *,
-    ranks: Ranks = ONE_PROCESS,
-    num_own: int | None = None,
+    ranks: Ranks,
+    num_own: int,
 ) -> Iterator[None]:
     """Inside this block the layers normalise by mean and variance over all micro-batches of `lockstep`, on all ranks.
 
     Micro-batches from number `num_own` on are borrowed from another rank, and have no part in the statistics. Running
-    statistics get the one update of the big batch. `not_finite`, where given, collects the micro-batches whose own
-    statistics were inf or nan at the first layer that met any: after it everybody's are. Looking waits for the device.
+    statistics get the one update of the big batch. `not_finite` collects the micro-batches whose own statistics `accepts`
+    refuses at the first layer that met any: after it everybody's are spoilt.
     """
     exchange = _Exchange(ranks)
 
     def compute(name: str, layer: _BatchNorm, call: Call) -> Tensor:
         own_mean, own_var = _Moments.apply(call.input)  # type: ignore[no-untyped-call]
 
-        def meet(parts: list[Moments]) -> Moments:
+        def meet(parts: list[MeanAndVariance]) -> MeanAndVariance:
             together = exchange.pool(parts)
-            if not_finite is not None and not not_finite and not bool((together.mean + together.var).isfinite().all()):
-                not_finite.update(_not_finite(lockstep.numbers, parts))
+            if not not_finite and not accepts((together.mean, together.var)):
+                both = zip(lockstep.numbers, parts, strict=True)
+                not_finite.update(number for number, part in both if not accepts((part.mean, part.var)))
             if together.count == 1:
                 raise BatchError(
                     f"BatchNorm {name!r} got one value per channel in the whole batch: it has no variance. Give more rows."
@@ -49,8 +52,8 @@ def pooled(
                 layer.num_batches_tracked.sub_(len(parts) - 1)  # every micro-batch has counted the one batch
             return together
 
-        is_own = num_own is None or lockstep.current < num_own
-        own = Moments(call.count if is_own else 0, own_mean, own_var, call.momentum)
+        is_own = lockstep.current < num_own
+        own = MeanAndVariance(call.count if is_own else 0, own_mean, own_var, call.momentum)
         together = lockstep.meet(f"BatchNorm {name!r}", own, meet)
         weight, bias = (
             None if affine is None else affine.to(together.mean.dtype) for affine in (call.weight, call.bias)
@@ -64,11 +67,6 @@ def pooled(
         yield
 
 
-def _not_finite(numbers: Sequence[int], parts: list[Moments]) -> list[int]:
-    both = zip(numbers, parts, strict=True)
-    return [number for number, part in both if not bool((part.mean + part.var).isfinite().all())]
-
-
 class _Exchange:
     """Statistics of all ranks, and their gradients summed over all ranks on the way back.
 
@@ -79,7 +77,7 @@ class _Exchange:
         self._ranks = ranks
         self._chain = torch.zeros((), requires_grad=True)
 
-    def pool(self, parts: list[Moments]) -> Moments:
+    def pool(self, parts: list[MeanAndVariance]) -> MeanAndVariance:
         if self._ranks.size == 1:
             return pool(parts)
         own = pool(parts) if any(part.count for part in parts) else parts[0]
@@ -87,7 +85,7 @@ class _Exchange:
         every[self._ranks.rank] = own  # with its graph
         together = pool(every)  # in the order of the ranks, so that all have the same to the bit
         mean, var, self._chain = _SumGradients.apply(together.mean, together.var, self._chain, self._ranks)  # type: ignore[no-untyped-call]
-        return Moments(together.count, mean, var, together.momentum)
+        return MeanAndVariance(together.count, mean, var, together.momentum)
 
 
 class _SumGradients(torch.autograd.Function):

@@ -1,10 +1,6 @@
 """How the passes of a batch become its gradient."""
 
-from anybatch.passes.schedules.in_lockstep import ExactNorm
-from anybatch.passes.schedules.two_passes import Together, run_coupled
+from anybatch.passes.schedules.one_by_one import OneByOne
+from anybatch.passes.schedules.schedule_choice import schedule_for
 
-__all__ = [
-    "ExactNorm",
-    "Together",
-    "run_coupled",
-]
+__all__ = ["OneByOne", "schedule_for"]

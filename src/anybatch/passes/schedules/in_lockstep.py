@@ -1,179 +1,168 @@
 """The exact gradient of a model with BatchNorm: all micro-batches forward in lockstep, one backward through all of them."""
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
-from anybatch.batches import MicroBatches, join_rows, map_tensors, tensors
+from anybatch.batches import Batch, map_tensors, tensors
 from anybatch.errors import UpdateError
-from anybatch.events import Accumulate, Backward, Forward, Load, Loss
-from anybatch.gradients import GradientSum
+from anybatch.events import SILENT, Forward, Loss
 from anybatch.norms import Layers, Lockstep, pooled
-from anybatch.objectives import Coupled, Metrics, checked_loss
-from anybatch.passes.schedules.two_passes import Together, encode, leaf, load, no_rows, rows_of_all, share_out
-from anybatch.passes.work import Work, common_device
-from anybatch.state import Keeper, Offload, Replay, Spool
+from anybatch.objectives import Coupled, Metrics, Objective, checked_loss, detached
+from anybatch.options import Offload
+from anybatch.parallel import Engine, Needs
+from anybatch.passes.batch_plan import BatchPlan, Layout
+from anybatch.passes.running import common_device
+from anybatch.passes.schedules.representations import leaf, no_rows, roots_of, share_out
+from anybatch.passes.schedules.two_passes import joined_loss
+from anybatch.passes.tools import Outcome, Part, Tools, part_of
+from anybatch.state import SavedTensors, TensorFile
 
-T = TypeVar("T")
+
+class Finish(Protocol):
+    """What becomes of the forwards once all of them have ended: a loss, and one backward pass."""
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        """What each forward computes, in its own thread."""
+
+    def backward(self, plan: BatchPlan, results: list[Any], tools: Tools) -> Outcome:
+        """Add the gradient of the whole batch. `results` are those of the passes, and are emptied."""
 
 
-@dataclass(slots=True, kw_only=True)
-class ExactNorm:
+@dataclass(frozen=True, slots=True)
+class InLockstep:
     """One batch through BatchNorm layers that see all of it.
 
-    Every micro-batch runs, those of 0 units too: their rows are part of the statistics. With `drops`, micro-batches whose
-    activations or losses are not finite are left out and the rest starts again, because their rows have spoilt everybody's
-    statistics; where only the gradient is not finite nobody can say whose it is, and all are left out.
+    Every micro-batch runs, those of 0 units too: their rows are part of the statistics. A micro-batch whose activations or
+    losses are not finite has spoilt everybody's statistics; where only the gradient is not finite nobody can say whose it
+    is, and all are spoilt.
     """
 
-    work: Work
     layers: Layers
-    gradient_sum: GradientSum
-    coupled: Coupled | None = None
+    finish: Finish
     offload: Offload
-    spool: Spool
-    scaler: GradScaler | None = None
-    drops: bool = False
-    _not_finite: set[int] = field(default_factory=set)
+    file: TensorFile = field(repr=False)
+    layout: ClassVar[Layout] = Layout(runs_all=True)
 
-    def run(self) -> Together:
-        """Add the gradient of the whole batch."""
-        _check_compiled(self.work.model, self.layers)
-        replay = Replay(self.work.model) if self.drops else None
-        before = None if replay is None else replay.now()
-        self._load()
-        left, dropped = list(range(len(self.work.micro_batches))), list[int]()
-        while left:
-            attempt = self._attempt if self.coupled is None else partial(self._attempt_coupled, self.coupled)
-            outcome = attempt(left)
-            if isinstance(outcome, Together):
-                return replace(outcome, dropped=sorted(dropped))
-            if replay is not None and before is not None:
-                replay.go_back(before)
-            dropped += outcome
-            left = [index for index in left if index not in outcome]
-            self._not_finite.clear()
-            self.gradient_sum.zero()
-        return Together(losses=(), metrics=(), units=(), dropped=sorted(dropped))
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        return self.finish.compute(model, micro_batch)
 
-    def _attempt(self, indices: list[int]) -> Together | Sequence[int]:
-        shares = self.work.shares
-        with self._keeper() as keeper:
-            results = dict(zip(indices, self._forwards(indices, keeper, _evaluate), strict=True))
-            counted = [index for index in shares.running if index in results]
-            if not counted:
-                return indices
-            losses = torch.stack([results[index][0] for index in counted])
-            metrics: list[Metrics] = [results[index][1] for index in counted]
-            results.clear()
-            if self.drops and (bad := self._bad(dict(zip(counted, losses.detach(), strict=True)))):
-                return bad
-            self._tell_losses(counted, losses.detach())
-            starts = shares.tensors(losses, self.scaler)
-            if not self._backward(losses, torch.stack([starts[index] for index in counted])):
-                return indices
-        units = [shares.units[index] for index in counted]
-        return Together(losses=losses.detach().unbind(), metrics=metrics, units=units, counted=counted)
+    def needs(self, engine: Engine) -> Needs:
+        return Needs(own_reduction="the gradient of batch_norm='exact'", one_collective=True)
 
-    def _attempt_coupled(self, coupled: Coupled, indices: list[int]) -> Together | Sequence[int]:
-        with self._keeper() as keeper:
-            parts = self._forwards(indices, keeper, partial(_encode, coupled))
-            if self.drops and self._not_finite:
-                return sorted(self._not_finite)
-            num_own, ranks = self.work.shares.num_own, self.work.ranks
-            own = join_rows(
-                [part if index < num_own else no_rows(part) for index, part in zip(indices, parts, strict=True)]
-            )
-            leaves = own if ranks.size == 1 else map_tensors(own, leaf)
-            with self.work.autocast or nullcontext():
-                loss, metrics = checked_loss(coupled.loss(rows_of_all(ranks, leaves)))
-            del parts
-            loss = loss.float() if loss.itemsize < 4 else loss
-            if self.drops and not bool(loss.isfinite()):
-                return indices
-            units = [self.work.shares.units_of(indices) if ranks.size == 1 else self.work.shares.total]
-            start = torch.full_like(loss, self.work.turn.factor)
-            if not self._backward(loss, start if self.scaler is None else self.scaler.scale(start)):
-                return indices
-            if ranks.size > 1:
-                share_out(ranks, self.gradient_sum.parameters, [leaves])
-                roots = [(root, held.grad) for root, held in zip(tensors(own), tensors(leaves), strict=True)]
-                chosen = [(root, grad) for root, grad in roots if root.requires_grad and grad is not None]
-                self.gradient_sum.backward([root for root, _ in chosen], [grad for _, grad in chosen])
-        return Together(losses=[loss.detach()], metrics=[metrics], units=units)
+    def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
+        model = tools.forward.model
+        check_compiled(model, self.layers)
+        with tools.sync.passing(is_last=True):
+            micro_batches = _loaded(plan, tools)
+            with self._saved_tensors(model, micro_batches, tools) as saved:
+                results, not_finite = self._forwards(plan, micro_batches, saved, tools)
+                if not_finite:
+                    return Outcome(spoilt=sorted(not_finite))
+                return self.finish.backward(plan, results, tools)
 
-    def _load(self) -> None:
-        tracker = self.work.tracker
-        # parameters that are gathered for this batch may lie elsewhere than their parts
-        device = common_device(self.work.model.parameters()) or self.work.device
-        is_there = all(tensor.device == device for tensor in tensors(self.work.micro_batches))
-        work = replace(self.work, device=None if is_there else device)
-        loaded = []
-        for index in range(len(self.work.micro_batches)):
-            if tracker is not None:
-                tracker.begin(Load)
-            loaded.append(load(work, index))
-            if tracker is not None:
-                tracker.end(Load, micro_batch=index, batch=loaded[-1])
-        self.work = replace(self.work, cut=MicroBatches(loaded, self.work.cut.cut), device=None)
-
-    def _keeper(self) -> Keeper:
-        model = self.work.model
-        parameters = [*model.parameters(), *self.work.parameters]
+    def _saved_tensors(self, model: nn.Module, micro_batches: list[Batch], tools: Tools) -> SavedTensors:
+        parameters = [*model.parameters(), *tools.gradients.parameters]
         device = parameters[0].device if parameters else torch.device("cpu")
-        stay = [*parameters, *model.buffers(), *tensors(self.work.micro_batches)]
-        return Keeper(self.offload, stay, device, self.spool)
+        return SavedTensors(self.offload, [*parameters, *model.buffers(), *tensors(micro_batches)], device, self.file)
 
-    def _forwards(self, indices: list[int], keeper: Keeper, forward: Callable[[Work, int], T]) -> list[T]:
-        tracker = self.work.tracker
-        if tracker is not None:
-            tracker.begin(Forward)
+    def _forwards(
+        self, plan: BatchPlan, micro_batches: list[Batch], saved: SavedTensors, tools: Tools
+    ) -> tuple[list[Any], set[int]]:
+        """What each pass computed, and the micro-batches that were not finite at the first layer that met any."""
+        tools.events.begin(Forward)
 
-        def run(index: int) -> T:
+        def run(micro_batch: Batch, index: int) -> Any:
             # an autocast context remembers the state it found: one for each thread
-            own = replace(self.work, tracker=None, autocast=copy.copy(self.work.autocast))
-            with keeper.hooks():
-                return forward(own, index)
+            autocast = copy.copy(tools.forward.autocast)
+            forward = replace(tools.forward, device=None, events=SILENT, autocast=autocast)
+            with saved.hooks():
+                return forward(micro_batch, index)
 
-        lockstep = Lockstep([partial(run, index) for index in indices], indices)
-        not_finite = self._not_finite if self.drops else None
-        ranks, num_own = self.work.ranks, self.work.shares.num_own
-        with pooled(self.layers, lockstep, not_finite, ranks=ranks, num_own=num_own):
+        numbers = [one.micro_batch for one in plan.passes]
+        calls = [partial(run, micro_batch, index) for micro_batch, index in zip(micro_batches, numbers, strict=True)]
+        lockstep: Lockstep[Any] = Lockstep(calls, numbers)
+        not_finite: set[int] = set()
+        with pooled(self.layers, lockstep, tools.finite.accepts, not_finite, ranks=tools.ranks, num_own=plan.num_own):
             results = lockstep.run()
-        if tracker is not None:
-            tracker.end(Forward, output=None)
-        return results
-
-    def _bad(self, losses: dict[int, Tensor]) -> list[int]:
-        return sorted(self._not_finite) or [index for index, loss in losses.items() if not bool(loss.isfinite())]
-
-    def _tell_losses(self, counted: Sequence[int], losses: Tensor) -> None:
-        tracker, shares = self.work.tracker, self.work.shares
-        for index, loss in zip(counted, losses, strict=True) if tracker is not None else ():
-            assert tracker is not None
-            tracker.begin(Loss)
-            tracker.end(Loss, micro_batch=index, loss=loss, units=shares.units[index], share=shares.each[index])
-
-    def _backward(self, roots: Tensor, starts: Tensor) -> bool:
-        tracker = self.work.tracker
-        if tracker is not None:
-            tracker.begin(Backward)
-        is_finite = self.gradient_sum.backward(roots, starts)
-        if tracker is not None:
-            tracker.end(Backward)
-            tracker.begin(Accumulate)
-            tracker.end(Accumulate, parameters=tuple(self.gradient_sum.parameters))
-        return is_finite
+        tools.events.end(Forward, output=None)
+        return results, not_finite
 
 
-def _check_compiled(model: nn.Module, layers: Layers) -> None:
+@dataclass(frozen=True, slots=True)
+class EachLoss:
+    """Each micro-batch has a loss of its own, weighed by its share."""
+
+    objective: Objective
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> tuple[Tensor, Metrics]:
+        return checked_loss(self.objective.loss(model, micro_batch))
+
+    def backward(self, plan: BatchPlan, results: list[tuple[Tensor, Metrics]], tools: Tools) -> Outcome:
+        counted = _that_count(plan)
+        passes = [plan.passes[number] for number in counted]
+        losses = torch.stack([results[number][0] for number in counted])
+        metrics = [results[number][1] for number in counted]
+        results.clear()
+        told = list(zip(passes, losses.detach(), metrics, strict=True))
+        spoilt = [one.micro_batch for one, loss, _ in told if not tools.finite.accepts(loss)]
+        if spoilt:
+            return Outcome(spoilt=spoilt)
+        for one, loss, _ in told:
+            tools.events.begin(Loss)
+            units = plan.units[one.micro_batch]
+            tools.events.end_loss(loss, micro_batch=one.micro_batch, units=units, share=one.share)
+        starts = tools.start.each(plan, losses)
+        if not tools.backward(losses, torch.stack([starts[number] for number in counted])):
+            return Outcome(spoilt=plan.micro_batches)
+        parts = [part_of(plan, one.micro_batch, loss, metrics) for one, loss, metrics in told if one.reports]
+        return Outcome(parts=parts, dtype=losses.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLoss:
+    """One loss sees the representations of all rows."""
+
+    coupled: Coupled
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        return self.coupled.encode(model, micro_batch)
+
+    def backward(self, plan: BatchPlan, results: list[Batch], tools: Tools) -> Outcome:
+        own = [result if one.reports else no_rows(result) for one, result in zip(plan.passes, results, strict=True)]
+        results.clear()
+        is_alone = tools.ranks.size == 1
+        leaves = own if is_alone else [map_tensors(part, leaf) for part in own]
+        loss, metrics = joined_loss(self.coupled, leaves, tools)
+        if not tools.finite.accepts(loss) or not tools.backward(loss, tools.start.whole(loss)):
+            return Outcome(spoilt=plan.micro_batches)
+        if not is_alone:  # other ranks' rows have no graph here: the way back goes through this rank's leaves
+            share_out(tools.ranks, tools.gradients.parameters, leaves)
+            tools.gradients.backward(*roots_of(own, leaves))
+        part = Part(micro_batch=None, units=plan.units_seen, loss=loss.detach(), metrics=detached(metrics))
+        return Outcome(parts=[part], dtype=loss.dtype)
+
+
+def _that_count(plan: BatchPlan) -> list[int]:
+    """The numbers of the passes that backward starts from: one at least, because it may be a collective."""
+    return [number for number, one in enumerate(plan.passes) if one.share] or [len(plan.passes) - 1]
+
+
+def _loaded(plan: BatchPlan, tools: Tools) -> list[Batch]:
+    """The micro-batch of every pass, on the device of the parameters: gathered ones may lie elsewhere than their parts."""
+    device = common_device(tools.forward.model.parameters()) or tools.forward.device
+    micro_batches = [plan.cut[one.micro_batch] for one in plan.passes]
+    is_there = all(tensor.device == device for tensor in tensors(micro_batches))
+    forward = replace(tools.forward, device=None if is_there else device)
+    return [forward.load(part, one.micro_batch) for part, one in zip(micro_batches, plan.passes, strict=True)]
+
+
+def check_compiled(model: nn.Module, layers: Layers) -> None:
+    """Refuse a forward that cannot stop at BatchNorm layers, because it is compiled around them."""
     inside = set(layers.values())
     for name, module in model.named_modules():
         is_compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
@@ -183,11 +172,3 @@ def _check_compiled(model: nn.Module, layers: Layers) -> None:
                 "stop at them to wait for the other micro-batches. Compile the parts between the BatchNorms, or none, or use "
                 "batch_norm='micro'."
             )
-
-
-def _evaluate(work: Work, index: int) -> tuple[Tensor, Metrics]:
-    return work.forward(index)
-
-
-def _encode(coupled: Coupled, work: Work, index: int) -> object:
-    return encode(coupled, work, index)

@@ -7,18 +7,18 @@ from anybatch.proof.cases.model_state import ModelState, closure_state
 
 __all__ = [
     "Case",
+    "ComparedPrecision",
     "Copy",
     "Gradient",
     "ModelState",
-    "ComparedPrecision",
-    "why_not_float64",
     "closure_state",
     "copy_model",
     "inner_model",
+    "leaving_untouched",
     "make_case",
+    "norm_of",
     "outer_states",
     "restore_outer",
     "roundoff",
-    "norm_of",
-    "leaving_untouched",
+    "why_not_float64",
 ]

@@ -14,7 +14,8 @@ from anybatch.batches import Batch, MicroBatches, Rows, move, num_rows
 from anybatch.dropout import count_update, masks_of, rows_running
 from anybatch.norms import batch_norms
 from anybatch.objectives import Coupled, Objective, checked_loss
-from anybatch.passes import Accumulator, Autocast, BatchNorm, autocast_context, common_device
+from anybatch.options import Autocast, BatchNorm
+from anybatch.passes import Accumulator, autocast_context, common_device
 from anybatch.proof.cases.copies import Copy, copy_batch, copy_model, copy_objective
 from anybatch.proof.cases.float64 import ComparedPrecision, Float64, to_float64
 from anybatch.proof.cases.model_state import ModelState
@@ -109,9 +110,9 @@ class Case:
             if watch is not None:
                 watch(model)
             device = common_device(model.parameters())
-            autocast = None if self.precision == "float64" else autocast_context(self.autocast, device)
+            autocast = autocast_context(None if self.precision == "float64" else self.autocast, device)
             with recomputing(self.draws) if rows is not None else nullcontext():
-                with autocast or nullcontext():
+                with autocast:
                     loss, _ = checked_loss(self._forward(objective, model, self._own_batch(batch, model), rows))
                 loss.backward()
             return Gradient(float(loss.detach()), _gradients(model, objective))

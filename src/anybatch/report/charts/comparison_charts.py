@@ -22,7 +22,7 @@ def written_spread(spread: Spread, write: Write) -> str:
     return f"{spread.mean:,.{digits}f} ± {spread.deviation:,.{digits}f}"
 
 
-def comparison_charts(comparison: Comparison) -> Iterator[Chart]:
+def charts_of_comparison(comparison: Comparison) -> Iterator[Chart]:
     """The metric, the validation loss and the training loss of all arms, per epoch."""
     metric = words(comparison.metric)
     wanted: tuple[tuple[str, str, Take], ...] = (

@@ -8,7 +8,7 @@ from anybatch.report.charts.chart import Chart, Key, Series, Table, line_chart
 from anybatch.report.writing import number, size, size_unit
 
 
-def plan_charts(plan: PlanRecord) -> Iterator[Chart]:
+def charts_of_plan(plan: PlanRecord) -> Iterator[Chart]:
     """Peak against micro-batch, and the parts of the peak at the size chosen."""
     if len(plan.sizes) > 1:
         yield _peaks(plan)

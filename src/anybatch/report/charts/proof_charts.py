@@ -13,7 +13,7 @@ MOST_NAMES = 12
 LONGEST_NAME = 18
 
 
-def proof_charts(proof: ProofRecord) -> Iterator[Chart]:
+def charts_of_proof(proof: ProofRecord) -> Iterator[Chart]:
     """One chart for each precision: errors as points, the floor as a line, on a logarithmic axis."""
     for precision in dict.fromkeys(cut.precision for cut in proof.cuts):
         cuts = [cut for cut in proof.cuts if cut.precision == precision and cut.parameters]

@@ -11,7 +11,7 @@ CHARTED = {"accumulate": re.compile(r"\bnorm\b"), "loss": re.compile(r"^(loss|sh
 """The stages, and what the names of their facts look like."""
 
 
-def trace_charts(trace: Trace) -> Iterator[Chart]:
+def charts_of_trace(trace: Trace) -> Iterator[Chart]:
     """The gradient norm as it grows, the losses and the shares: a chart each, where they change between micro-batches."""
     wanted = [(stage, name) for stage, pattern in CHARTED.items() for name in _fact_names(trace, stage, pattern)]
     for place, (stage, name) in enumerate(wanted, start=1):

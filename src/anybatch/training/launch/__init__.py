@@ -13,7 +13,6 @@ else:
 
 __all__ = [
     "Launch",
-    "without_ddp",
     "check_alone",
     "find_launch",
     "from_first_rank",
@@ -21,4 +20,5 @@ __all__ = [
     "ranks_of_group",
     "reshard",
     "spread_over_ranks",
+    "without_ddp",
 ]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from anybatch.batches import Split
 from anybatch.errors import TaskError
 from anybatch.objectives import Coupled, Objective
-from anybatch.passes import BatchNorm
+from anybatch.options import BatchNorm
 from anybatch.training.settings import Decay, LRRule
 
 

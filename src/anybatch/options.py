@@ -1,0 +1,20 @@
+"""What the options of an update may be: the types that every room may know."""
+
+from typing import Literal
+
+import torch
+
+Autocast = torch.dtype | torch.autocast | None
+"""A dtype to autocast to on the model's device, or an autocast context of the user's own; None for none."""
+
+BatchNorm = Literal["exact", "micro", "frozen"]
+"""What BatchNorm layers in training see: the whole batch, each micro-batch for itself, or their running statistics."""
+
+Offload = Literal["auto", "host", "disk"] | None
+"""Where saved tensors go: to `"host"` memory, to `"disk"`, `"auto"`: out once memory is half full; None: they stay."""
+
+OnNonFinite = Literal["raise", "skip", "drop", "ignore"]
+"""What an inf or nan in the gradient does to the update."""
+
+Reduction = Literal["mean", "sum"]
+"""How a loss puts its units together."""

@@ -1,0 +1,149 @@
+"""Models in `DistributedDataParallel`: gradients reduced by DDP in the last backward pass, or summed in buckets after it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.errors import ParallelError
+from anybatch.low_precision import is_low
+from anybatch.parallel.buckets import sum_in_buckets
+from anybatch.parallel.engine import Needs, OldTurn, Sync, Turn
+from anybatch.parallel.ranks import Ranks
+from anybatch.torch_inside import active_ddp_put_back, comm_hooks, end_reduction, sync_buffers_again, sync_buffers_once
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The engine of modules in `DistributedDataParallel`."""
+
+    modules: tuple[DistributedDataParallel, ...]
+    ranks: Ranks
+    is_even: bool = False
+
+    @property
+    def overwrites(self) -> bool:
+        return any(module.gradient_as_bucket_view for module in self.modules)
+
+    def sync(self, needs: Needs, *, is_proven: bool = True) -> Sync:
+        why = needs.own_reduction or self._low_precision()
+        if why is None and (is_proven or any(comm_hooks(module) for module in self.modules)):
+            return Reduced(self.modules, self.ranks)
+        for module in self.modules:
+            _check_hooks(module, why)
+        # once for all passes of a batch, because ranks may run different numbers of forwards
+        for module in self.modules:
+            sync_buffers_once(module)
+        return Bucketed(self.modules, self.ranks)
+
+    def _low_precision(self) -> str | None:
+        """Why DDP's reducer cannot be used for these parameters: it sums in their own dtype."""
+        trained = (parameter for module in self.modules for parameter in module.parameters() if parameter.requires_grad)
+        return "the fp32 sums of bf16 and fp16 parameters" if any(is_low(parameter) for parameter in trained) else None
+
+    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> Turn:  # until passes/ is rebuilt
+        sync = self.sync(Needs(own_reduction=by_hand), is_proven=is_proven)
+        return OldTurn(sync, Bucketed(self.modules, self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """DDP's reducer averages in the last backward pass, while it runs; the others run in `no_sync`, forward and backward."""
+
+    modules: tuple[DistributedDataParallel, ...]
+    ranks: Ranks
+    is_shared: bool = True
+
+    @property
+    def factor(self) -> float:
+        return float(self.ranks.size)
+
+    def passing(self, *, is_last: bool) -> AbstractContextManager[object]:
+        return self._reduced() if is_last else _unsynchronised(self.modules)
+
+    @contextmanager
+    def _reduced(self) -> Iterator[None]:
+        called: set[nn.Module] = set()
+        hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in self.modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for module in self.modules:
+            _check_reduced(module, is_called=module in called)
+
+    def close(self, parameters: Sequence[nn.Parameter]) -> None:
+        """DDP knows nothing of parameters outside its modules, such as a criterion's: their sum over ranks is taken here."""
+        inside = {parameter for module in self.modules for parameter in module.parameters()}
+        sum_in_buckets(self.ranks, [p for p in parameters if p not in inside], divisor=self.factor)
+
+    def forget(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Bucketed:
+    """DDP synchronises no pass; gradients are summed over ranks in buckets, at the close."""
+
+    modules: tuple[DistributedDataParallel, ...]
+    ranks: Ranks
+    factor: float = 1.0
+    is_shared: bool = False
+
+    @contextmanager
+    def passing(self, *, is_last: bool) -> Iterator[None]:
+        with active_ddp_put_back(), _unsynchronised(self.modules):
+            yield
+
+    def close(self, parameters: Sequence[nn.Parameter]) -> None:
+        sum_in_buckets(self.ranks, parameters)
+        self.forget()
+
+    def forget(self) -> None:
+        for module in self.modules:
+            sync_buffers_again(module)
+
+
+@contextmanager
+def _unsynchronised(modules: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.no_sync())
+        yield
+
+
+def _name(module: DistributedDataParallel) -> str:
+    return f"DistributedDataParallel({type(module.module).__name__})"
+
+
+def _check_hooks(module: DistributedDataParallel, why: str | None) -> None:
+    """Refuse a comm hook where DDP's reducer, which alone calls it, is not used."""
+    for hook in comm_hooks(module):
+        raise ParallelError(
+            f"{_name(module)} has the comm hook {getattr(hook, '__name__', hook)}, but {why} cannot go through DDP's reducer, "
+            "which calls it. Leave the hook out, or use fp32 parameters, on_nonfinite other than 'drop', an objective that is "
+            "not coupled, and batch_norm other than 'exact'."
+        )
+
+
+def _check_reduced(module: DistributedDataParallel, *, is_called: bool) -> None:
+    """Refuse gradients that DDP did not sum over ranks; DDP itself finds out in its next forward, after the step."""
+    if not is_called:
+        if any(parameter.grad is not None for parameter in module.parameters()):
+            raise ParallelError(
+                f"the objective did not call {_name(module)} itself, so its gradients were not summed over ranks. Call "
+                "the wrapped model, as model(...), not model.module(...) or a method of it."
+            )
+        return
+    try:
+        end_reduction(module)
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        raise ParallelError(
+            f"some parameters of {_name(module)} had no gradient in the last micro-batch of this rank, and their sum over "
+            "ranks never ran. Wrap the model with find_unused_parameters=True."
+        ) from error

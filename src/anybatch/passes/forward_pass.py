@@ -1,0 +1,41 @@
+"""`ForwardPass`: the only place that calls the model."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.batches import Batch, move
+from anybatch.dropout import UNNUMBERED, RowNumbering
+from anybatch.events import SILENT, Events, Load
+from anybatch.passes.running import NO_AUTOCAST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPass:
+    """Brings a micro-batch to the device, and computes something of the model and it: a loss, or representations."""
+
+    model: nn.Module
+    compute: Callable[[nn.Module, Batch], Any]
+    device: torch.device | None = None
+    """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
+    autocast: AbstractContextManager[object] = NO_AUTOCAST
+    rows: RowNumbering = UNNUMBERED
+    """Which rows of the batch micro-batches hold, where the model's dropout asks."""
+    events: Events = SILENT
+
+    def __call__(self, micro_batch: Batch, index: int = 0) -> Any:
+        """What `compute` makes of this micro-batch, which is number `index` of its batch."""
+        there = self.load(micro_batch, index)
+        with self.events.forward(self.model, index), self.autocast, self.rows.at(index):
+            return self.compute(self.model, there)
+
+    def load(self, micro_batch: Batch, index: int = 0) -> Batch:
+        """The micro-batch, where the model is."""
+        self.events.begin(Load)
+        there = micro_batch if self.device is None else move(micro_batch, self.device)
+        self.events.end(Load, micro_batch=index, batch=there)
+        return there

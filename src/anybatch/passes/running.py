@@ -1,0 +1,124 @@
+"""How updates run: the options that `Update`, `Accumulator`, `plan`, `verify` and `Fit` have in common, as one value."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from anybatch.errors import LossError, ParallelError, UpdateError
+from anybatch.objectives import Coupled, Objective
+from anybatch.options import Autocast, BatchNorm, Offload, OnNonFinite
+from anybatch.parallel import Engine
+from anybatch.state import check_offload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """The options of an update. They are explained in `Update` and `Accumulator`."""
+
+    autocast: Autocast = None
+    batch_norm: BatchNorm | None = None
+    offload: Offload = "auto"
+    reshard: bool = True
+    on_nonfinite: OnNonFinite = "raise"
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.autocast is not None and not isinstance(self.autocast, torch.dtype | AbstractContextManager):
+            raise UpdateError(
+                f"autocast={self.autocast!r}: expected a dtype, such as torch.bfloat16, a torch.autocast(...) of your own, "
+                "or None."
+            )
+        if self.batch_norm is not None and self.batch_norm not in get_args(BatchNorm):
+            raise UpdateError(
+                f"batch_norm={self.batch_norm!r}: expected one of {', '.join(get_args(BatchNorm))}, or None."
+            )
+        check_offload(self.offload)
+        if self.on_nonfinite not in get_args(OnNonFinite):
+            raise UpdateError(
+                f"on_nonfinite={self.on_nonfinite!r}: expected one of {', '.join(get_args(OnNonFinite))}."
+            )
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise UpdateError(
+                f"clip_norm={self.clip_norm} and clip_value={self.clip_value} are both given; choose one."
+            )
+        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if value is not None and (not isinstance(value, int | float) or not value > 0):
+                raise UpdateError(f"{name}={value!r}: expected a number above 0, or None for no clipping.")
+
+    @property
+    def drops(self) -> bool:
+        """True where single micro-batches that are not finite are left out."""
+        return self.on_nonfinite == "drop"
+
+
+class Option:
+    """An attribute of an object that has `running`: that option of it, read and set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else getattr(instance.running, self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.running = replace(instance.running, **{self._name: value})
+
+
+NO_AUTOCAST = nullcontext()
+
+
+def autocast_context(autocast: Autocast, device: torch.device | None) -> AbstractContextManager[object]:
+    """The block in which a forward runs; without autocast, one that does nothing."""
+    if isinstance(autocast, torch.dtype):
+        return torch.autocast(device.type if device is not None else "cpu", dtype=autocast)
+    return NO_AUTOCAST if autocast is None else autocast
+
+
+def common_device(parameters: Iterable[nn.Parameter]) -> torch.device | None:
+    """The device that all parameters share, if they do."""
+    devices = {parameter.device for parameter in parameters}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def passes_fp16(parameters: Iterable[nn.Parameter], autocast: AbstractContextManager[object]) -> bool:
+    """True where gradients pass through fp16, whose smallest number is 6e-8."""
+    if isinstance(autocast, torch.autocast) and autocast.fast_dtype is torch.float16:
+        return True
+    return any(parameter.dtype is torch.float16 for parameter in parameters)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no module."""
+    if not isinstance(model, nn.Module):
+        raise UpdateError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
+
+
+def check_objective(objective: Objective | Coupled) -> None:
+    """Refuse what is no objective."""
+    if not isinstance(objective, Objective | Coupled):
+        raise LossError(
+            f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
+            "supervised(criterion), huggingface(), Objective(loss, units) or Coupled(encode, loss)."
+        )
+
+
+def check_drops(running: Running, objective: Objective | Coupled, engine: Engine) -> None:
+    """Refuse to leave single micro-batches out where no rank could tell which one it was."""
+    if not running.drops:
+        return
+    if engine.is_even:
+        raise ParallelError(
+            "a model sharded by fully_shard cannot leave single micro-batches out: no rank has one's gradient alone. Use "
+            "on_nonfinite='skip', which leaves the update out, or DistributedDataParallel."
+        )
+    looks_around = running.batch_norm == "exact" or isinstance(objective, Coupled)
+    if looks_around and engine.ranks.size > 1:
+        raise ParallelError(
+            f"on {engine.ranks.size} ranks, micro-batches whose rows look at each other are not left out one by one. "
+            "Use on_nonfinite='skip', which leaves the update out."
+        )

@@ -1,0 +1,76 @@
+"""Micro-batches one by one: forward, backward, and its graph is gone before the next begins."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.batches import Batch
+from anybatch.objectives import Objective, loss_and_metrics
+from anybatch.parallel import Engine, Needs
+from anybatch.passes.batch_plan import BatchPlan, Layout, Pass
+from anybatch.passes.tools import Outcome, Part, Tools, part_of
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """For rows that do not look at each other. `grad += sum_k (units_k / units) * d loss(micro_batch_k)`."""
+
+    layout: ClassVar[Layout] = Layout()
+    objective: Objective
+    drops: bool = False
+    """Micro-batches that are not finite are left out, so none may be summed over ranks before it was looked at."""
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        return self.objective.loss(model, micro_batch)
+
+    def needs(self, engine: Engine) -> Needs:
+        reason = "dropping micro-batches that are not finite" if self.drops else None
+        return Needs(even_passes=engine.is_even, own_reduction=reason)
+
+    def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
+        parts: list[Part] = []
+        dropped: list[int] = []
+        starts: tuple[Tensor, ...] = ()
+        has_metrics = False
+        with tools.statistics.around(), tools.statistics.counted():
+            for number, one in enumerate(plan.passes):
+                if one.is_last and tools.sync.is_shared:
+                    tools.barrier.hold(is_final=True)
+                with tools.sync.passing(is_last=one.is_last):
+                    part, is_kept, starts = _run_pass(plan, one, number, starts, tools)
+                has_metrics = has_metrics or bool(part.metrics)
+                if one.reports:
+                    tools.laps.lap(one.micro_batch)
+                    if is_kept:
+                        parts.append(part)
+                    else:
+                        dropped.append(one.micro_batch)
+            if has_metrics:
+                parts += [_metrics_alone(plan, index, tools) for index in plan.left_out]
+        return Outcome(parts=parts, dropped=dropped, dtype=starts[0].dtype)
+
+
+def _run_pass(
+    plan: BatchPlan, one: Pass, number: int, starts: tuple[Tensor, ...], tools: Tools
+) -> tuple[Part, bool, tuple[Tensor, ...]]:
+    """What one pass left, and False where it was dropped. Its graph dies here: the next forward must not find it alive."""
+    before = tools.finite.before_pass()
+    tools.statistics.begin()
+    loss, metrics = tools.loss_of(plan, one)
+    starts = starts or tools.start.each(plan, loss)
+    is_kept = tools.finite.accepts(loss) and tools.backward(loss, starts[number], one.micro_batch)
+    if not is_kept:
+        before.put_back()
+    if not is_kept or not one.reports:
+        tools.statistics.forget()
+    return part_of(plan, one.micro_batch, loss, metrics), is_kept, starts
+
+
+def _metrics_alone(plan: BatchPlan, index: int, tools: Tools) -> Part:
+    """The metrics of a micro-batch that has no units and so no loss, but may have rows to count."""
+    tools.statistics.begin()
+    with torch.no_grad():
+        _, metrics = loss_and_metrics(tools.quiet_forward()(plan.cut[index], index))
+    return part_of(plan, index, None, metrics)

@@ -1,0 +1,159 @@
+"""What a schedule works with, and what it leaves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.batches import Batch, tensors
+from anybatch.events import SILENT, Accumulate, Backward, Events
+from anybatch.gradients import GradientSum
+from anybatch.norms import Statistics
+from anybatch.objectives import Metrics, checked_loss, detached
+from anybatch.parallel import Engine, Needs, Ranks, Sync
+from anybatch.passes.barrier import Barrier
+from anybatch.passes.batch_plan import BatchPlan, Layout, Pass
+from anybatch.passes.forward_pass import ForwardPass
+from anybatch.passes.start_gradient import StartGradient
+from anybatch.passes.timing import Laps
+from anybatch.state import NOTHING, MovingBuffers, Snapshot, of_statistics
+
+
+class Finiteness(Protocol):
+    """What is done about an inf or nan in one micro-batch."""
+
+    def accepts(self, value: Batch) -> bool:
+        """False of a value that is not finite, where anybody looks. Looking waits for the device."""
+
+    def before_pass(self) -> Snapshot:
+        """What a pass that is not accepted must not have changed."""
+
+    def before_all(self) -> Snapshot:
+        """What all passes must not have changed, if they have to run again without one."""
+
+
+class Trusting:
+    """Nobody looks at single micro-batches: what is not finite shows in the gradient."""
+
+    def accepts(self, value: Batch) -> bool:
+        return True
+
+    def before_pass(self) -> Snapshot:
+        return NOTHING
+
+    def before_all(self) -> Snapshot:
+        return NOTHING
+
+
+TRUSTING = Trusting()
+
+
+@dataclass(frozen=True, slots=True)
+class Dropping:
+    """Micro-batches that are not finite are left out."""
+
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    """Those that keep running statistics."""
+
+    def accepts(self, value: Batch) -> bool:
+        return all(bool(tensor.isfinite().all()) for tensor in tensors(value))
+
+    def before_pass(self) -> Snapshot:
+        return of_statistics(self.layers)
+
+    def before_all(self) -> Snapshot:
+        return MovingBuffers([self.model]).snapshot()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one micro-batch left, or all of them together."""
+
+    micro_batch: int | None
+    """None of a loss that saw the rows of all micro-batches, on all ranks, at once."""
+    units: float
+    """What the loss averaged over."""
+    loss: Tensor | None
+    """Without its graph; None where there is none, because the mean is over nothing."""
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the passes of a batch left beside its gradient."""
+
+    parts: Sequence[Part] = ()
+    dropped: Sequence[int] = ()
+    """Micro-batches that were not finite, and have no part in the gradient."""
+    spoilt: Sequence[int] = ()
+    """Micro-batches that were not finite, and spoilt the others: all passes have to run again without them."""
+    dtype: torch.dtype = field(default=torch.float32)
+    """That of the losses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What a schedule works with, made once per attempt."""
+
+    forward: ForwardPass
+    gradients: GradientSum
+    sync: Sync
+    statistics: Statistics
+    start: StartGradient
+    events: Events
+    finite: Finiteness
+    barrier: Barrier
+    laps: Laps
+    ranks: Ranks
+
+    def loss_of(self, plan: BatchPlan, one: Pass) -> tuple[Tensor, Metrics]:
+        """The loss of one pass, checked to be a single differentiable number, and its metrics."""
+        index = one.micro_batch
+        loss, metrics = checked_loss(self.forward(plan.cut[index], index))
+        self.events.end_loss(loss, micro_batch=index, units=plan.units[index], share=one.share)
+        return loss, metrics
+
+    def quiet_forward(self) -> ForwardPass:
+        """The same forward, of which nobody is told."""
+        return replace(self.forward, events=SILENT)
+
+    def backward(
+        self, roots: Tensor | Sequence[Tensor], starts: Tensor | Sequence[Tensor], micro_batch: int | None = None
+    ) -> bool:
+        """Add the gradient of `roots`; False where it was looked at and is not finite."""
+        self.events.begin(Backward)
+        is_finite = self.gradients.backward(roots, starts)
+        self.events.end(Backward, micro_batch=micro_batch)
+        self.events.begin(Accumulate)
+        self.events.end(Accumulate, micro_batch=micro_batch, parameters=self.gradients.parameters)
+        return is_finite
+
+
+def part_of(plan: BatchPlan, index: int, loss: Tensor | None, metrics: Metrics) -> Part:
+    """What micro-batch `index` left, without its graph, which would keep its activations alive."""
+    return Part(
+        micro_batch=index,
+        units=plan.units[index],
+        loss=None if loss is None else loss.detach(),
+        metrics=detached(metrics) if metrics else metrics,
+    )
+
+
+class Schedule(Protocol):
+    """How the passes of a batch become its gradient."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which micro-batches run, and in which order."""
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        """What a forward computes: a loss, or representations."""
+
+    def needs(self, engine: Engine) -> Needs:
+        """What the synchronisation over ranks has to allow for."""
+
+    def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
+        """Run the passes; after it the sum of their gradients is in `.grad`, on this rank."""
