@@ -237,7 +237,7 @@ def cap(samples: list[Sample]) -> int:
     return ROWS * max(len(sample["input_ids"]) for sample in samples)
 
 
-def quiet() -> None:
+def without_warnings() -> None:
     """Frameworks say much that is of no use here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")

@@ -108,21 +108,21 @@ def _kill_after(process: int, seconds: float) -> bool:
 
 
 def _is_finished(run: Path) -> bool:
-    from anybatch.records.run_folder import RunFolder
+    from anybatch.records import RunFolder
 
     return (run / "run.json").exists() and RunFolder(run).read_run().status == "finished"
 
 
 def num_updates(run: Path) -> int:
     """How many updates its records tell of."""
-    from anybatch.records.run_folder import RunFolder
+    from anybatch.records import RunFolder
 
     return sum(line["event"] == "update" for line in RunFolder(run).read_metrics())
 
 
 def end_of(run: Path) -> bytes:
     """Everything that must be equal at the end, as bytes."""
-    from anybatch.records.run_folder import RunFolder
+    from anybatch.records import RunFolder
     from anybatch.training.checkpoints.saving import read
 
     folder = RunFolder(run)

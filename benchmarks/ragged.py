@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.contenders import CONTENDERS, Contender, quiet
+from benchmarks.contenders import CONTENDERS, Contender, without_warnings
 from benchmarks.gpt import ByteGPTForCausalLM
 from benchmarks.meter import peak_bytes
 from benchmarks.pictures import ragged_picture
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="batches per case")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    quiet()
+    without_warnings()
     for rows in [32] if options.quick else options.sizes:
         for law in options.laws:
             # functions are long: a batch of 512 of them takes minutes

@@ -5,12 +5,14 @@ python -m benchmarks.scale
 
 from pathlib import Path
 
-from anybatch.cli.commands.run_ranks_plan import batch_table, ranks_table, sharding_table, update_table
-from anybatch.projection.network import Network, Pass, Projection
+from anybatch.cli.commands.ranks_tables import batch_table, ranks_table, sharding_table, update_table
+from anybatch.projection.network import Network, PassSeconds, Projection
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "scale.svg"
 PARAMETERS = 124e6
-ONE_PASS = Pass(rows=8, forward=0.024, backward=0.048, gradient_bytes=4 * PARAMETERS, parameter_bytes=4 * PARAMETERS)
+ONE_PASS = PassSeconds(
+    rows=8, forward=0.024, backward=0.048, gradient_bytes=4 * PARAMETERS, parameter_bytes=4 * PARAMETERS
+)
 """GPT-2 of 124 M parameters, fp32 gradients; 8 rows of 1,024 tokens at 6 x 124 M FLOPs per token and 85 TFLOP/s."""
 FAST, SLOW = Network(ranks=64, bandwidth=25e9), Network(ranks=64, bandwidth=1.25e9, latency=30e-6)
 """Eight 200 Gbit/s links shared by eight ranks each; and 10 Gbit/s Ethernet."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Auto, Batch, Objective, Rows, Split, Tokens, huggingface, supervised
-from anybatch.batches.tuning.search import LIMIT, ladder
+from anybatch.batches.tuning.search import LIMIT, sizes_between
 from anybatch.passes import timing
 from benchmarks.gpt import ByteGPTForCausalLM
 from benchmarks.models import SmallTransformer
@@ -62,7 +62,7 @@ def tune(
 
 
 def _between(trials: tuple) -> list[int]:
-    return ladder(trials[0].size, trials[-1].size)
+    return sizes_between(trials[0].size, trials[-1].size)
 
 
 def main() -> None:

@@ -14,8 +14,11 @@ AnybatchError
 ├── PlanError        an update whose memory cannot be predicted
 ├── VerifyError      something that cannot be verified: no copy, no second row
 ├── ExactnessError   the self-check of an `Update` found a gradient that is not the whole batch's
-├── ReportError      a folder that holds no results to make a page of
-└── NonFiniteError   a gradient or a loss is inf or nan
+├── NonFiniteError   a gradient or a loss is inf or nan
+├── TaskError        a task that is not there, or is not one
+├── SettingsError    a setting of a training run that makes no sense
+├── CheckpointError  a checkpoint that cannot be read, or is of something else
+└── RunError         a folder that is no run, or is one of another kind
 
 Each message names the value, what was expected, and the fix.
 """
@@ -85,10 +88,6 @@ class VerifyError(AnybatchError, ValueError):
 
 class ExactnessError(AnybatchError, ArithmeticError):
     """The accumulated gradient is not the whole batch's; the message is the verdict, with the cause."""
-
-
-class ReportError(AnybatchError, ValueError):
-    """A folder that holds no results to make a page of."""
 
 
 class NonFiniteError(AnybatchError, ArithmeticError):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch import Accumulator, Auto, Cost, Fit, Rows, SplitError, Tokens, supervised
 from anybatch.batches.counting import num_rows
 from anybatch.batches.splits.by_rows import near_equal
-from anybatch.batches.tuning.search import LIMIT, Search, ladder
+from anybatch.batches.tuning.search import LIMIT, Search, sizes_between
 from tests.reference import relative_error, whole_batch_gradient
 
 Clock = Callable[[int], float]
@@ -175,8 +175,8 @@ def test_an_upper_bound_that_is_none_is_refused_with_the_value(most):
 
 
 def test_a_ladder_ends_at_its_largest_size():
-    assert ladder(1, 1) == [1]
-    assert ladder(3, 100)[-1] == 100
+    assert sizes_between(1, 1) == [1]
+    assert sizes_between(3, 100)[-1] == 100
     assert Auto(most=Rows(8)).most == Rows(8)
 
 

@@ -7,7 +7,7 @@ import pytest
 from anybatch import Cost, SplitError
 from anybatch.batches.cost.cheapest_cut import best_cut
 from anybatch.batches.cost.learned_cost import FEWEST, LearnedCost
-from anybatch.batches.cost.pass_cost import fit
+from anybatch.batches.cost.pass_cost import fit_cost
 
 TRUE = {
     "a small transformer on a CPU": Cost(fixed=9.8e-3, per_token=337e-6, per_square=228e-9),
@@ -27,14 +27,14 @@ def observed(cost: Cost, count: int, *, outliers: float = 0.0, seed: int = 0) ->
 
 @pytest.mark.parametrize("name", TRUE)
 def test_fitted_costs_predict_the_true_ones(name):
-    fitted = fit(observed(TRUE[name], 200), Cost())
+    fitted = fit_cost(observed(TRUE[name], 200), Cost())
     for rows, length, _ in observed(TRUE[name], 20, seed=1):
         assert fitted.of(rows, length) == pytest.approx(TRUE[name].of(rows, length), rel=0.1)
 
 
 def test_outliers_do_not_move_the_fit():
     true = TRUE["a small transformer on a CPU"]
-    fitted = fit(observed(true, 200, outliers=0.2), Cost())
+    fitted = fit_cost(observed(true, 200, outliers=0.2), Cost())
     for rows, length, _ in observed(true, 20, seed=1):
         assert fitted.of(rows, length) == pytest.approx(true.of(rows, length), rel=0.1)
     plain = sum(seconds / true.of(rows, length) for rows, length, seconds in observed(true, 200, outliers=0.2)) / 200
@@ -43,12 +43,12 @@ def test_outliers_do_not_move_the_fit():
 
 def test_what_the_times_leave_open_keeps_the_priors_proportions():
     prior = Cost(fixed=30.0, per_token=1.0, per_square=0.001)
-    fitted = fit([(8, 64, 2e-3 * prior.of(8, 64))] * 30, prior)
+    fitted = fit_cost([(8, 64, 2e-3 * prior.of(8, 64))] * 30, prior)
     assert fitted.constants == pytest.approx([2e-3 * constant for constant in prior.constants], rel=1e-6)
 
 
 def test_times_of_zero_teach_nothing():
-    assert fit([(1, 8, 0.0)] * 30, Cost()) == Cost()
+    assert fit_cost([(1, 8, 0.0)] * 30, Cost()) == Cost()
 
 
 @pytest.mark.parametrize("name", TRUE)

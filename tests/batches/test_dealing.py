@@ -10,7 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from anybatch import Accumulator, BatchError, CheckpointError, Cost, Dealt, GlobalBatches, supervised
 from anybatch.batches.cost.cheapest_cut import best_cut
-from anybatch.batches.dealing.dealt import deal_rows, deal_work
+from anybatch.batches.dealing.dealt import deal_by_cost, deal_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*is deprecated")  # torchdata 0.11 calls it
 
@@ -158,7 +158,7 @@ def test_options_that_make_no_sense_name_the_value_and_the_fix(options, message)
 
 def test_a_row_of_no_length_is_named():
     with pytest.raises(BatchError, match="row 1 is 0 tokens long"):
-        deal_work([3, 0], 2, Cost())
+        deal_by_cost([3, 0], 2, Cost())
 
 
 def largest_over_mean(parts, lengths, cost):
@@ -171,7 +171,7 @@ def largest_over_mean(parts, lengths, cost):
 def test_ranks_have_equal_work_within_two_percent_and_equal_rows_do_not(rows, ranks):
     draw, cost = random.Random(0), Cost()
     batches = [[min(1024, max(4, int(draw.lognormvariate(4, 1)))) for _ in range(rows)] for _ in range(10)]
-    by_work = fmean(largest_over_mean(deal_work(lengths, ranks, cost), lengths, cost) for lengths in batches)
+    by_work = fmean(largest_over_mean(deal_by_cost(lengths, ranks, cost), lengths, cost) for lengths in batches)
     by_rows = fmean(largest_over_mean(deal_rows(rows, ranks), lengths, cost) for lengths in batches)
     assert by_work < 1.02
     assert by_rows > 1.1 or (ranks == 2 and by_rows > 1.05)

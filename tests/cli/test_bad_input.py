@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from anybatch.cli.main import run
@@ -91,8 +93,15 @@ def test_a_file_that_raises_while_it_is_loaded_does_so_too(capsys, tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused(capsys, tmp_path):
-    for arguments in (["report", "."], ["train", "--resume", "."], ["report", "nowhere"]):
-        assert "is not a run folder: it has no run.json" in failure(capsys, *arguments)
+    for arguments in (["report", "."], ["train", "--resume", "."]):
+        assert "'.' has no run.json; a run folder holds run.json" in failure(capsys, *arguments)
+    assert "'nowhere' does not exist; a run folder holds run.json" in failure(capsys, "report", "nowhere")
+
+
+@pytest.mark.parametrize("settings", [{}, {"speed": 9}])
+def test_a_run_whose_settings_are_not_those_of_this_version_is_not_resumed(capsys, tmp_path, settings):
+    (tmp_path / "run.json").write_text(json.dumps({"kind": "train", "task": "textbook", "settings": settings}))
+    assert "not those of anybatch" in failure(capsys, "train", "--resume", str(tmp_path))
 
 
 def test_a_run_is_not_overwritten(capsys, task_file):

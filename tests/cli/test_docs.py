@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 from anybatch.cli.main import run
-from anybatch.records.run_folder import RunFolder
+from anybatch.records import RunFolder
 
 DOCS = Path(__file__).parents[2] / "docs" / "train.md"
 

@@ -87,11 +87,11 @@ def test_an_error_of_another_rank_says_whose_it_is(as_rank, capsys):
 
 
 def test_a_restarted_launch_finds_its_run_and_another_does_not(tmp_path, task_file, as_rank):
-    from anybatch.cli.commands.run_train import Request, _open_run
+    from anybatch.cli.commands.run_train import TrainRequest, _open_run
     from anybatch.training.settings import Settings
 
     def opened(out):
-        request = Request(
+        request = TrainRequest(
             task=str(task_file),
             settings=Settings(),
             given=frozenset(),
@@ -106,7 +106,7 @@ def test_a_restarted_launch_finds_its_run_and_another_does_not(tmp_path, task_fi
     for out in (Path("out"), None):
         first = opened(out)
         assert not first.goes_on
-        first.folder.write_run(first.run)
+        first.folder.write(first.run)
         again = opened(out)
         assert again.goes_on
         assert again.folder == first.folder

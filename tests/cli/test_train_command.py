@@ -9,7 +9,7 @@ import time
 import pytest
 
 from anybatch.cli.main import run
-from anybatch.records.run_folder import RunFolder
+from anybatch.records import RunFolder
 
 
 def lines_of(folder, event):

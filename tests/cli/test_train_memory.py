@@ -5,7 +5,7 @@ import json
 import pytest
 
 from anybatch.cli.main import run
-from anybatch.records.run_folder import RunFolder
+from anybatch.records import RunFolder
 
 LARGE_TASK = """
 import torch

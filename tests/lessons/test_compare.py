@@ -5,9 +5,9 @@ from anybatch import SettingsError
 from anybatch.lessons.arms import arms_of, compare
 from anybatch.lessons.findings import findings
 from anybatch.lessons.usual_loop import run_usual_loop
-from anybatch.records.run_folder import Arm, ArmEpoch, ArmRun
-from anybatch.training.data import training_loader
+from anybatch.records import Arm, ArmEpoch, ArmRun
 from anybatch.training.experiment import assemble
+from anybatch.training.loaders import training_loader
 from anybatch.training.settings import Settings
 from tests.training.small_tasks import small_task
 

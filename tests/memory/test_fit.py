@@ -66,8 +66,8 @@ def test_the_measured_peak_stays_inside_and_that_of_one_micro_batch_fewer_would_
 
 
 def test_a_batch_is_predicted_once_and_again_only_where_it_grows(num_plans):
-    fit = Fit("1MiB")
-    update = update_with(fit)
+    fit_envelope = Fit("1MiB")
+    update = update_with(fit_envelope)
     for rows in (256, 256, 100, 256):
         update(batch_of(rows))
     assert len(num_plans) == 1
@@ -118,13 +118,13 @@ def test_a_row_that_cannot_fit_is_refused_with_the_predicted_need():
 
 
 def test_out_of_memory_after_a_wrong_prediction_halves_and_says_so():
-    fit = Fit("1GiB")
-    update = update_with(fit)
+    fit_envelope = Fit("1GiB")
+    update = update_with(fit_envelope)
     with OutOfMemoryAbove(20):
         results = [update(batch_of(64)) for _ in range(2)]
     assert [result.retries for result in results] == [2, 0]
-    assert (fit.choice.size, fit.choice.retries) == (16, 2)
-    assert "memory ran out 2 times all the same" in fit.choice.describe()
+    assert (fit_envelope.choice.size, fit_envelope.choice.retries) == (16, 2)
+    assert "memory ran out 2 times all the same" in fit_envelope.choice.describe()
     with OutOfMemoryAbove(0), pytest.raises(MemoryLimitError, match=r"one row needs \d+\.\d KiB, as predicted"):
         update(batch_of(64))
 
@@ -134,12 +134,12 @@ def test_where_nothing_can_be_predicted_rows_double_until_they_do_not_fit(monkey
         raise RuntimeError("data-dependent")
 
     monkeypatch.setattr(fit_module, "plan", refuses)
-    fit = Fit()
-    update = update_with(fit)
+    fit_envelope = Fit()
+    update = update_with(fit_envelope)
     with OutOfMemoryAbove(5):
         counts = [update(batch_of(16)).micro_batches for _ in range(6)]
     assert counts == [16, 8, 4, 4, 4, 4]
-    assert fit.choice.describe() == (
+    assert fit_envelope.choice.describe() == (
         "4 rows per micro-batch, found by doubling until memory ran out, because it could not be predicted: RuntimeError: "
         "data-dependent; memory ran out 1 times all the same."
     )
@@ -147,14 +147,14 @@ def test_where_nothing_can_be_predicted_rows_double_until_they_do_not_fit(monkey
 
 def test_auto_is_the_fastest_of_what_fits():
     assert repr(as_split("auto")) == "Fit(fastest=True)"
-    fit = Fit(300_000, fastest=True)
-    update = update_with(fit)
+    fit_envelope = Fit(300_000, fastest=True)
+    update = update_with(fit_envelope)
     for seed in range(14):
         update(batch_of(256, seed))
-    choice = fit.choice
+    choice = fit_envelope.choice
     assert choice.fastest.is_settled
     assert max(trial.size for trial in choice.fastest.trials) <= choice.size < 256
-    assert isinstance(fit._last.split, Auto)
+    assert isinstance(fit_envelope._last.split, Auto)
 
 
 def test_predicting_leaves_weights_gradients_and_random_state_alone():

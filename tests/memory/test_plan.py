@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anybatch import Coupled, Objective, PlanError, Tokens, Update, info_nce, measure_peak, plan, supervised
-from anybatch.memory.predicting.envelope import fit
+from anybatch.memory.predicting.envelope import fit_envelope
 from anybatch.memory.tracing.recorder import Timeline
 from benchmarks.models import LongAttention
 
@@ -60,7 +60,7 @@ def test_a_line_per_op_gives_the_peak_and_a_line_through_two_peaks_does_not():
     def timeline(size):
         return Timeline(("backward", "step"), (100 + 50 * size, 1000))
 
-    envelope = fit([(2, None), (3, None)], [timeline(2), timeline(3)])
+    envelope = fit_envelope([(2, None), (3, None)], [timeline(2), timeline(3)])
     secant = timeline(2).peak + (64 - 2) * (timeline(3).peak - timeline(2).peak)
     assert envelope.peak((64, None)) == timeline(64).peak == 3300
     assert secant == 1000

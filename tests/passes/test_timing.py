@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Auto, MicroBatches, Objective, Rows, Tokens
-from anybatch.batches.splits.by_rows import Learner
+from anybatch.batches.splits.by_rows import LearningSplit
 from anybatch.passes import timing
 
 
@@ -81,9 +81,9 @@ def test_splits_that_do_not_learn_are_not_timed():
     ran = Rows(2).cut(batch)
     assert timing.laps_of(Rows(2), batch, ran, None) is timing.UNTIMED
     assert timing.laps_of(Tokens(2), batch, ran, None) is not timing.UNTIMED
-    assert not isinstance(Rows(2), Learner)
-    assert isinstance(Tokens(2), Learner)
-    assert isinstance(Auto(), Learner)
+    assert not isinstance(Rows(2), LearningSplit)
+    assert isinstance(Tokens(2), LearningSplit)
+    assert isinstance(Auto(), LearningSplit)
 
 
 def test_on_a_device_events_are_read_once_at_the_end(monkeypatch):

@@ -1,9 +1,14 @@
+import dataclasses
 import json
 
 import pytest
+import torch
+from torch import nn
 
-from anybatch import RunError
-from anybatch.records.run_folder import Run, RunFolder, TracedLayer, UpdateDone, plain
+from anybatch import RunError, plan, supervised, verify
+from anybatch.records import PlanRecord, ProofRecord, Run, RunFolder, TracedLayer, UpdateDone, plain, read, schema
+
+RECORDS = [kind for kind in vars(schema).values() if dataclasses.is_dataclass(kind)]
 
 
 def update_done(number, loss=0.5):
@@ -39,7 +44,7 @@ def a_run(**changes):
 def test_a_run_comes_back_as_it_was_written(tmp_path):
     folder = RunFolder(tmp_path / "new" / "run")
     run = a_run(summary={"accuracy": 0.5})
-    folder.write_run(run)
+    folder.write(run)
     assert folder.read_run() == run
     assert [path.name for path in folder.path.iterdir()] == ["run.json"]
 
@@ -75,12 +80,55 @@ def test_shapes_are_called_in_and_out_in_json():
 
 
 def test_a_folder_without_run_json_is_named_and_what_to_give_instead(tmp_path):
-    with pytest.raises(RunError, match=r"not a run folder: it has no run.json"):
+    with pytest.raises(RunError, match=r"has no run\.json; a run folder holds run\.json.*Give the folder"):
         RunFolder(tmp_path).read_run()
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"kind": "train"}', json.dumps({"other": 1})])
-def test_a_foreign_run_json_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ("[1]", "holds a list"),
+        ('{"kind": "train"}', r"keys \['kind'\]; 'kind' and 'task' were expected"),
+        (json.dumps({"other": 1}), r"keys \['other'\]"),
+    ],
+)
+def test_a_foreign_run_json_is_refused(tmp_path, text, message):
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(RunError, match=r"not the run.json of an anybatch run"):
+    with pytest.raises(RunError, match=message):
         RunFolder(tmp_path).read_run()
+
+
+def plain_text(value):
+    return json.loads(json.dumps(value))
+
+
+def test_the_record_of_a_proof_holds_all_that_verify_says():
+    model = nn.Linear(3, 2)
+    batch = torch.randn(7, 3), torch.arange(7) % 2
+    said = plain_text(verify(model, supervised(nn.CrossEntropyLoss()), batch, micro_batch=2).as_json())
+    assert plain(read(ProofRecord, said)) == said
+
+
+def test_the_record_of_a_plan_holds_all_that_plan_says():
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
+    batch = torch.randn(7, 3), torch.arange(7) % 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = plan(model, optimizer, supervised(nn.CrossEntropyLoss()), batch, memory="1GiB").as_dict()
+    said = plain_text(said | {"sentences": ["It fits."]})
+    assert plain(read(PlanRecord, said)) == said
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_of_anything_reads_without_an_exception(record):
+    names = [schema.JSON_NAMES.get(field.name, field.name) for field in dataclasses.fields(record)]
+    for odd in (None, True, "text", [1, "a", None, [2]], {"a": {"b": 1}}, float("inf"), -1, [{}]):
+        read(record, dict.fromkeys(names, odd))
+        read(record, odd)
+
+
+def test_an_update_without_its_number_is_no_record_and_without_its_loss_it_is():
+    assert read(UpdateDone, {"loss": 0.5}) is None
+    assert read(UpdateDone, {"update": 3, "loss": "low", "lr": float("nan"), "rows": 4.0}) == UpdateDone(
+        update=3, epoch=None, loss=None, grad_norm=None, lr=None, units=None, rows=4, micro_batches=None, seconds=None
+    )

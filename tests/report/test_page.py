@@ -119,10 +119,10 @@ def hostile_folders(root):
     write_json(compare / "compare.json", arms)
 
     trace = trace_folder(root / "trace")
-    walk = trace_fields()
-    walk["stages"][0] |= {"stage": HOSTILE, "title": HOSTILE, "facts": {HOSTILE: HOSTILE}, "values": [HOSTILE]}
-    walk["layers"][0] |= {"name": HOSTILE, "kind": HOSTILE, "values": [[HOSTILE]]}
-    write_json(trace / "trace.json", walk)
+    traced = trace_fields()
+    traced["stages"][0] |= {"stage": HOSTILE, "title": HOSTILE, "facts": {HOSTILE: HOSTILE}, "values": [HOSTILE]}
+    traced["layers"][0] |= {"name": HOSTILE, "kind": HOSTILE, "values": [[HOSTILE]]}
+    write_json(trace / "trace.json", traced)
 
     verify = verify_folder(root / "verify")
     proof = proof_fields(dtype=HOSTILE, notes=[HOSTILE])

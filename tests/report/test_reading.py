@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from anybatch.errors import ReportError
-from anybatch.report.fields import nested, shapes
-from anybatch.report.reading import read_results
+from anybatch.errors import RunError
+from anybatch.records import read_results
+from anybatch.records.tolerant_reading import nested, shapes
+from anybatch.report.writing import written_shapes
 from tests.report.run_folders import run_fields, train_folder, training_events, write_json, write_lines
 
 
@@ -17,8 +18,8 @@ def test_every_event_of_a_run_is_read(tmp_path):
     assert [point.update for point in results.updates] == list(range(1, 231))
     assert [point.epoch for point in results.epochs] == list(range(1, 11))
     assert [point.update for point in results.updates if not point.applied] == [12]
-    assert results.timelines[0].spans[0].start == 0.0
-    assert len(results.timelines[0].spans) == 3 + 4 * 5
+    assert results.windows[0].stages[0].start == 0.0
+    assert len(results.windows[0].stages) == 3 + 4 * 5
     assert [curve.update for curve in results.memory] == [1, 230]
     assert results.num_unreadable == 0
 
@@ -28,7 +29,7 @@ def test_run_json_alone_is_enough(tmp_path):
     results = read_results(tmp_path)
     assert results.updates == results.epochs == ()
     assert results.comparison is None
-    assert results.walk is None
+    assert results.trace is None
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out_and_counted(tmp_path):
@@ -73,22 +74,22 @@ def test_an_event_without_its_number_is_no_event(tmp_path, line):
     train_folder(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     results = read_results(tmp_path)
-    assert results.updates == results.epochs == results.timelines == ()
+    assert results.updates == results.epochs == results.windows == ()
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(ReportError, match=r"nowhere' does not exist; a run folder holds run\.json.*Give the folder"):
+    with pytest.raises(RunError, match=r"nowhere' does not exist; a run folder holds run\.json.*Give the folder"):
         read_results(tmp_path / "nowhere")
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(ReportError, match=r"has no run\.json.*Give the folder"):
+    with pytest.raises(RunError, match=r"has no run\.json.*Give the folder"):
         read_results(tmp_path)
 
 
 def test_a_file_instead_of_a_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ReportError, match=r"file' is a file"):
+    with pytest.raises(RunError, match=r"file' is a file"):
         read_results(tmp_path / "file")
 
 
@@ -102,7 +103,7 @@ def test_a_file_instead_of_a_folder_is_named(tmp_path):
 )
 def test_a_run_json_of_something_else_is_refused(tmp_path, text, message):
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(ReportError, match=message):
+    with pytest.raises(RunError, match=message):
         read_results(tmp_path)
 
 
@@ -112,10 +113,12 @@ def test_settings_that_are_not_flat_are_shown_as_json(tmp_path):
 
 
 def test_shapes_read_as_people_write_them():
-    assert shapes([16, 10]) == "16 \N{MULTIPLICATION SIGN} 10"
-    assert shapes([[16, 10], [16]]) == "16 \N{MULTIPLICATION SIGN} 10, 16"
-    assert shapes([]) == "one number"
-    assert shapes("any") == "any"
+    assert written_shapes(shapes([16, 10])) == "16 \N{MULTIPLICATION SIGN} 10"
+    assert written_shapes(shapes([[16, 10], [16]])) == "16 \N{MULTIPLICATION SIGN} 10, 16"
+    assert written_shapes(shapes([])) == "one number"
+    assert written_shapes(shapes([[]])) == "one number"
+    assert written_shapes(shapes("any")) == "any"
+    assert written_shapes(shapes(None)) == ""
 
 
 def test_values_keep_their_nesting():

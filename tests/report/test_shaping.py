@@ -6,12 +6,12 @@ from itertools import pairwise
 import plotly.graph_objects as graph_objects
 import pytest
 
-from anybatch.report.charts.comparison_charts import final_table, spread_of
-from anybatch.report.charts.thinning import smooth, spread, thin
+from anybatch.records import read_results, spread_of
+from anybatch.report.charts.comparison_charts import final_table, written_spread
+from anybatch.report.charts.thinning import evenly_spaced, smooth, thin
 from anybatch.report.charts.window_charts import lanes_of, stage_totals, timeline_chart
 from anybatch.report.headline import headline, summary
 from anybatch.report.page import sections
-from anybatch.report.reading import read_results
 from anybatch.report.writing import is_share, number, percent
 from tests.report.run_folders import (
     compare_folder,
@@ -123,7 +123,7 @@ def test_thinning_keeps_a_gap_a_gap():
 
 
 def test_rows_of_a_long_table_are_evenly_spread_from_first_to_last():
-    rows = spread(12_345, most=200)
+    rows = evenly_spaced(12_345, most=200)
     assert (rows[0], rows[-1], len(set(rows))) == (0, 12_344, 200)
     steps = {later - earlier for earlier, later in pairwise(rows)}
     assert max(steps) - min(steps) <= 1
@@ -149,11 +149,11 @@ def test_a_long_run_stays_small(tmp_path):
 
 def test_the_timeline_has_a_lane_for_each_micro_batch_and_one_for_the_update(tmp_path):
     train_folder(tmp_path)
-    timeline = read_results(tmp_path).timelines[-1]
-    assert lanes_of(timeline.spans) == ([*(f"micro-batch {index}" for index in range(4)), "update"], 0)
+    timeline = read_results(tmp_path).windows[-1]
+    assert lanes_of(timeline.stages) == ([*(f"micro-batch {index}" for index in range(4)), "update"], 0)
     chart = timeline_chart(timeline)
     drawn = sum(seconds for trace in chart.figure["data"] for seconds in trace["x"])
-    assert drawn * 1e-3 == pytest.approx(sum(span.seconds for span in timeline.spans), rel=1e-4)
+    assert drawn * 1e-3 == pytest.approx(sum(span.seconds for span in timeline.stages), rel=1e-4)
     assert [key.name for key in chart.keys] == [
         "load",
         "forward",
@@ -169,8 +169,8 @@ def test_the_timeline_has_a_lane_for_each_micro_batch_and_one_for_the_update(tmp
 def test_hundreds_of_micro_batches_are_drawn_as_first_and_last(tmp_path):
     train_folder(tmp_path)
     write_lines(tmp_path / "metrics.jsonl", [window_event(num_micro_batches=300)])
-    timeline = read_results(tmp_path).timelines[0]
-    lanes, num_hidden = lanes_of(timeline.spans)
+    timeline = read_results(tmp_path).windows[0]
+    lanes, num_hidden = lanes_of(timeline.stages)
     assert (len(lanes), num_hidden) == (25, 276)
     assert (lanes[0], lanes[12], lanes[-2]) == ("micro-batch 0", "micro-batch 288", "micro-batch 299")
     assert "276 micro-batches in the middle not drawn" in timeline_chart(timeline).caption
@@ -181,20 +181,20 @@ def test_stages_nobody_knows_come_last(tmp_path):
     event = window_event()
     event["stages"].insert(0, {"stage": "offload", "micro_batch": 0, "start": 0.0, "seconds": 1.0})
     write_lines(tmp_path / "metrics.jsonl", [event])
-    assert list(stage_totals(read_results(tmp_path).timelines[0].spans))[-1] == "offload"
+    assert list(stage_totals(read_results(tmp_path).windows[0].stages))[-1] == "offload"
 
 
 def test_mean_and_deviation_are_those_of_the_seeds():
-    assert spread_of([1.0, 2.0, 3.0, None]).written(number) == "2.0 ± 1.0"
-    assert spread_of([0.97, 0.98]).written(percent) == "97.5 ± 0.7 %"
-    assert spread_of([0.5]).written(number) == "0.5"
+    assert written_spread(spread_of([1.0, 2.0, 3.0, None]), number) == "2.0 ± 1.0"
+    assert written_spread(spread_of([0.97, 0.98]), percent) == "97.5 ± 0.7 %"
+    assert written_spread(spread_of([0.5]), number) == "0.5"
     assert spread_of([None]).mean is None
 
 
 def test_mean_and_deviation_are_written_to_the_same_digit():
-    assert spread_of([0.09602 - 0.0044, 0.09602 + 0.0044]).written(number) == "0.0960 ± 0.0062"
-    assert spread_of([1000.0, 3000.0]).written(number) == "2,000 ± 1,414"
-    assert spread_of([0.25, 0.25]).written(number) == "0.25"
+    assert written_spread(spread_of([0.09602 - 0.0044, 0.09602 + 0.0044]), number) == "0.0960 ± 0.0062"
+    assert written_spread(spread_of([1000.0, 3000.0]), number) == "2,000 ± 1,414"
+    assert written_spread(spread_of([0.25, 0.25]), number) == "0.25"
 
 
 def test_the_table_of_a_comparison_leaves_out_what_nobody_measured(tmp_path):
@@ -249,10 +249,10 @@ def test_the_gradient_norm_grows_over_the_micro_batches_of_a_trace(tmp_path):
     assert [trace["y"] for chart in charts for trace in chart.figure["data"]] == [[0.21, 0.41]]
 
 
-def test_stages_are_walked_in_their_order(tmp_path):
-    stages = sections(read_results(trace_folder(tmp_path)))[0].steps
+def test_stages_are_shown_in_their_order(tmp_path):
+    stages = sections(read_results(trace_folder(tmp_path)))[0].stages
     assert [title for title, _ in stages] == ["Micro-batch 0", "Micro-batch 1", "The whole batch"]
-    assert [step.stage for step in stages[0][1]] == ["load", "forward", "loss", "backward", "accumulate"]
+    assert [entry.stage for entry in stages[0][1]] == ["load", "forward", "loss", "backward", "accumulate"]
 
 
 def test_the_summary_of_a_finished_run_is_one_sentence(tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from anybatch import Task, resume, supervised
-from anybatch.records.run_folder import EpochDone, UpdateDone
+from anybatch.records import EpochDone, UpdateDone
 from anybatch.training.experiment import assemble
 from anybatch.training.loop import Loop, Progress
 from anybatch.training.settings import Settings

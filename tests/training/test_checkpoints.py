@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from anybatch import CheckpointError, Coupled, Objective, Update, clip_loss, resume, save, supervised, warmup
-from anybatch.training.checkpoints.checkpoint_files import read_tensors, sum_of
+from anybatch.training.checkpoints.checkpoint_files import read_tensors, size_and_checksum
 from anybatch.training.checkpoints.random_states import random_states, restore_random_states
 from anybatch.training.checkpoints.saving import checkpoints_in
 
@@ -167,7 +167,7 @@ def test_metadata_that_would_run_code_does_not(tmp_path):
     path = save(tmp_path, make_update(), number=1)
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     contents = json.loads((path / "checkpoint.json").read_text())
-    contents["files"][".metadata"] = sum_of(path / ".metadata")
+    contents["files"][".metadata"] = size_and_checksum(path / ".metadata")
     (path / "checkpoint.json").write_text(json.dumps(contents))
     with pytest.raises(CheckpointError, match=r"posix\.mkdir does not belong"):
         resume(tmp_path, make_update())

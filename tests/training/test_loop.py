@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from anybatch import SettingsError, TaskError, resume, supervised
-from anybatch.records.run_folder import EpochDone, MemorySeen, UpdateDone, WindowSeen
-from anybatch.training.data import training_loader
+from anybatch.records import EpochDone, MemorySeen, UpdateDone, WindowSeen
 from anybatch.training.experiment import assemble, find_device
+from anybatch.training.loaders import training_loader
 from anybatch.training.loop import Loop, Progress
 from anybatch.training.settings import Settings
 from anybatch.training.tasks.lookup import find_task

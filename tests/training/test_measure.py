@@ -3,7 +3,7 @@ from torch import nn
 
 from anybatch import Update, supervised
 from anybatch.memory.tracing.meter import bytes_of
-from anybatch.records.run_folder import MemoryPoint
+from anybatch.records import MemoryPoint
 from anybatch.training.measure import MOST_POINTS, thin_out, with_memory, with_timeline
 
 

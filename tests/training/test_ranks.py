@@ -6,8 +6,8 @@ from torch import nn
 
 from anybatch.batches.dealing.dealt import deal_rows
 from anybatch.parallel.ranks import Ranks
-from anybatch.training.data import validation_loader
 from anybatch.training.experiment import assemble
+from anybatch.training.loaders import validation_loader
 from anybatch.training.tasks.lookup import find_task
 from tests.parallel.ranks import outcomes
 from tests.training.rank_scenarios import (

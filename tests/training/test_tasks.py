@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from anybatch import TaskError
-from anybatch.records.run_folder import UpdateDone
+from anybatch.records import UpdateDone
 from anybatch.training.experiment import assemble
 from anybatch.training.loop import Loop
 from anybatch.training.settings import Settings

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anybatch.batches.counting import num_rows
 from anybatch.batches.nesting import Batch, tensors
-from anybatch.batches.padding import carriers
+from anybatch.batches.padding import padded_tensors
 from anybatch.errors import SplitError
 
 
@@ -28,7 +28,9 @@ class RowLengths:
         return slice(self.width - length, self.width) if self.is_left else slice(0, length)
 
 
-def told_lengths(batch: Batch, length: Callable[[Any], Any], *, ignored: int, keep: Collection[str] = ()) -> RowLengths:
+def given_lengths(
+    batch: Batch, length: Callable[[Any], Any], *, ignored: int, keep: Collection[str] = ()
+) -> RowLengths:
     """Lengths that the user's function gives for a batch that is padded on the right."""
     count, lengths = num_rows(batch), _as_numbers(length(batch))
     width = next((tensor.shape[1] for tensor in tensors(batch) if tensor.dim() > 1), 0)
@@ -135,7 +137,7 @@ def _left(begins: list[int], earliest: list[int], width: int, *, has_positions: 
 def _targets(batch: Batch, width: int, count: int, keep: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """What a loss may count: tensors named label or target, and all but the first of a tuple or list."""
     is_tuple = isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields")
-    for path, value in carriers(batch, width=width, count=count, keep=keep):
+    for path, value in padded_tensors(batch, width=width, count=count, keep=keep):
         is_named = "label" in path or "target" in path
         if isinstance(value, Tensor) and (is_named or (is_tuple and not path.startswith("[0]"))):
             yield path, value

@@ -11,7 +11,7 @@ from torch import Tensor
 Batch = Any
 """Any nesting of tensors, tuples, lists, dicts, NamedTuples, dataclasses and mappings such as BatchEncoding."""
 
-Step = tuple[str, Any]
+NamedPart = tuple[str, Any]
 """How a child is reached, as Python would spell it (`['labels']`, `[0]`, `.mask`), and the child."""
 
 
@@ -25,7 +25,7 @@ def is_sequence(value: object) -> bool:
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)
 
 
-def children(value: Batch) -> list[Step] | None:
+def children(value: Batch) -> list[NamedPart] | None:
     """What a container holds, in order; None where `value` is no container."""
     if isinstance(value, Tensor):
         return None

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from anybatch.batches.counting import is_per_row
-from anybatch.batches.nesting import Batch, Step, children, is_array, is_sequence, rebuild
+from anybatch.batches.nesting import Batch, NamedPart, children, is_array, is_sequence, rebuild
 
 
 def narrow(batch: Batch, columns: slice, *, width: int, count: int, keep: Collection[str] = ()) -> Batch:
@@ -18,12 +18,12 @@ def narrow(batch: Batch, columns: slice, *, width: int, count: int, keep: Collec
     return _narrow(("", batch), columns, width, count, keep)
 
 
-def carriers(batch: Batch, *, width: int, count: int, keep: Collection[str] = ()) -> Iterator[Step]:
+def padded_tensors(batch: Batch, *, width: int, count: int, keep: Collection[str] = ()) -> Iterator[NamedPart]:
     """(path, tensor) of everything that carries the padded dimension."""
     yield from _carriers("", ("", batch), width, count, keep)
 
 
-def _narrow(step: Step, columns: slice, width: int, count: int, keep: Collection[str]) -> Batch:
+def _narrow(step: NamedPart, columns: slice, width: int, count: int, keep: Collection[str]) -> Batch:
     name, value = step
     if is_array(value):
         dims = _padded_dims(name, value, width, count, keep)
@@ -34,7 +34,7 @@ def _narrow(step: Step, columns: slice, width: int, count: int, keep: Collection
     return rebuild(value, [_narrow(child, columns, width, count, keep) for child in held]) if held else value
 
 
-def _carriers(path: str, step: Step, width: int, count: int, keep: Collection[str]) -> Iterator[Step]:
+def _carriers(path: str, step: NamedPart, width: int, count: int, keep: Collection[str]) -> Iterator[NamedPart]:
     name, value = step
     if is_array(value):
         if _padded_dims(name, value, width, count, keep):
@@ -53,7 +53,7 @@ def _padded_dims(name: str, value: Any, width: int, count: int, keep: Collection
     return [1] if shape[1] == width else []
 
 
-def _columns_of(step: Step, count: int, keep: Collection[str]) -> list[Step]:
+def _columns_of(step: NamedPart, count: int, keep: Collection[str]) -> list[NamedPart]:
     """The children that are columns of the batch; none for a list of per-row objects."""
     name, value = step
     if isinstance(value, Tensor) or _bare(name) in keep or (is_sequence(value) and is_per_row(value, count)):

@@ -58,30 +58,10 @@ def train(
     device: opt.Device = "auto",
     parallel: opt.ParallelOption = "ddp",
     out: opt.Out = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume",
-            metavar="RUN",
-            help="Go on with the run in this folder, with its task and settings, from its last checkpoint.",
-            rich_help_panel=opt.WHERE,
-        ),
-    ] = None,
-    save_every: Annotated[
-        int | None,
-        typer.Option(
-            "--save-every",
-            metavar="UPDATES",
-            help="Checkpoint so often; if not given, each epoch and each minute of a longer one.",
-            rich_help_panel=opt.WHERE,
-        ),
-    ] = None,
-    keep: Annotated[
-        int, typer.Option("--keep", metavar="N", help="Checkpoints that stay.", rich_help_panel=opt.WHERE)
-    ] = 3,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write TensorBoard files too.", rich_help_panel=opt.WHERE)
-    ] = False,
+    resume: opt.Resume = None,
+    save_every: opt.SaveEvery = None,
+    keep: opt.Keep = 3,
+    tensorboard: opt.TensorBoardFiles = False,
     quiet: opt.Quiet = False,
 ) -> int:
     """Train a task: a plan, the updates, a page to look at, and a run that survives being killed.
@@ -91,7 +71,7 @@ def train(
 
     Example: anybatch train digits --batch-size 128 --micro-batch 16
     """
-    from anybatch.cli.commands import Request, train_command
+    from anybatch.cli.commands import TrainRequest, train_command
 
     size, room = opt.size_and_room(micro_batch, memory)
     settings = Settings(
@@ -116,7 +96,7 @@ def train(
     )
     given = frozenset("keep_half_life" if name == "fixed_beta2" else name for name in opt.given_options(context))
     return train_command(
-        Request(
+        TrainRequest(
             task=task, settings=settings, given=given, out=out, resume=resume, tensorboard=tensorboard, is_quiet=quiet
         )
     )
@@ -125,7 +105,7 @@ def train(
 @app.command()
 def compare(
     task: opt.TaskName,
-    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Runs of each arm, with seeds 0, 1, 2, ...")] = 3,
+    seeds: opt.Seeds = 3,
     batch_size: opt.BatchSize = None,
     micro_batch: opt.MicroBatch = None,
     lr: opt.LR = None,
@@ -183,56 +163,19 @@ def trace(
 @app.command()
 def plan(
     task: opt.TaskName,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            metavar="SIZE",
-            help="All the memory there is, such as 6GiB; if not given, what the device has free.",
-            rich_help_panel=opt.WHERE,
-        ),
-    ] = None,
+    memory: opt.PlanMemory = None,
     batch_size: opt.BatchSize = None,
     clip_norm: opt.ClipNorm = None,
     precision: opt.PrecisionOption = "fp32",
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks",
-            metavar="N",
-            help="Say instead what N processes that share each batch would make of it.",
-            rich_help_panel=opt.MANY,
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            "--bandwidth",
-            metavar="RATE",
-            help="What each rank can send, such as 200Gbit/s; if not given, 25GB/s.",
-            rich_help_panel=opt.MANY,
-        ),
-    ] = None,
-    latency: Annotated[
-        str | None,
-        typer.Option("--latency", metavar="TIME", help="Of one message; if not given, 10us.", rich_help_panel=opt.MANY),
-    ] = None,
-    flops: Annotated[
-        str | None,
-        typer.Option(
-            "--flops",
-            metavar="RATE",
-            help="What a rank computes, such as 85TFLOP/s; else one is timed here.",
-            rich_help_panel=opt.MANY,
-        ),
-    ] = None,
+    ranks: opt.RanksOption = None,
+    bandwidth: opt.Bandwidth = None,
+    latency: opt.Latency = None,
+    flops: opt.Flops = None,
     micro_batch: opt.MicroBatch = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     out: opt.Out = None,
-    is_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.", rich_help_panel=opt.WHERE)
-    ] = False,
+    is_json: opt.PlanJson = False,
     quiet: opt.Quiet = False,
 ) -> int:
     """Say which micro-batch fits into a memory, and what an update needs, before anything runs.
@@ -245,11 +188,11 @@ def plan(
     Example: anybatch plan stdlib --ranks 64 --bandwidth 25GB/s
     """
     if ranks is not None:
-        from anybatch.cli.commands import scale_command
+        from anybatch.cli.commands import ranks_plan_command
 
         settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
         network = {"bandwidth": bandwidth or "25GB/s", "latency": latency or "10us"}
-        return scale_command(task, settings, ranks=ranks, **network, flops=flops, as_json=is_json)
+        return ranks_plan_command(task, settings, ranks=ranks, **network, flops=flops, is_json=is_json)
     opt.refuse_without_ranks(bandwidth=bandwidth, latency=latency, flops=flops)
     from anybatch.cli.commands import plan_command
 
@@ -264,23 +207,12 @@ def verify(
     task: opt.TaskName,
     batch_size: opt.BatchSize = None,
     micro_batch: opt.MicroBatch = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            metavar="SIZE",
-            help="Verify as many rows as fit into this in one go, such as 2GiB; if not given, the whole batch.",
-            rich_help_panel=opt.WHERE,
-        ),
-    ] = None,
+    memory: opt.VerifyMemory = None,
     precision: opt.PrecisionOption = "fp32",
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     out: opt.Out = None,
-    is_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the verdict as JSON and nothing else.", rich_help_panel=opt.WHERE),
-    ] = False,
+    is_json: opt.VerdictJson = False,
     quiet: opt.Quiet = False,
 ) -> int:
     """Prove on the first batch of a task that accumulating gives the whole batch's gradient, or say why not.

@@ -43,7 +43,7 @@ Epochs = Annotated[
 ]
 Updates = Annotated[
     int | None,
-    typer.Option("--updates", metavar="N", help="Stop after so many updates instead.", rich_help_panel=WHERE),
+    typer.Option("--updates", metavar="N", help="Stop after this number of updates instead.", rich_help_panel=WHERE),
 ]
 LR = Annotated[
     float | None,
@@ -128,6 +128,87 @@ Out = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=WHERE)]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Go on with the run in this folder, with its task and settings, from its last checkpoint.",
+        rich_help_panel=WHERE,
+    ),
+]
+SaveEvery = Annotated[
+    int | None,
+    typer.Option(
+        "--save-every",
+        metavar="UPDATES",
+        help="Updates between two checkpoints; if not given, a checkpoint each epoch, and each minute of a longer one.",
+        rich_help_panel=WHERE,
+    ),
+]
+Keep = Annotated[int, typer.Option("--keep", metavar="N", help="How many checkpoints stay.", rich_help_panel=WHERE)]
+TensorBoardFiles = Annotated[
+    bool, typer.Option("--tensorboard", help="Write TensorBoard files too.", rich_help_panel=WHERE)
+]
+Seeds = Annotated[int, typer.Option("--seeds", metavar="N", help="Runs of each arm, with seeds 0, 1, 2, ...")]
+PlanMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="All the memory there is, such as 6GiB; if not given, what the device has free.",
+        rich_help_panel=WHERE,
+    ),
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        help="Say instead what an update would take on N processes that share each batch.",
+        rich_help_panel=MANY,
+    ),
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="RATE",
+        help="What each rank can send, such as 200Gbit/s; if not given, 25GB/s.",
+        rich_help_panel=MANY,
+    ),
+]
+Latency = Annotated[
+    str | None,
+    typer.Option(
+        "--latency", metavar="TIME", help="How long one message takes; if not given, 10us.", rich_help_panel=MANY
+    ),
+]
+Flops = Annotated[
+    str | None,
+    typer.Option(
+        "--flops",
+        metavar="RATE",
+        help="What a rank computes, such as 85TFLOP/s; if not given, a pass is timed here.",
+        rich_help_panel=MANY,
+    ),
+]
+PlanJson = Annotated[
+    bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.", rich_help_panel=WHERE)
+]
+VerifyMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Verify as many rows as fit into this in one go, such as 2GiB; if not given, the whole batch.",
+        rich_help_panel=WHERE,
+    ),
+]
+VerdictJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the verdict as JSON and nothing else.", rich_help_panel=WHERE),
+]
 
 
 def rows_of(micro_batch: str | None) -> int | Literal["auto"] | None:
@@ -167,7 +248,7 @@ def given_options(context: typer.Context) -> set[str]:
 
 
 def refuse_without_ranks(**given: str | None) -> None:
-    """What says something of many ranks is not passed over where there is one."""
+    """Raise for an option that only many ranks have a use for."""
     for name, value in given.items():
         if value is not None:
             raise SettingsError(f"--{name} {value!r} is of a plan for many ranks: say how many, such as --ranks 64.")

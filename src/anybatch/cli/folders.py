@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anybatch import __version__
 from anybatch.errors import RunError
-from anybatch.records import Kind, Run, RunFolder
+from anybatch.records import Run, RunFolder, RunKind
 from anybatch.training import BUILT_IN, Settings, command_line, git_revision, now, versions
 
 
@@ -33,7 +33,7 @@ def new_folder(task: str, out: Path | None) -> RunFolder:
     return RunFolder(out)
 
 
-def first_record(kind: Kind, task: str, settings: Settings) -> Run:
+def first_record(kind: RunKind, task: str, settings: Settings) -> Run:
     """`run.json` as it is when a run starts."""
     return Run(
         anybatch=__version__,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from anybatch.records import EpochDone, Metric, UpdateDone
 
 if TYPE_CHECKING:
-    from anybatch.training import Plan
+    from anybatch.training import RunPlan
 
 BATCH_NORM_NOTE = "BatchNorm takes its statistics from each micro-batch, so the gradient is not exactly the batch's"
 SECONDS_BETWEEN_LINES = 10.0
@@ -83,7 +83,7 @@ def epoch_line(done: EpochDone) -> str:
     return f"epoch {done.epoch}  update {done.update}  {losses}{metrics}  {done.seconds:.1f} s"
 
 
-def plan_lines(plan: "Plan") -> list[str]:
+def plan_lines(plan: "RunPlan") -> list[str]:
     """The plan, in words."""
     cut = f"in {plan.micro_batches_per_update} micro-batches of up to {plan.micro_batch}"
     batch = f"{plan.batch} rows " + (cut if plan.micro_batches_per_update else f"cut by {plan.micro_batch}")

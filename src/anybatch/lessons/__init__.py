@@ -6,7 +6,7 @@ from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
     from anybatch.lessons.arms import ArmPlan, compare
-    from anybatch.lessons.findings import over_seeds, show_spread, spread
+    from anybatch.lessons.findings import show_spread
     from anybatch.lessons.update_trace import trace
 else:
     __getattr__ = lazily(__name__)
@@ -14,8 +14,6 @@ else:
 __all__ = [
     "ArmPlan",
     "compare",
-    "over_seeds",
     "show_spread",
-    "spread",
     "trace",
 ]

@@ -17,7 +17,7 @@ from anybatch.training import (
     Task,
     assemble,
     find_device,
-    judged,
+    judging_number,
     make_plan,
     num_inexact_norms,
     seed_all,
@@ -145,9 +145,9 @@ def _run_exact(experiment: Experiment, seed: int, tell: Callable[[ArmEpoch], Non
         if isinstance(metric, UpdateDone):
             updates.append(metric)
         elif isinstance(metric, MemorySeen):
-            peaks.append(metric.peak_bytes)
+            peaks.append(metric.peak_bytes or 0)
         elif isinstance(metric, EpochDone):
-            value = judged(experiment.task.metric, metric.valid_loss, metric.metrics)
+            value = judging_number(experiment.task.metric, metric.valid_loss, metric.metrics)
             losses = {"train_loss": metric.train_loss, "valid_loss": metric.valid_loss}
             epochs.append(ArmEpoch(epoch=metric.epoch, metric=value, **losses))
             tell(epochs[-1])
@@ -156,8 +156,8 @@ def _run_exact(experiment: Experiment, seed: int, tell: Callable[[ArmEpoch], Non
     return ArmRun(
         seed=seed,
         updates=len(updates),
-        samples_seen=sum(update.rows for update in updates),
-        seconds=sum(update.seconds for update in updates),
+        samples_seen=sum(update.rows or 0 for update in updates),
+        seconds=sum(update.seconds or 0.0 for update in updates),
         peak_bytes=max(peaks, default=None),
         epochs=tuple(epochs),
     )

@@ -1,48 +1,22 @@
 """What a comparison found, in sentences that follow from its numbers."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anybatch.records import Arm, ArmRun
+from anybatch.records import Arm, Spread, at_epoch, over_runs
 from anybatch.sizes import show_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Mean and standard deviation over seeds; the deviation of one seed is not known and given as nan."""
-
-    mean: float
-    deviation: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """The sample mean and deviation (n - 1).
-
-    >>> spread([1.0, 3.0])
-    Spread(mean=2.0, deviation=1.4142135623730951)
-    """
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return Spread(mean, float("nan"))
-    return Spread(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)))
-
-
-def over_seeds(arm: Arm, number: Callable[[ArmRun], float]) -> Spread:
-    """One number of each run of an arm."""
-    return spread([number(run) for run in arm.runs])
 
 
 def show_spread(value: Spread, metric: str | None) -> str:
     """A metric as a percentage, a loss as it is, with its deviation where there is one.
 
-    >>> show_spread(Spread(0.9712, 0.004), "accuracy"), show_spread(Spread(0.25, float("nan")), None)
+    >>> show_spread(Spread(0.9712, 0.004), "accuracy"), show_spread(Spread(0.25, None), None)
     ('97.1 ± 0.4 %', '0.2500')
     """
-    if metric is None:
-        return f"{value.mean:.4f}" + ("" if math.isnan(value.deviation) else f" ± {value.deviation:.4f}")
-    deviation = "" if math.isnan(value.deviation) else f" ± {100 * value.deviation:.1f}"
-    return f"{100 * value.mean:.1f}{deviation} %"
+    factor, digits, unit = (1, 4, "") if metric is None else (100, 1, " %")
+    shown = [f"{factor * part:.{digits}f}" for part in (value.mean, value.deviation) if part is not None]
+    return " ± ".join(shown) + unit if shown else "-"
 
 
 def findings(arms: Sequence[Arm], metric: str | None, *, rows: int, num_batch_norms: int = 0) -> tuple[str, ...]:
@@ -72,7 +46,7 @@ class _Judge:
 
     def at(self, arm: Arm, epoch: int) -> Spread:
         """The arm's metric after an epoch; 0 stands for the last."""
-        return over_seeds(arm, lambda run: run.epochs[epoch - 1].metric)
+        return at_epoch(arm, epoch, lambda point: point.metric)
 
     def show(self, arm: Arm, epoch: int) -> str:
         return show_spread(self.at(arm, epoch), self.metric)
@@ -80,8 +54,10 @@ class _Judge:
     def order(self, first: Arm, second: Arm, epoch: int) -> int:
         """1 where the first is clearly better, -1 where the second is, 0 where the seeds do not tell."""
         one, other = self.at(first, epoch), self.at(second, epoch)
+        if one.mean is None or other.mean is None:
+            return 0
         difference = one.mean - other.mean if self.metric is not None else other.mean - one.mean
-        noise = 0.0 if self.num_seeds == 1 else math.hypot(one.deviation, other.deviation)
+        noise = math.hypot(one.deviation or 0.0, other.deviation or 0.0)
         return 0 if not abs(difference) > noise else (1 if difference > 0 else -1)
 
     @property
@@ -89,15 +65,16 @@ class _Judge:
         return " (One seed: chance is not excluded.)" if self.num_seeds == 1 else ""
 
 
+def _updates_per_epoch(arm: Arm) -> int:
+    return (arm.runs[0].updates or 0) // len(arm.runs[0].epochs)
+
+
 def _per_epoch(small: Arm, exact: Arm, epoch: int, judge: _Judge) -> str:
     numbers = (
         f"{judge.show(exact, epoch)} {judge.name} with the exact batch of {exact.batch} against {judge.show(small, epoch)} "
         f"with batches of {small.batch}"
     )
-    counts = (
-        f"{exact.runs[0].updates // len(exact.runs[0].epochs)} updates per epoch against "
-        f"{small.runs[0].updates // len(small.runs[0].epochs)}"
-    )
+    counts = f"{_updates_per_epoch(exact)} updates per epoch against {_updates_per_epoch(small)}"
     order = judge.order(exact, small, epoch)
     verdict = {
         -1: f"the larger batch learns more slowly per epoch: it makes {counts}",
@@ -140,8 +117,7 @@ def _at_the_end(small: Arm, exact: Arm, scaled: Arm, judge: _Judge) -> str:
 
 
 def _tail(usual: Arm, exact: Arm, rows: int, judge: _Judge) -> str:
-    num_epochs = len(usual.runs[0].epochs)
-    dropped = rows - usual.runs[0].samples_seen // num_epochs
+    dropped = rows - (usual.runs[0].samples_seen or 0) // len(usual.runs[0].epochs)
     updates = f"{usual.runs[0].updates} updates against {exact.runs[0].updates}"
     order = judge.order(exact, usual, 0)
     verdict = {
@@ -157,7 +133,7 @@ def _tail(usual: Arm, exact: Arm, rows: int, judge: _Judge) -> str:
 
 def _memory(small: Arm, exact: Arm) -> str:
     one, other = small.runs[0].peak_bytes, exact.runs[0].peak_bytes
-    if not one or not other:
+    if not one or not other or not small.batch or not exact.batch:
         return ""
     return (
         f"Peak memory of an update: {show_bytes(other)} for the batch of {exact.batch} in micro-batches of "
@@ -167,7 +143,7 @@ def _memory(small: Arm, exact: Arm) -> str:
 
 
 def _time(small: Arm, exact: Arm) -> str:
-    one, other = (over_seeds(arm, lambda run: run.seconds).mean for arm in (small, exact))
+    one, other = (over_runs(arm, lambda run: run.seconds).mean for arm in (small, exact))
     return f"Training took {other:.2f} s with the exact batch and {one:.2f} s with batches of {small.batch}, validation apart."
 
 

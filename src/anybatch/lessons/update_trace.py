@@ -117,7 +117,9 @@ class _Watcher:
         micro_batch = None if event is None else event.micro_batch
         seconds = {} if event is None else {"seconds": event.seconds}
         self.stages.append(
-            TracedStage(stage=stage, micro_batch=micro_batch, title=title, facts=facts | seconds, values=sample(values))
+            TracedStage(
+                stage=stage, micro_batch=micro_batch, title=title, facts=facts | seconds, values=first_values(values)
+            )
         )
 
 
@@ -156,11 +158,11 @@ def _layer(name: str, module: nn.Module, inputs: Any, output: Any) -> TracedLaye
         kind=type(module).__name__,
         shapes_in=tuple(tuple(tensor.shape) for tensor in tensors(inputs)),
         shapes_out=tuple(tuple(tensor.shape) for tensor in tensors(output)),
-        values=sample(output),
+        values=first_values(output),
     )
 
 
-def sample(value: Any) -> tuple[float, ...]:
+def first_values(value: Any) -> tuple[float, ...]:
     """The first few numbers of the first tensor in `value`."""
     first = next(tensors(value), None) if value is not None else None
     if first is None:

@@ -1,7 +1,8 @@
 """The accumulation loop as it is usually written, kept as the thing to compare with. Not for training.
 
-Micro-batches come from the loader, each loss is divided by their planned number, every so many there is a step. What is left
-over at the end of an epoch never makes a step; a shorter micro-batch weighs as much as a full one.
+Micro-batches come from the loader, each loss is divided by their planned number, and the optimizer steps when that number is
+reached. Micro-batches that are left over at the end of an epoch never lead to a step. A shorter micro-batch weighs as much as a
+full one.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +15,19 @@ from anybatch.memory import bytes_of, drop_gradients, optimizer_tensors
 from anybatch.objectives import checked_loss, count_units
 from anybatch.passes import ForwardPass
 from anybatch.records import ArmEpoch, ArmRun
-from anybatch.training import MEMORY_AT, Experiment, judged, profiled, training_loader, validate, validation_loader
+from anybatch.training import (
+    MEMORY_AT,
+    Experiment,
+    judging_number,
+    profiled,
+    training_loader,
+    validate,
+    validation_loader,
+)
 
 
 def usual_updates(rows: int, micro_batch: int, accumulate: int) -> int:
-    """Updates per epoch: whole windows only.
+    """Updates per epoch, which only whole windows make.
 
     >>> usual_updates(1000, 16, 4)
     15
@@ -27,7 +36,7 @@ def usual_updates(rows: int, micro_batch: int, accumulate: int) -> int:
 
 
 def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEpoch], None]) -> ArmRun:
-    """Train for so many epochs the usual way."""
+    """Train for this number of epochs the usual way."""
     task, plan, seed = experiment.task, experiment.plan, experiment.settings.seed
     micro_batch, accumulate = plan.micro_batch, plan.micro_batches_per_update
     assert isinstance(micro_batch, int), "arms of a comparison are cut by rows"
@@ -57,7 +66,7 @@ def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEp
                 epoch=epoch,
                 train_loss=total_loss / total_units if total_units else float("nan"),
                 valid_loss=validated.loss,
-                metric=judged(task.metric, validated.loss, validated.metrics),
+                metric=judging_number(task.metric, validated.loss, validated.metrics),
             )
         )
         tell(done[-1])

@@ -37,7 +37,7 @@ class Fitted:
     plan: Plan | None
     """The prediction; None where there could be none."""
     reason: str
-    """Why there could be none."""
+    """Why there could be no prediction."""
     fastest: Choice | None
     """What was found to be the fastest within `size`, where it was asked for."""
     retries: int
@@ -61,7 +61,7 @@ class Fit:
     """The largest micro-batch whose update is predicted to fit into `memory`, less `margin` of it.
 
     `memory` is all that the update may take, weights and optimizer included: "6GiB", or bytes; None: what the device has
-    free when the first batch comes. `most` bounds the micro-batch besides, and says how to cut: `Rows(n)`, or
+    free when the first batch comes. `most` also bounds the micro-batch, and says how to cut: `Rows(n)`, or
     `Tokens(budget, ...)`; without it, a batch with `attention_mask` is cut by tokens and any other by rows. With `fastest`,
     sizes within what fits are tried on real updates and the fastest is kept; "auto" stands for `Fit(fastest=True)`.
 
@@ -137,7 +137,7 @@ class Fit:
 
     @property
     def learn(self) -> Callable[[MicroBatches, Sequence[float | None]], None] | None:
-        """That of the split inside, if it has any: else nothing is timed."""
+        """The `learn` of the split inside; None where that has none, so that micro-batches are not timed."""
         return None if self._last is None else getattr(self._last.split, "learn", None)
 
     def shrink(self, ran: MicroBatches) -> "Fit | None":
@@ -200,7 +200,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What of a batch decides its memory: rows, and what each tensor has per row."""
+    """The part of a batch that decides its memory: how many rows, and the dtype and shape of each tensor's row."""
 
     rows: int
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]

@@ -12,19 +12,19 @@ from anybatch.memory.available import available_bytes
 from anybatch.memory.predicting import (
     Breakdown,
     Checkpointing,
-    Found,
+    LargestFitting,
+    MicroBatchSource,
     Plan,
     SizePeak,
-    Source,
     Trials,
     checkpointed,
-    find,
+    find_largest_fitting,
+    micro_batch_source_of,
     notes_for,
     repeated_blocks,
-    source_of,
     start_trials,
 )
-from anybatch.memory.tracing import Parts, Setup, bytes_of, optimizer_tensors, undisturbed
+from anybatch.memory.tracing import Parts, TrialSetup, bytes_of, keeping_random_states, optimizer_tensors
 from anybatch.memory.unwrapping import without_wrappers
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload
@@ -76,13 +76,13 @@ def plan(
         running = Running(
             autocast=autocast, batch_norm=batch_norm, offload=offload, clip_norm=clip_norm, clip_value=clip_value
         )
-    with undisturbed():
-        source = source_of(batch, split if isinstance(split, Tokens) else None)
+    with keeping_random_states():
+        source = micro_batch_source_of(batch, split if isinstance(split, Tokens) else None)
         is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
-        setup = Setup(parts, there, 0 if is_elsewhere else source.nbytes, is_elsewhere, running)
+        setup = TrialSetup(parts, there, 0 if is_elsewhere else source.nbytes, is_elsewhere, running)
         trials = start_trials(setup, source)
         limit = int(room * (1 - margin))
-        found = find(trials, limit)
+        found = find_largest_fitting(trials, limit)
         breakdown = _breakdown(trials, found)
         saved = _try_checkpointing(trials, found) if checkpointing else None
     return Plan(
@@ -107,7 +107,7 @@ def plan(
     )
 
 
-def _table(found: Found, source: Source, limit: int) -> tuple[SizePeak, ...]:
+def _table(found: LargestFitting, source: MicroBatchSource, limit: int) -> tuple[SizePeak, ...]:
     """Powers of two, the size chosen, and the whole batch in one piece."""
     one, most = source.row_length or 1, source.num_rows * (source.row_length or 1)
     sizes = {one * 2**power for power in range(source.num_rows.bit_length())} | {found.size}
@@ -118,7 +118,7 @@ def _table(found: Found, source: Source, limit: int) -> tuple[SizePeak, ...]:
     return tuple(replace(entry, fits=entry.peak <= limit) for entry in table)
 
 
-def _breakdown(trials: Trials, found: Found) -> Breakdown:
+def _breakdown(trials: Trials, found: LargestFitting) -> Breakdown:
     seen = trials.kinds.get(found.shape) if not found.is_whole else None
     if seen is None:
         tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
@@ -130,7 +130,7 @@ def _breakdown(trials: Trials, found: Found) -> Breakdown:
 
 
 def _known_parts(trials: Trials, peak: int) -> Breakdown:
-    """Without fake tensors: what stands is known, and the rest counts as activations."""
+    """The breakdown without fake tensors: what lives between updates is known, and the rest counts as activations."""
     model, optimizer, _ = trials.probe.parts
     parameters = bytes_of([*model.parameters(), *model.buffers()])
     gradients = bytes_of(one for one in model.parameters() if one.requires_grad)
@@ -146,7 +146,7 @@ def _known_parts(trials: Trials, peak: int) -> Breakdown:
     )
 
 
-def _try_checkpointing(trials: Trials, found: Found) -> Checkpointing | None:
+def _try_checkpointing(trials: Trials, found: LargestFitting) -> Checkpointing | None:
     """The same update with the model's repeated blocks recomputed, on fake tensors; None where that cannot run."""
     repeated = None if trials.fake is None else repeated_blocks(trials.fake.parts[0])
     if repeated is None:
@@ -177,7 +177,7 @@ def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.dev
 
 
 def _already(parts: Parts, device: torch.device) -> int:
-    """What of this update lies there already, and so is not free, but will not be asked for again."""
+    """Bytes of the model and the optimizer that lie on the device already: the update needs them, and they are not free."""
     model, optimizer, _ = parts
     held = [*model.parameters(), *model.buffers(), *([] if optimizer is None else optimizer_tensors(optimizer))]
     return bytes_of(tensor for tensor in held if tensor.device.type == device.type)

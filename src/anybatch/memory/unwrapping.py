@@ -1,4 +1,4 @@
-"""The module that is planned: without what compiles it, or synchronises it over ranks."""
+"""The module that is planned, without the wrapper that compiles it or synchronises it over ranks."""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

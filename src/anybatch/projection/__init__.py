@@ -1,10 +1,19 @@
 """What an update would take on many ranks, on paper."""
 
-from anybatch.projection.network import Network, Pass, Projection, Sharding
+from typing import TYPE_CHECKING
+
+from anybatch.lazy import lazily
+
+if TYPE_CHECKING:
+    from anybatch.projection.network import Network, PassSeconds, Projection, Sharding
+    from anybatch.projection.pass_timing import time_pass
+else:
+    __getattr__ = lazily(__name__)
 
 __all__ = [
     "Network",
-    "Pass",
+    "PassSeconds",
     "Projection",
     "Sharding",
+    "time_pass",
 ]

@@ -6,8 +6,8 @@
     once per update        K (forward + backward) + exposed
     once per micro-batch   K (forward + backward + exposed)
 
-Ranks are alike, nobody waits for a slow one, and compute is not slowed by communication: the best case for both ways, and so
-for their difference.
+The model assumes that all ranks are equally fast and that communication does not slow compute. That is the best case for both
+ways, and so for their difference.
 """
 
 import math
@@ -32,7 +32,7 @@ class Network:
             raise ParallelError(f"{self!r}: expected 1 rank or more, a bandwidth above 0 and a latency of 0 or more.")
 
     def all_reduce(self, num_bytes: float) -> float:
-        """Seconds to sum so many bytes over all ranks, in a ring.
+        """Seconds to sum `num_bytes` over all ranks, in a ring.
 
         >>> Network(ranks=2, bandwidth=1e9, latency=0).all_reduce(1e9)
         1.0
@@ -40,14 +40,14 @@ class Network:
         return 2 * self.all_gather(num_bytes)
 
     def all_gather(self, num_bytes: float) -> float:
-        """Seconds until each rank has all of so many bytes, of which each had its part; a reduce-scatter takes as long."""
+        """Seconds until each rank has all `num_bytes`, of which it had its part; a reduce-scatter takes as long."""
         others = self.ranks - 1
         return others / self.ranks * num_bytes / self.bandwidth + others * self.latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """Forward and backward of one micro-batch on one rank."""
+class PassSeconds:
+    """What forward and backward of one micro-batch take on one rank."""
 
     rows: int
     forward: float
@@ -56,6 +56,8 @@ class Pass:
     """Seconds."""
     gradient_bytes: float
     parameter_bytes: float
+    source: str = ""
+    """Where the seconds come from, in words."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or min(self.forward, self.backward, self.gradient_bytes, self.parameter_bytes) <= 0:
@@ -76,7 +78,7 @@ class Pass:
         return self.num_buckets * network.all_reduce(self.gradient_bytes / self.num_buckets)
 
     def exposed(self, network: Network) -> float:
-        """Seconds of it that backward does not hide."""
+        """Seconds of the all-reduce that backward does not hide."""
         return overlapped(self.backward, self.all_reduce(network), self.num_buckets) - self.backward
 
 
@@ -97,7 +99,7 @@ class Projection:
     """One update of `micro_batches` passes on each rank, synchronised once and synchronised at every pass."""
 
     network: Network
-    one_pass: Pass
+    one_pass: PassSeconds
     micro_batches: int
 
     @property
@@ -112,7 +114,7 @@ class Projection:
 
     @property
     def exposed(self) -> float:
-        """Seconds of it that the last backward pass does not hide."""
+        """Seconds of the all-reduce that the last backward pass does not hide."""
         return self.one_pass.exposed(self.network)
 
     @property
@@ -137,7 +139,7 @@ class Projection:
 
     @property
     def bytes_sent(self) -> float:
-        """By each rank in one update, synchronised once; at every micro-batch, so many times as there are."""
+        """Bytes that each rank sends in one update that synchronises once; synchronising every micro-batch multiplies it."""
         return 2 * (self.network.ranks - 1) / self.network.ranks * self.one_pass.gradient_bytes
 
     def reaching(self, efficiency: float) -> "Projection":
@@ -164,7 +166,7 @@ class Sharding:
 
     @property
     def bytes_sent(self) -> float:
-        """By each rank in one update."""
+        """Bytes that each rank sends in one update."""
         gathers = 1 if self.keeps else 2 * self.projection.micro_batches
         one_pass, ranks = self.projection.one_pass, self.projection.network.ranks
         return (ranks - 1) / ranks * (gathers * one_pass.parameter_bytes + one_pass.gradient_bytes)

@@ -17,15 +17,15 @@ from anybatch.proof.cases import (
     Case,
     Copy,
     Gradient,
-    can_be_raised,
     copy_model,
+    leaving_untouched,
     make_case,
     roundoff,
-    untouched,
+    why_not_float64,
 )
-from anybatch.proof.causes import Lab, explain
-from anybatch.proof.cuts import cuts_of, uneven, whole_batch
-from anybatch.proof.floor import Floor, floor_of, most, relative
+from anybatch.proof.causes import Experiments, explain
+from anybatch.proof.cuts import cuts_of, uneven_cut, whole_batch
+from anybatch.proof.floor import Floor, floor_of, largest_floor, relative
 from anybatch.proof.rows_that_fit import rows_that_fit
 from anybatch.proof.verdict import Cause, CutResult, Verdict
 from anybatch.sizes import parse_bytes
@@ -66,7 +66,7 @@ def verify(
     given = num_rows(whole)
     if given < 2:
         raise VerifyError(f"this batch has {given} row, which cannot be cut; give a batch of 2 rows or more.")
-    with untouched(inner, objective):
+    with leaving_untouched(inner, objective):
         case = make_case(copy_model(inner, copy), objective, whole, batch_norm=batch_norm, autocast=autocast, copy=copy)
         rows = None if limit is None else rows_that_fit(case, limit)
         if rows is not None and rows < given:
@@ -114,7 +114,7 @@ class _Proof:
         """The same case in float64, and its gradient in one go; or a note why not."""
         if all(parameter.dtype == torch.float64 for parameter in case.model.parameters()):
             return None, []
-        why = can_be_raised(case.model)
+        why = why_not_float64(case.model)
         raised = replace(case, precision="float64")
         if why is None:
             try:
@@ -129,7 +129,7 @@ class _Proof:
         if case.precision == "float64":
             apart = min((relative(whole, other) for other in permuted), default=0.0)
             single = torch.finfo(torch.float32).eps / 2
-            if most(unit) < apart < most(single):
+            if largest_floor(unit) < apart < largest_floor(single):
                 unit = single
         return case, floor_of(whole, [*permuted, *references], unit)
 
@@ -150,11 +150,11 @@ class _Proof:
         failing = [result for result in results if result.precision == case.precision and not result.is_exact]
         if not failing:
             return (_precision_cause(results, _name_of(self.case)),)
-        lab = Lab(case=case, floor=floor, cut=uneven(case.batch))
-        if lab.try_out(case).is_exact:
+        experiments = Experiments(case=case, floor=floor, cut=uneven_cut(case.batch))
+        if experiments.try_out(case).is_exact:
             worst = max(failing, key=lambda result: (result.failure is None, result.error))
-            lab = replace(lab, cut=self.cuts[worst.name])
-        return explain(lab)
+            experiments = replace(experiments, cut=self.cuts[worst.name])
+        return explain(experiments)
 
 
 def unit_of(case: Case) -> float:

@@ -67,8 +67,8 @@ def cuts_of(
     return _different(cuts, count)
 
 
-def uneven(batch: Batch) -> MicroBatches:
-    """A few micro-batches of 2, 3, 4, ... rows, so that no two weights are alike; of 1 row where there are too few."""
+def uneven_cut(batch: Batch) -> MicroBatches:
+    """A few micro-batches of 2, 3, 4, ... rows, so that no two weights are alike; they begin with 1 row if there are few."""
     count = num_rows(batch)
     sizes: list[int] = []
     left, size = count, 2 if count >= 5 else 1
@@ -81,7 +81,7 @@ def uneven(batch: Batch) -> MicroBatches:
     return MicroBatches([take_rows(batch, slice(start, stop)) for start, stop in zip(starts, stops, strict=True)])
 
 
-def untrimmed(batch: Batch, cut: MicroBatches) -> MicroBatches:
+def untrimmed_cut(batch: Batch, cut: MicroBatches) -> MicroBatches:
     """The same rows together, with all their padding."""
     return MicroBatches([take_rows(batch, list(rows)) for rows in cut.row_numbers], cut.cut)
 

@@ -9,10 +9,10 @@ from anybatch.batches import Batch, Dealt, MicroBatches, Tokens, num_rows, take_
 from anybatch.errors import ExactnessError, VerifyError
 from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator, has_rows
-from anybatch.proof.cases import copy_model, make_case, untouched
+from anybatch.proof.cases import copy_model, leaving_untouched, make_case
 from anybatch.proof.comparing import unit_of, verify
-from anybatch.proof.cuts import uneven
-from anybatch.proof.floor import most, relative
+from anybatch.proof.cuts import uneven_cut
+from anybatch.proof.floor import largest_floor, relative
 
 
 def self_check(accumulator: Accumulator, batch: Batch) -> None:
@@ -63,18 +63,18 @@ def _look_at(accumulator: Accumulator, batch: Batch) -> None:
 
 
 def _is_near(model: nn.Module, accumulator: Accumulator, sample: Batch, options: dict[str, Any]) -> bool:
-    with untouched(model, accumulator.objective):
+    with leaving_untouched(model, accumulator.objective):
         case = make_case(copy_model(model), accumulator.objective, sample, **options)
         whole = case.record()
         try:
-            accumulated = case.accumulated(uneven(sample))
+            accumulated = case.accumulated(uneven_cut(sample))
         except Exception:  # verify says what it was, and whether it matters
             return False
-        return relative(whole, accumulated) <= most(unit_of(case)) / 10
+        return relative(whole, accumulated) <= largest_floor(unit_of(case)) / 10
 
 
 def _spread_rows(accumulator: Accumulator, batch: Batch) -> Batch | None:
-    """Rows from all over the batch, as many as its first micro-batch has, at least 2; None where there is but one row."""
+    """Rows from all over the batch, as many as its first micro-batch has, at least 2; None for a batch of one row."""
     if isinstance(batch, Dealt):
         batch = batch.batch
     if not has_rows(batch):

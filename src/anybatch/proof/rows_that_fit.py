@@ -1,4 +1,4 @@
-"""As many rows as fit: what one backward pass over so many rows takes, measured while they are doubled."""
+"""How many rows fit: rows are doubled while the measured peak of one backward pass over them fits."""
 
 import itertools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from anybatch.batches import num_rows, take_rows
 from anybatch.errors import VerifyError
 from anybatch.passes import common_device
-from anybatch.proof.cases import Case, can_be_raised, make_case
+from anybatch.proof.cases import Case, make_case, why_not_float64
 from anybatch.torch_inside import profiler_events
 
 
@@ -52,7 +52,7 @@ def _peak(case: Case, size: int) -> int:
     options = {"batch_norm": case.batch_norm, "autocast": case.autocast, "copy": case.copy}
     part = make_case(case.model, case.objective, take_rows(case.batch, slice(0, size)), **options)
     wide = make_case(case.model, case.objective, part.batch, **options, precision="float64")
-    if can_be_raised(case.model) is None:
+    if why_not_float64(case.model) is None:
         try:
             return _measured(case, wide.record)
         except (RuntimeError, TypeError, ValueError):  # a model that does not run in float64

@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from anybatch.proof.cases import Precision
+from anybatch.proof.cases import ComparedPrecision
 from anybatch.proof.floor import ParameterError
 
-Kind = Literal[
+CauseKind = Literal[
     "units",
     "sum",
     "mean",
@@ -31,7 +31,7 @@ Kind = Literal[
 class Cause:
     """Why the accumulated gradient is not the whole batch's."""
 
-    kind: Kind
+    kind: CauseKind
     explanation: str
     fix: str
 
@@ -41,7 +41,7 @@ class CutResult:
     """One cut in one precision."""
 
     name: str
-    precision: Precision
+    precision: ComparedPrecision
     micro_batches: int
     rows: tuple[int, ...]
     """How many rows each micro-batch had."""

@@ -1,206 +1,26 @@
-"""What a run leaves on disk, as frozen data: `run.json`, `metrics.jsonl`, `compare.json`, `trace.json`, `verify.json`.
+"""A folder with the files of one run: written whole, read as far as it goes.
 
-Files are JSON and nothing else; inf and nan become null, which JSON has no other word for. Whole files are replaced in one
-step, so a reader never sees half of one; a `metrics.jsonl` that a kill has cut off inside its last line is read up to there.
+Whole files are replaced in one step, so a reader never sees half of one. A kill may cut `metrics.jsonl` off inside its last
+line; a line that is no JSON object is passed over.
 """
 
-import dataclasses
-import json
-import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from anybatch.errors import RunError
+from anybatch.records.json_text import plain, to_json
+from anybatch.records.schema import Comparison, Metric, PlanRecord, ProofRecord, Run, Trace
+from anybatch.records.tolerant_reading import loads, read, whole
 
-Kind = Literal["train", "compare", "trace", "plan", "verify"]
-Status = Literal["running", "finished", "stopped"]
-Flat = Mapping[str, Any]
-"""Names and plain values: what a table of settings shows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """`run.json`: what was run, with what, and how it ended."""
-
-    anybatch: str
-    kind: Kind
-    task: str
-    created: str
-    command: str
-    seed: int
-    versions: Flat
-    git: str | None
-    settings: Flat
-    plan: Flat = field(default_factory=dict)
-    status: Status = "running"
-    summary: Flat = field(default_factory=dict)
-    launch: str | None = None
-    """The name of the launch of torchrun that runs it: restarted ranks find their run by it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateDone:
-    """One update."""
-
-    event: ClassVar[str] = "update"
-    update: int
-    """Counted from 1."""
-    epoch: int
-    """Counted from 1."""
-    loss: float
-    grad_norm: float
-    lr: float
-    units: float
-    rows: int
-    micro_batches: int
-    applied: bool
-    seconds: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """The objective's metrics on the batch, before its step."""
-    retries: int = 0
-    """How often memory ran out in it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochDone:
-    """One pass over the training data and the validation after it."""
-
-    event: ClassVar[str] = "epoch"
-    epoch: int
-    update: int
-    """The last update of the epoch."""
-    train_loss: float
-    """Per unit, over the epoch's updates."""
-    valid_loss: float
-    metrics: Mapping[str, float]
-    """The objective's metrics on the validation data."""
-    train_metrics: Mapping[str, float]
-    """The same while training, each update weighted by its units: of weights that were still changing."""
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTime:
-    """When one stage of an update ran, in seconds from the update's begin."""
-
-    stage: str
-    micro_batch: int | None
-    start: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowSeen:
-    """The timeline of one update."""
-
-    event: ClassVar[str] = "window"
-    update: int
-    stages: tuple[StageTime, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPoint:
-    """Bytes in use at a moment of an update."""
-
-    seconds: float
-    bytes: int
-    stage: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySeen:
-    """Memory over the time of one update."""
-
-    event: ClassVar[str] = "memory"
-    update: int
-    points: tuple[MemoryPoint, ...]
-    peak_bytes: int
-
-
-Metric = UpdateDone | EpochDone | WindowSeen | MemorySeen
-"""One line of `metrics.jsonl`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmEpoch:
-    """What one run of an arm had reached after an epoch."""
-
-    epoch: int
-    train_loss: float
-    valid_loss: float
-    metric: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmRun:
-    """One seed of an arm."""
-
-    seed: int
-    updates: int
-    samples_seen: int
-    """Rows that some update learned from, counted once per epoch."""
-    seconds: float
-    peak_bytes: int | None
-    epochs: tuple[ArmEpoch, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One way of training, over several seeds."""
-
-    name: str
-    description: str
-    batch: int
-    micro_batch: int
-    lr: float
-    runs: tuple[ArmRun, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """`compare.json`: the arms and what was found."""
-
-    metric: str
-    arms: tuple[Arm, ...]
-    findings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedStage:
-    """One stage of the traced update; `micro_batch` is None for the whole batch."""
-
-    stage: str
-    micro_batch: int | None
-    title: str
-    facts: Mapping[str, str | float]
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedLayer:
-    """One layer that the sample went through; shapes of all tensors in and out."""
-
-    name: str
-    kind: str
-    shapes_in: tuple[tuple[int, ...], ...]
-    shapes_out: tuple[tuple[int, ...], ...]
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """`trace.json`: one update stage by stage, and one sample layer by layer."""
-
-    stages: tuple[TracedStage, ...]
-    layers: tuple[TracedLayer, ...]
+ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan` or `verify` named when it ended."
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A folder with the files of one run."""
+    """Where the files of one run are."""
 
     path: Path
 
@@ -214,94 +34,76 @@ class RunFolder:
         """The run's `metrics.jsonl`."""
         return self.path / "metrics.jsonl"
 
-    def write_run(self, run: Run) -> None:
-        """Replace `run.json`."""
+    def write(self, record: Run | Comparison | Trace | ProofRecord | PlanRecord) -> None:
+        """Replace the record's file."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.path / "run.json", to_json(run, indent=2))
-
-    def read_run(self) -> Run:
-        """The run's `run.json`."""
-        path = self.path / "run.json"
-        if not path.is_file():
-            raise RunError(
-                f"{self.path} is not a run folder: it has no run.json. Give a folder that anybatch train, compare or trace "
-                "has written, such as runs/digits-20261115-120000."
-            )
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return Run(**found)
-        except (ValueError, TypeError) as error:
-            raise RunError(
-                f"{path} is not the run.json of an anybatch run ({error}). Give the folder of another run."
-            ) from error
+        _replace(self.path / record.file, to_json(record, indent=1))
 
     def append(self, metric: Metric) -> None:
         """Add one line to `metrics.jsonl`, out of this process's hands when the call returns."""
-        line = json.dumps({"event": metric.event} | plain(metric), allow_nan=False)
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(to_json({"event": metric.event} | plain(metric)) + "\n")
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`, up to one that a kill has cut off."""
-        return [json.loads(line) for line in self._whole_lines()]
+    def read_run(self) -> Run:
+        """The run's `run.json`; it must be there, and name a kind and a task."""
+        fields = self.read_object(Run.file)
+        if fields is None:
+            is_folder, is_file = self.path.is_dir(), self.path.is_file()
+            what = "is a file" if is_file else f"has no {Run.file}" if is_folder else "does not exist"
+            raise RunError(
+                f"{str(self.path)!r} {what}; a run folder holds {Run.file}, and metrics.jsonl, compare.json, trace.json, "
+                f"plan.json or verify.json. {ADVICE}"
+            )
+        run = read(Run, fields)
+        if run is None or not run.kind or not run.task:
+            raise RunError(
+                f"{str(self.path / Run.file)!r} has the keys {sorted(fields)}; 'kind' and 'task' were expected. It is not of a "
+                f"run of anybatch. {ADVICE}"
+            )
+        return run
+
+    def read_object(self, name: str) -> Mapping[str, Any] | None:
+        """The JSON object in one of the run's files; None where there is no such file."""
+        path = self.path / name
+        if not path.is_file():
+            return None
+        try:
+            loaded = loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunError(
+                f"{str(path)!r} is not JSON ({error}); anybatch writes it whole or not at all. Restore the file, or run again."
+            ) from None
+        if not isinstance(loaded, Mapping):
+            raise RunError(
+                f"{str(path)!r} holds a {type(loaded).__name__}; a JSON object was expected. Restore the file, or run again."
+            )
+        return loaded
+
+    def read_metrics(self) -> list[Mapping[str, Any]]:
+        """The JSON objects of `metrics.jsonl`, without lines that a kill has cut off."""
+        return [event for _, event in self.lines() if event is not None]
 
     def rewind(self, update: int) -> None:
         """Forget what `metrics.jsonl` says of updates after `update`: they will run again."""
-        kept = [line for line in self._whole_lines() if json.loads(line)["update"] <= update]
+        kept = (line for line, event in self.lines() if event and (whole(event.get("update")) or 0) <= update)
         _replace(self.metrics, "".join(line + "\n" for line in kept))
 
-    def write_comparison(self, comparison: Comparison) -> None:
-        """Replace `compare.json`."""
-        _replace(self.path / "compare.json", to_json(comparison, indent=1))
-
-    def write_trace(self, trace: Trace) -> None:
-        """Replace `trace.json`."""
-        _replace(self.path / "trace.json", to_json(trace, indent=1))
-
-    def write_verdict(self, verdict: Mapping[str, Any]) -> None:
-        """Replace `verify.json`."""
-        _replace(self.path / "verify.json", to_json(verdict, indent=1))
-
-    def write_plan(self, plan: Mapping[str, Any]) -> None:
-        """Replace `plan.json`."""
-        _replace(self.path / "plan.json", to_json(plan, indent=1))
-
-    def _whole_lines(self) -> Iterable[str]:
+    def lines(self) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+        """The lines of `metrics.jsonl`, each with its JSON object; None where it holds none."""
         if not self.metrics.is_file():
             return
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                json.loads(line)
-            except ValueError:
-                return
-            yield line
+        with self.metrics.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.strip():
+                    yield line.rstrip("\n"), _object_of(line)
 
 
-_SHORT = {"shapes_in": "in", "shapes_out": "out"}
-"""Fields whose JSON name is a word that Python keeps for itself."""
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON knows it: dataclasses become dicts, tuples lists, inf and nan None."""
-    if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {_SHORT.get(item.name, item.name): plain(getattr(value, item.name)) for item in fields}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
+def _object_of(line: str) -> Mapping[str, Any] | None:
+    try:
+        event = loads(line)
+    except ValueError:
         return None
-    return str(value) if isinstance(value, Path) else value
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as JSON text that any reader takes.
-
-    >>> to_json(MemoryPoint(seconds=float("nan"), bytes=3, stage="load"))
-    '{"seconds": null, "bytes": 3, "stage": "load"}'
-    """
-    return json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    return event if isinstance(event, Mapping) else None
 
 
 def _replace(path: Path, text: str) -> None:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from anybatch.report.charts import final, largest_error, num_seeds, proof_sentence, written_precision
-from anybatch.report.results import Comparison, PeakPlan, Proof, Results, Scalar
+from anybatch.records import Comparison, PlanRecord, ProofRecord, Results, Scalar, at_epoch
+from anybatch.report.charts import largest_error, num_seeds, proof_sentence, written_precision
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words
 
 
@@ -22,10 +22,10 @@ def summary(results: Results) -> str:
         return proof_sentence(results.run.task, results.proof)
     if results.comparison is not None and results.comparison.arms:
         return _compared(results.run.task, results.comparison)
-    if results.walk is not None:
-        return _walked(results)
-    if results.peak_plan is not None and results.peak_plan.sentences:
-        return results.peak_plan.sentences[0]
+    if results.trace is not None:
+        return _traced(results)
+    if results.plan is not None and results.plan.sentences:
+        return results.plan.sentences[0]
     return _trained(results)
 
 
@@ -35,13 +35,13 @@ def headline(results: Results) -> tuple[Figure, ...]:
         return _proof_figures(results.proof)
     if results.comparison is not None and results.comparison.arms:
         return _comparison_figures(results.comparison)
-    if results.peak_plan is not None:
-        return _plan_figures(results.peak_plan)
+    if results.plan is not None:
+        return _plan_figures(results.plan)
     return _training_figures(results)
 
 
-def _plan_figures(plan: PeakPlan) -> tuple[Figure, ...]:
-    total = sum(part or 0 for part in plan.parts.values())
+def _plan_figures(plan: PlanRecord) -> tuple[Figure, ...]:
+    total = sum(part or 0 for part in plan.breakdown.values())
     fits = f"{number(plan.micro_batch)} {plan.unit}" if plan.micro_batch else "none"
     return (
         Figure(label="largest micro-batch", value=fits),
@@ -60,7 +60,7 @@ def last_metric(results: Results) -> tuple[str, float] | None:
 
 
 def total_seconds(results: Results) -> float | None:
-    """What the run took: its epochs, else its updates."""
+    """Seconds of all epochs; of all updates where no epoch has ended."""
     spans = [point.seconds for point in results.epochs] or [point.seconds for point in results.updates]
     known = [seconds for seconds in spans if seconds is not None]
     return sum(known) if known else None
@@ -97,14 +97,14 @@ def _trained(results: Results) -> str:
     return sentence
 
 
-def _walked(results: Results) -> str:
-    assert results.walk is not None
-    micro_batches = {step.micro_batch for step in results.walk.steps} - {None}
+def _traced(results: Results) -> str:
+    assert results.trace is not None
+    micro_batches = {entry.micro_batch for entry in results.trace.stages} - {None}
     parts = [f"One update of {results.run.task}, stage by stage"]
     if micro_batches:
         parts.append(f" through {plural(len(micro_batches), 'micro-batch')}")
-    if results.walk.layers:
-        parts.append(f"; then one sample through {plural(len(results.walk.layers), 'layer')}")
+    if results.trace.layers:
+        parts.append(f"; then one sample through {plural(len(results.trace.layers), 'layer')}")
     return "".join(parts) + "."
 
 
@@ -123,7 +123,9 @@ def _compared(task: str, comparison: Comparison) -> str:
 def _ends(comparison: Comparison) -> tuple[tuple[str, str], tuple[str, str]] | None:
     """The lowest and the highest mean of the metric, each with its arm. Whether they differ is for the findings to say."""
     means = [
-        (mean, arm.name) for arm in comparison.arms if (mean := final(arm, lambda point: point.metric).mean) is not None
+        (mean, arm.name)
+        for arm in comparison.arms
+        if (mean := at_epoch(arm, 0, lambda point: point.metric).mean) is not None
     ]
     if not means:
         return None
@@ -132,7 +134,7 @@ def _ends(comparison: Comparison) -> tuple[tuple[str, str], tuple[str, str]] | N
     return (write(lowest[0]), lowest[1]), (write(highest[0]), highest[1])
 
 
-def _proof_figures(proof: Proof) -> tuple[Figure, ...]:
+def _proof_figures(proof: ProofRecord) -> tuple[Figure, ...]:
     verdict = Figure(label="verdict", value="exact" if proof.is_exact else "not exact")
     errors = [
         Figure(

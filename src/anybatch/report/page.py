@@ -1,7 +1,7 @@
 """The page: sections of charts, tables and text, put together from `Results` and written as one HTML file."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
@@ -10,26 +10,44 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from anybatch.records import (
+    Comparison,
+    PlanRecord,
+    ProofRecord,
+    Results,
+    Run,
+    Scalars,
+    Trace,
+    TracedLayer,
+    TracedStage,
+    read_results,
+)
 from anybatch.report.charts import (
     Chart,
     Table,
-    comparison_charts,
-    course_charts,
+    charts_of_comparison,
+    charts_of_plan,
+    charts_of_proof,
+    charts_of_trace,
     cuts_table,
     epoch_charts,
     final_table,
     memory_charts,
-    plan_charts,
-    proof_charts,
+    rate_and_norm_charts,
     stage_colour,
     timeline_chart,
     update_charts,
-    walk_charts,
 )
 from anybatch.report.headline import headline, summary
-from anybatch.report.reading import read_results
-from anybatch.report.results import Layer, Results, Scalar, Step
-from anybatch.report.writing import entry, moment, plural, sample, tied, words
+from anybatch.report.writing import (
+    plural,
+    without_breaks,
+    words,
+    written_sample,
+    written_shapes,
+    written_time,
+    written_value,
+)
 
 PAGE = "report.html"
 
@@ -49,9 +67,9 @@ class Section:
     """Names and what they mean."""
     code: str = ""
     """A command, to be copied."""
-    steps: tuple[tuple[str, tuple[Step, ...]], ...] = ()
+    stages: tuple[tuple[str, tuple[TracedStage, ...]], ...] = ()
     """The stages of a trace, gathered by micro-batch."""
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[TracedLayer, ...] = ()
 
 
 def write_page(run_folder: Path) -> Path:
@@ -77,15 +95,16 @@ def render(results: Results) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "sample": sample,
-        "tied": tied,
+        "written_sample": written_sample,
+        "without_breaks": without_breaks,
         "words": words,
+        "written_shapes": written_shapes,
         "stage_colour": stage_colour,
     }
-    environment.globals["entry"] = entry
+    environment.globals["written"] = written_value
     return environment.get_template("page.html").render(
         run=results.run,
-        created=moment(results.run.created),
+        created=written_time(results.run.created),
         summary=summary(results),
         headline=headline(results),
         sections=sections(results),
@@ -98,80 +117,80 @@ def render(results: Results) -> str:
 
 def sections(results: Results) -> tuple[Section, ...]:
     """The parts of the page that the results have something for, in reading order."""
-    parts: list[Section] = []
-    if results.proof is not None:
-        causes = tuple(f"{cause.explanation} Fix: {cause.fix}" for cause in results.proof.causes)
-        parts.append(Section(name="causes", title="Why it is not exact", notes=causes))
-        parts.append(
-            Section(
-                name="proof",
-                title="Accumulated against the whole batch",
-                charts=tuple(proof_charts(results.proof)),
-                tables=(("Every cut", cuts_table(results.proof)),),
-            )
-        )
-    if results.comparison is not None:
-        comparison = results.comparison
-        parts.append(Section(name="findings", title="What was found", notes=comparison.findings))
-        parts.append(
-            Section(
-                name="arms",
-                title="The ways to train",
-                terms=tuple((arm.name, arm.description) for arm in comparison.arms if arm.description),
-                charts=tuple(comparison_charts(comparison)),
-                tables=(("What each ended with", final_table(comparison)),) if comparison.arms else (),
-            )
-        )
-    if results.peak_plan is not None:
-        planned = results.peak_plan
-        parts.append(
-            Section(name="memory", title="What fits", notes=planned.sentences[1:], charts=tuple(plan_charts(planned)))
-        )
-    if results.walk is not None:
-        steps = tuple(
-            ("The whole batch" if index is None else f"Micro-batch {index}", tuple(group))
-            for index, group in groupby(results.walk.steps, key=lambda step: step.micro_batch)
-        )
-        parts.append(
-            Section(
-                name="stages", title="One update, stage by stage", charts=tuple(walk_charts(results.walk)), steps=steps
-            )
-        )
-        parts.append(Section(name="layers", title="One sample, layer by layer", layers=results.walk.layers))
-    parts.append(Section(name="epochs", title="Training, epoch by epoch", charts=tuple(epoch_charts(results.epochs))))
-    parts.append(Section(name="updates", title="Training, update by update", charts=_update_charts(results)))
-    windows = (timeline_chart(results.timelines[-1]),) if results.timelines else ()
-    parts.append(
-        Section(name="inside", title="Inside an update", charts=windows + tuple(memory_charts(results.memory)))
+    parts = (
+        *(_proof_sections(results.proof) if results.proof is not None else ()),
+        *(_comparison_sections(results.comparison) if results.comparison is not None else ()),
+        *(_plan_sections(results.plan) if results.plan is not None else ()),
+        *(_trace_sections(results.trace) if results.trace is not None else ()),
+        *_training_sections(results),
     )
-    parts.append(
-        Section(name="settings", title="How it was run", code=results.run.command, tables=tuple(_settings(results)))
+    return tuple(part for part in parts if part.charts or part.tables or part.notes or part.stages or part.layers)
+
+
+def _proof_sections(proof: ProofRecord) -> Iterator[Section]:
+    causes = tuple(f"{cause.explanation} Fix: {cause.fix}" for cause in proof.causes)
+    yield Section(name="causes", title="Why it is not exact", notes=causes)
+    yield Section(
+        name="proof",
+        title="Accumulated against the whole batch",
+        charts=tuple(charts_of_proof(proof)),
+        tables=(("Every cut", cuts_table(proof)),),
     )
-    return tuple(part for part in parts if part.charts or part.tables or part.notes or part.steps or part.layers)
 
 
-def _update_charts(results: Results) -> tuple[Chart, ...]:
-    return (*update_charts(results), *course_charts(results)) if results.updates else ()
+def _comparison_sections(comparison: Comparison) -> Iterator[Section]:
+    yield Section(name="findings", title="What was found", notes=comparison.findings)
+    yield Section(
+        name="arms",
+        title="The ways to train",
+        terms=tuple((arm.name, arm.description) for arm in comparison.arms if arm.description),
+        charts=tuple(charts_of_comparison(comparison)),
+        tables=(("What each ended with", final_table(comparison)),) if comparison.arms else (),
+    )
 
 
-def _settings(results: Results) -> Iterable[tuple[str, Table]]:
-    run = results.run
-    about: dict[str, Scalar] = {
-        "started": moment(run.created),
+def _plan_sections(plan: PlanRecord) -> Iterator[Section]:
+    yield Section(name="memory", title="What fits", notes=plan.sentences[1:], charts=tuple(charts_of_plan(plan)))
+
+
+def _trace_sections(trace: Trace) -> Iterator[Section]:
+    stages = tuple(
+        ("The whole batch" if index is None else f"Micro-batch {index}", tuple(group))
+        for index, group in groupby(trace.stages, key=lambda entry: entry.micro_batch)
+    )
+    charts = tuple(charts_of_trace(trace))
+    yield Section(name="stages", title="One update, stage by stage", charts=charts, stages=stages)
+    yield Section(name="layers", title="One sample, layer by layer", layers=trace.layers)
+
+
+def _training_sections(results: Results) -> Iterator[Section]:
+    by_update = (*update_charts(results), *rate_and_norm_charts(results)) if results.updates else ()
+    timeline = (timeline_chart(results.windows[-1]),) if results.windows else ()
+    inside = (*timeline, *memory_charts(results.memory))
+    settings = tuple(_settings(results.run))
+    yield Section(name="epochs", title="Training, epoch by epoch", charts=tuple(epoch_charts(results.epochs)))
+    yield Section(name="updates", title="Training, update by update", charts=by_update)
+    yield Section(name="inside", title="Inside an update", charts=inside)
+    yield Section(name="settings", title="How it was run", code=results.run.command, tables=settings)
+
+
+def _settings(run: Run) -> Iterator[tuple[str, Table]]:
+    about: Scalars = {
+        "started": written_time(run.created),
         "status": run.status,
         "seed": run.seed,
         "git revision": run.git,
         "anybatch": run.anybatch,
     }
     shown = {name: value for name, value in about.items() if value not in (None, "")}
-    tables: tuple[tuple[str, str, Mapping[str, Scalar]], ...] = (
+    tables: tuple[tuple[str, str, Scalars], ...] = (
         ("Result", "number", run.summary),
         ("Plan", "number", run.plan),
         ("Settings", "setting", run.settings),
         ("Run", "fact", {**shown, **run.versions}),
     )
     for title, column, values in tables:
-        rows = tuple((words(name), entry(name, value)) for name, value in values.items() if value is not None)
+        rows = tuple((words(name), written_value(name, value)) for name, value in values.items() if value is not None)
         unset = [words(name) for name, value in values.items() if value is None] if title == "Settings" else []
         note = f"Not set: {', '.join(unset)}." if unset else ""
         if rows or note:

@@ -4,13 +4,13 @@ import math
 import re
 from datetime import datetime
 
-from anybatch.report.results import Scalar, Values
+from anybatch.records import Scalar, Shapes, Values
 
 SHARES = re.compile(r"accuracy|precision|recall|\bf1\b|top[-_ ]?\d", re.IGNORECASE)
 """Metrics with these words in their name are shares of one, shown as percentages."""
 NOTHING = "\N{EN DASH}"
 """What stands for a number that is not there."""
-SPELT = {
+SPELLED_OUT = {
     "lr": "learning rate",
     "train": "training",
     "valid": "validation",
@@ -89,10 +89,10 @@ def duration_unit(longest: float) -> tuple[float, str]:
     return (1.0, "s") if longest >= 1 else (1e-3, "ms") if longest >= 1e-3 else (1e-6, "µs")
 
 
-def tied(text: str) -> str:
+def without_breaks(text: str) -> str:
     """Text in which no line breaks between a number and its sign.
 
-    >>> tied("97.9 ± 0.4 % after 10 ms") == "97.9\\xa0±\\xa00.4\\xa0% after 10\\xa0ms"
+    >>> without_breaks("97.9 ± 0.4 % after 10 ms") == "97.9\\xa0±\\xa00.4\\xa0% after 10\\xa0ms"
     True
     """
     units = re.sub(r"(?<=\d) (?=%|[µm]?s\b|min\b|[KMGT]iB\b)", "\N{NO-BREAK SPACE}", text)
@@ -110,10 +110,10 @@ def words(name: str) -> str:
     >>> words("micro_batches_per_update"), words("valid_loss"), words("lr_peak"), words("lr_rule")
     ('micro-batches per update', 'validation loss', 'learning rate, peak', 'learning rate rule')
     """
-    if name in SPELT:
-        return SPELT[name]
+    if name in SPELLED_OUT:
+        return SPELLED_OUT[name]
     spaced = re.sub(r"\bmicro batch", "micro-batch", name.replace("_", " "))
-    spaced = re.sub(r"\b(lr|train|valid)\b", lambda match: SPELT[match[0]], spaced)
+    spaced = re.sub(r"\b(lr|train|valid)\b", lambda match: SPELLED_OUT[match[0]], spaced)
     return re.sub(r"^learning rate (?=first|peak|last)", "learning rate, ", spaced)
 
 
@@ -132,8 +132,8 @@ def plural(count: int | float, noun: str) -> str:
     return f"{number(count)} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') and noun != 'epoch' else 's'}"
 
 
-def entry(key: str, value: Scalar) -> str:
-    """One entry of a settings table; the key tells bytes, seconds and shares from plain numbers."""
+def written_value(key: str, value: Scalar) -> str:
+    """One value of a settings table; the key tells bytes, seconds and shares from plain numbers."""
     if value is None or value == "":
         return NOTHING
     if isinstance(value, bool):
@@ -149,10 +149,10 @@ def entry(key: str, value: Scalar) -> str:
     return str(value) if key == "seed" else number(value)
 
 
-def sample(values: Values) -> str:
+def written_sample(values: Values) -> str:
     """Sample values of a tensor, one row a line, long rows cut.
 
-    >>> sample((0.123456, -2.0)), sample(((1, 20), (-3, 4)))
+    >>> written_sample((0.123456, -2.0)), written_sample(((1, 20), (-3, 4)))
     ('0.1235  -2', ' 1  20\\n-3   4')
     """
     if not any(isinstance(value, tuple) for value in values):
@@ -163,10 +163,19 @@ def sample(values: Values) -> str:
     return "\n".join([*lines, "…"] if len(values) > LONGEST else lines)
 
 
-def moment(iso: str) -> str:
+def written_shapes(shapes: Shapes) -> str:
+    """Shapes as people write them: with times signs, several with commas.
+
+    >>> written_shapes(((16, 10), (16,))) == "16 \N{MULTIPLICATION SIGN} 10, 16", written_shapes(((),))
+    (True, 'one number')
+    """
+    return ", ".join(" \N{MULTIPLICATION SIGN} ".join(map(str, shape)) or "one number" for shape in shapes)
+
+
+def written_time(iso: str) -> str:
     """A time stamp as people write it; what is none is left as it is.
 
-    >>> moment("2026-03-01T12:05:09+00:00"), moment("yesterday")
+    >>> written_time("2026-03-01T12:05:09+00:00"), written_time("yesterday")
     ('1 March 2026, 12:05 UTC', 'yesterday')
     """
     try:
@@ -177,7 +186,7 @@ def moment(iso: str) -> str:
 
 
 def _cells(values: Values) -> list[str]:
-    shown = [sample(value) if isinstance(value, tuple) else _value(value) for value in values[:LONGEST]]
+    shown = [written_sample(value) if isinstance(value, tuple) else _value(value) for value in values[:LONGEST]]
     return [*shown, "…"] if len(values) > LONGEST else shown
 
 

@@ -6,22 +6,21 @@ from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
     from anybatch.training.checkpoints import Resumed, resume, save, seed_all
-    from anybatch.training.data import training_loader, validation_loader
     from anybatch.training.experiment import (
         Experiment,
-        Plan,
+        RunPlan,
         assemble,
         find_device,
         find_split,
         make_plan,
         num_inexact_norms,
     )
-    from anybatch.training.launch import Launch, check_alone, find_launch, from_first, joined, ranks_of_group
-    from anybatch.training.loop import MEMORY_AT, Loop, Progress, judged
+    from anybatch.training.launch import Launch, check_alone, find_launch, from_first_rank, joined_ranks, ranks_of_group
+    from anybatch.training.learning_rates import ADAMS, Scaling, scale_lr, warmup
+    from anybatch.training.loaders import training_loader, validation_loader
+    from anybatch.training.loop import MEMORY_AT, Loop, Progress, judging_number
     from anybatch.training.measure import observed, profiled
-    from anybatch.training.pass_time import PassTime, time_pass
     from anybatch.training.provenance import command_line, git_revision, now, versions
-    from anybatch.training.schedules import ADAMS, Scaling, scale_lr, warmup
     from anybatch.training.settings import Decay, LRRule, MemoryLimit, Parallel, Precision, Settings, parse_micro_batch
     from anybatch.training.tasks import BUILT_IN, Task, TaskRaisedError, check_task_exists, find_task
     from anybatch.training.validation import validate
@@ -39,11 +38,10 @@ __all__ = [
     "MEMORY_AT",
     "MemoryLimit",
     "Parallel",
-    "PassTime",
-    "Plan",
     "Precision",
     "Progress",
     "Resumed",
+    "RunPlan",
     "Scaling",
     "Settings",
     "Task",
@@ -56,10 +54,10 @@ __all__ = [
     "find_launch",
     "find_split",
     "find_task",
-    "from_first",
+    "from_first_rank",
     "git_revision",
-    "joined",
-    "judged",
+    "joined_ranks",
+    "judging_number",
     "make_plan",
     "now",
     "num_inexact_norms",
@@ -71,7 +69,6 @@ __all__ = [
     "save",
     "scale_lr",
     "seed_all",
-    "time_pass",
     "training_loader",
     "validate",
     "validation_loader",

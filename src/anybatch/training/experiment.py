@@ -12,9 +12,9 @@ from anybatch.errors import SettingsError, TaskError
 from anybatch.memory import Fit
 from anybatch.parallel import Ranks
 from anybatch.torch_inside import BatchNormLayer
-from anybatch.training.checkpoints import seed_all, seed_from_these
-from anybatch.training.launch import ranks_of_group, spread
-from anybatch.training.schedules import beta2_of, lr_factor, scale_lr, warmup
+from anybatch.training.checkpoints import seed_all, seed_rank
+from anybatch.training.launch import ranks_of_group, spread_over_ranks
+from anybatch.training.learning_rates import beta2_of, lr_factor, scale_lr, warmup
 from anybatch.training.settings import Settings
 from anybatch.training.tasks import Task
 from anybatch.update import Update
@@ -24,7 +24,7 @@ CPU_SCALE = 2.0**12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """What a run will do, known before its first update."""
 
     parameters: int
@@ -45,7 +45,7 @@ class Plan:
     lr_rule: str
     base_batch: int
     beta2: float | None
-    """Of Adam and its kin, after the rule."""
+    """The beta2 of Adam and its relatives, after the rule; None for other optimizers."""
     warmup: int
     decay: str
     clip_norm: float | None
@@ -56,7 +56,7 @@ class Plan:
     ranks: int = 1
     """Processes that learn from each batch together."""
     parallel: str | None = None
-    """How they hold the model; None: one process."""
+    """How the ranks hold the model; None for one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Experiment:
 
     task: Task
     settings: Settings
-    plan: Plan
+    plan: RunPlan
     update: Update
     device: torch.device
     ranks: Ranks = field(default_factory=Ranks)
@@ -82,7 +82,7 @@ def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None
     seed_all(settings.seed)
     task = build()
     task.model.to(device)
-    model = task.model if group is None else spread(task.model, task.optimizer, settings.parallel, group)
+    model = task.model if group is None else spread_over_ranks(task.model, task.optimizer, settings.parallel, group)
     plan = make_plan(task, settings, device, ranks=None if group is None else ranks)
     _set_lr(task, settings, plan)
     scheduler = warmup(task.optimizer, plan.warmup, updates=plan.updates, decay=settings.decay or task.decay)
@@ -99,11 +99,11 @@ def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None
         scaler=_scaler(device) if precision == "fp16" else None,
     )
     if ranks.rank:
-        seed_from_these(ranks.rank)
+        seed_rank(ranks.rank)
     return Experiment(task=task, settings=settings, plan=plan, update=update, device=device, ranks=ranks)
 
 
-def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ranks | None = None) -> Plan:
+def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ranks | None = None) -> RunPlan:
     """The numbers of the run; the optimizer is looked at and left alone."""
     rows = len(task.training)
     batch = settings.batch_size or task.batch_size
@@ -128,7 +128,7 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
     beta2 = beta2_of(task.optimizer)
     if beta2 is not None and rule != "none" and settings.keep_half_life:
         beta2 = beta2**times
-    return Plan(
+    return RunPlan(
         parameters=sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad),
         rows=rows,
         validation_rows=len(task.validation),
@@ -156,7 +156,7 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
 
 
 def _num_cut(rows: int, ranks: int, size: int) -> int:
-    """Micro-batches of up to `size` rows, of all ranks: each cuts its own part of the rows."""
+    """How many micro-batches of up to `size` rows all ranks run together, because each cuts its own part of the rows."""
     return sum(-(-len(part) // size) for part in deal_rows(rows, ranks))
 
 
@@ -193,7 +193,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _set_lr(task: Task, settings: Settings, plan: Plan) -> None:
+def _set_lr(task: Task, settings: Settings, plan: RunPlan) -> None:
     groups = task.optimizer.param_groups
     if any("initial_lr" in group for group in groups):
         raise TaskError(

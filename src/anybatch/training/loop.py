@@ -1,25 +1,25 @@
 """The training loop: batches in, updates done, an epoch's validation, a checkpoint now and then.
 
-What happens is told record by record to whoever asked; nothing is printed or drawn here. A run that was stopped or killed
-goes on from its last checkpoint, and ends with the same weights, bit for bit, as one that was not. (On a GPU, as far as its
-kernels are deterministic.)
+The loop hands a record of each thing that happens to `tell`, and prints and draws nothing itself. A run that was stopped or
+killed goes on from its last checkpoint, and ends with the same weights, bit for bit, as one that was not. On a GPU this holds
+as far as its kernels are deterministic.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from anybatch.batches import Dealt
 from anybatch.errors import TaskError
 from anybatch.parallel import unreplicated
 from anybatch.records import EpochDone, Metric, UpdateDone
-from anybatch.training.checkpoints import Positioned, save
-from anybatch.training.data import dealt_loader, validation_loader
+from anybatch.training.checkpoints import PositionedLoader, save
 from anybatch.training.experiment import Experiment
+from anybatch.training.loaders import dealt_loader, validation_loader
 from anybatch.training.measure import with_memory, with_timeline
-from anybatch.training.validation import Validated, validate
+from anybatch.training.validation import Validation, validate
 from anybatch.update import UpdateResult
 
 TIMELINE_AT = 2
@@ -27,6 +27,7 @@ TIMELINE_AT = 2
 MEMORY_AT = 3
 """The update whose memory is recorded: optimizer state and gradients are all there by then."""
 SECONDS_BETWEEN_SAVES = 60.0
+Number = TypeVar("Number", float, float | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class EpochSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is; what a checkpoint holds beside the states."""
+    """How far a run is: what a checkpoint holds besides the states of the update."""
 
     update: int = 0
     """Updates done."""
@@ -68,7 +69,7 @@ class Progress:
     loader_state: dict[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint; the loader's state is kept there apart."""
+        """As plain values, for a checkpoint, which keeps the loader's state in a place of its own."""
         sums = {name: getattr(self.sums, name) for name in ("units", "loss", "metrics", "seconds")}
         return {
             "update": self.update,
@@ -117,7 +118,7 @@ class Loop:
         return self.progress.update >= self.experiment.plan.updates
 
     def run(self) -> Progress:
-        """Train until the plan is done or somebody asks to stop; a checkpoint is saved either way."""
+        """Train until the plan is done or `should_stop` says so; the loop saves a checkpoint either way."""
         while not self.is_finished and not self._agree(self._should_stop())[0]:
             self._run_epoch()
         if self._saved_at != self.progress.update:
@@ -125,7 +126,7 @@ class Loop:
         return self.progress
 
     def _agree(self, *flags: bool) -> list[bool]:
-        """Of each flag, whether any rank has it: clocks and signals differ from rank to rank, and what is done must not."""
+        """For each flag, whether any rank has set it: clocks and signals differ between ranks, and decisions must not."""
         told = self.experiment.ranks.gather([float(flag) for flag in flags])
         return [any(of_ranks) for of_ranks in zip(*told, strict=True)]
 
@@ -238,7 +239,7 @@ class Loop:
             return self.progress.update % every == 0
         return at_epoch_end or monotonic() - self._last_save > SECONDS_BETWEEN_SAVES
 
-    def _save(self, loader: Positioned | None) -> None:
+    def _save(self, loader: PositionedLoader | None) -> None:
         """Save at this update boundary; without a loader, the next epoch begins afresh."""
         if self._checkpoints is None:
             return
@@ -255,7 +256,7 @@ class Loop:
         self._last_save = monotonic()
 
 
-def judged(metric: str | None, valid_loss: float, metrics: Mapping[str, float]) -> float:
+def judging_number(metric: str | None, valid_loss: Number, metrics: Mapping[str, Number]) -> Number:
     """The number that the task is judged by."""
     if metric is not None and metric not in metrics:
         raise TaskError(
@@ -265,8 +266,8 @@ def judged(metric: str | None, valid_loss: float, metrics: Mapping[str, float]) 
     return valid_loss if metric is None else metrics[metric]
 
 
-def _better(metric: str | None, best: float | None, validated: Validated) -> float:
-    value = judged(metric, validated.loss, validated.metrics)
+def _better(metric: str | None, best: float | None, validated: Validation) -> float:
+    value = judging_number(metric, validated.loss, validated.metrics)
     if best is None:
         return value
     return min(best, value) if metric is None else max(best, value)

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def observed(update: Update, observer: Observer) -> Iterator[None]:
-    """Tell `observer` the stages of the updates inside this block, and nobody else afterwards."""
+    """Inside this block `observer` alone is told the stages of the updates; afterwards the observer of before is."""
     before = update.observer
     update.observer = observer
     try:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide a run's numbers, as far as they are installed."""
+    """The versions of Python and of the packages that decide a run's numbers, as far as they are installed."""
     found = {"python": platform.python_version()}
     for package in ("torch", "torchdata", "numpy", "scikit-learn"):
         try:

@@ -23,13 +23,13 @@ class Settings:
     """Bytes that an update may take: micro-batches are as large as fits."""
     epochs: int | None = None
     updates: int | None = None
-    """Stop after so many updates; in place of `epochs`."""
+    """The number of updates of the run, in place of `epochs`."""
     lr: float | None = None
     lr_rule: LRRule | None = None
     base_batch: int | None = None
     """The batch that the learning rate was chosen for."""
     keep_half_life: bool = True
-    """With a rule, Adam's second moment forgets after the same number of samples, not of updates."""
+    """Whether a rule also changes Adam's beta2, so that its second moment forgets after the same number of samples."""
     warmup: int | None = None
     decay: Decay | None = None
     clip_norm: float | None = None
@@ -37,9 +37,9 @@ class Settings:
     seed: int = 0
     device: str = "auto"
     parallel: Parallel = "ddp"
-    """How the ranks of torchrun hold the model: all of it each, or a part each; nothing to one process."""
+    """How the ranks of torchrun hold the model: each rank all of it, or each a part. One process ignores this."""
     save_every: int | None = None
-    """Updates between checkpoints; None: each epoch, and each minute of a longer one."""
+    """Updates between two checkpoints; None for one each epoch, and each minute of a longer one."""
     keep: int = 3
     """How many checkpoints stay."""
 

@@ -16,7 +16,7 @@ from anybatch.training.launch import reshard
 
 
 @dataclass(frozen=True, slots=True)
-class Validated:
+class Validation:
     """The whole of the data, as if in one batch."""
 
     loss: float
@@ -40,12 +40,11 @@ def validate(
     *,
     ranks: Ranks = ONE_PROCESS,
     num_batches: int | None = None,
-) -> Validated:
+) -> Validation:
     """Evaluate without gradients, in eval mode; the mode is put back.
 
-    Units weigh the batches, as in training; a loss that is a sum is given per unit. Of many ranks each has its batches, in
-    turn; where there are `num_batches` in all, what goes beyond them is run, because a sharded model needs every rank in every
-    forward, and does not count.
+    Units weigh the batches, as in training; a loss that is a sum is given per unit. Ranks take the batches in turn. Batches
+    beyond the first `num_batches` run, because a sharded model needs every rank in every forward, but do not count.
     """
     was_training = model.training
     own: list[_Seen] = []
@@ -71,12 +70,12 @@ def _on_host(seen: _Seen) -> _Seen:
     return replace(seen, loss=seen.loss.cpu(), metrics=on_host(seen.metrics))
 
 
-def _put_together(seen: list[_Seen], reduction: Reduction) -> Validated:
+def _put_together(seen: list[_Seen], reduction: Reduction) -> Validation:
     units = [one.units for one in seen]
     counted = [one for one in seen if one.units > 0 or reduction == "sum"]
     weights = shares_of([one.units for one in counted], reduction)
     total = float(weighted_sum([one.loss for one in counted], weights))
-    return Validated(
+    return Validation(
         loss=total / (sum(units) or 1.0) if reduction == "sum" else total,
         metrics={name: float(value) for name, value in combine([one.metrics for one in seen], units).items()},
     )

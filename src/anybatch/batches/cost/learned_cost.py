@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 
-from anybatch.batches.cost.pass_cost import Cost, Observation, fit
+from anybatch.batches.cost.pass_cost import Cost, Observation, fit_cost
 
 FEWEST = 12
 """Three constants are not fitted to fewer observations."""
@@ -30,5 +30,5 @@ class LearnedCost:
                 self._recent.append(observation)
                 self._num_new += 1
         if self._num_new >= max(FEWEST, (len(self._recent) + 1) // 2):
-            self.cost = fit(self._recent, self._prior)
+            self.cost = fit_cost(self._recent, self._prior)
             self._num_new = 0

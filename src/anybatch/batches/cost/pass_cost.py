@@ -9,7 +9,7 @@ from anybatch.errors import SplitError
 Observation = tuple[int, int, float]
 """(rows, length, seconds) of one micro-batch that ran."""
 
-Triple = tuple[float, float, float]
+Coefficients = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Cost:
             )
 
     @property
-    def constants(self) -> Triple:
+    def constants(self) -> Coefficients:
         """Fixed, per token, per square."""
         return self.fixed, self.per_token, self.per_square
 
@@ -47,7 +47,7 @@ class Cost:
         return length * (self.per_token + self.per_square * length)
 
 
-def fit(observations: Sequence[Observation], prior: Cost, *, rounds: int = 8, pull: float = 0.02) -> Cost:
+def fit_cost(observations: Sequence[Observation], prior: Cost, *, rounds: int = 8, pull: float = 0.02) -> Cost:
     """The constants, 0 or more, that explain the times best; where the times leave them open, in `prior`'s proportions.
 
     Least squares of relative errors, reweighted in a few `rounds` so that a micro-batch far from the rest (a warm-up, a
@@ -76,12 +76,12 @@ def fit(observations: Sequence[Observation], prior: Cost, *, rounds: int = 8, pu
 
 
 def _least_squares(
-    terms: Sequence[Triple],
+    terms: Sequence[Coefficients],
     observations: Sequence[Observation],
     predicted: Sequence[float],
     weights: Sequence[float],
     pull: float,
-) -> Triple:
+) -> Coefficients:
     """The multiples u >= 0 that minimise sum w * ((u . term - seconds) / predicted)**2 + pull * |u - 1|**2."""
     matrix = [[pull if row == column else 0.0 for column in range(3)] for row in range(3)]
     right = [pull] * 3
@@ -95,9 +95,9 @@ def _least_squares(
     return _non_negative(matrix, right)
 
 
-def _non_negative(matrix: list[list[float]], right: list[float]) -> Triple:
+def _non_negative(matrix: list[list[float]], right: list[float]) -> Coefficients:
     """The u >= 0 that minimises u.M.u - 2 r.u, by trying which of the three are above 0: there are only 7 ways."""
-    best: tuple[float, Triple] | None = None
+    best: tuple[float, Coefficients] | None = None
     for size in (3, 2, 1):
         for free in combinations(range(3), size):
             solved = _solve([[matrix[row][column] for column in free] for row in free], [right[row] for row in free])
@@ -126,6 +126,6 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def _median(numbers: Iterable[float]) -> float:
-    """The middle one; of an even number, the upper of the two."""
+    """The middle value; the upper of the two middle ones where their number is even."""
     ranked = sorted(numbers)
     return ranked[len(ranked) // 2]

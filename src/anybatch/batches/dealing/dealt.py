@@ -49,13 +49,14 @@ def deal_rows(count: int, ranks: int) -> list[tuple[int, ...]]:
     return [tuple(range(start, stop)) for start, stop in itertools.pairwise(starts)]
 
 
-def deal_work(lengths: Sequence[int], ranks: int, cost: Cost) -> list[tuple[int, ...]]:
-    """Row numbers for each rank, ascending, so that rows cost about the same everywhere: longest first, each to whom has least.
+def deal_by_cost(lengths: Sequence[int], ranks: int, cost: Cost) -> list[tuple[int, ...]]:
+    """Row numbers for each rank, ascending, so that all ranks have rows of about the same cost.
 
-    What is made equal is the sum of `cost.of_row`. A rank's real work also has the padding and the fixed cost of its own
-    cut; trading rows until those are equal too gained 0 to 5 % and is left out.
+    Rows are dealt longest first, each to the rank whose rows cost least so far. The sum of `cost.of_row` becomes equal. The
+    padding and the fixed cost of a rank's own cut do not: trading rows until they were equal too gained 0 to 5 %, so it is left
+    out.
 
-    >>> deal_work([9, 1, 1, 2, 5, 1], 2, Cost())
+    >>> deal_by_cost([9, 1, 1, 2, 5, 1], 2, Cost())
     [(0,), (1, 2, 3, 4, 5)]
     """
     parts: list[list[int]] = [[] for _ in range(ranks)]

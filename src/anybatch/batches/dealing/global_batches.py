@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from anybatch.batches.cost import Cost
-from anybatch.batches.dealing.dealt import Dealt, deal_rows, deal_work
+from anybatch.batches.dealing.dealt import Dealt, deal_by_cost, deal_rows
 from anybatch.batches.nesting import Batch
 from anybatch.errors import BatchError, CheckpointError
 
@@ -18,7 +18,7 @@ Order = Callable[[int], Sequence[int]]
 State = dict[str, int]
 
 
-class Deal(list[int]):
+class DealtRows(list[int]):
     """Rows of the dataset dealt to one rank; `row_numbers` are their places in the batch, which all of `batch` are."""
 
     def __init__(self, batch: Sequence[int], row_numbers: tuple[int, ...]) -> None:
@@ -70,15 +70,15 @@ class GlobalBatches(Sampler[list[int]]):
         self.lengths = _lengths(lengths, dataset)
         self.epoch = 0
         self._begin = 0
-        self._last: _Pass | None = None
+        self._last: _EpochPass | None = None
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""
         count = len(self.dataset) if self.order is None else len(self.order(self.epoch))
         return -(-count // self.batch_size)
 
-    def __iter__(self) -> "_Pass":
-        self._last = _Pass(self, self.epoch, self._begin)
+    def __iter__(self) -> "_EpochPass":
+        self._last = _EpochPass(self, self.epoch, self._begin)
         self._begin = 0
         return self._last
 
@@ -123,7 +123,7 @@ class GlobalBatches(Sampler[list[int]]):
         """Which rows of `batch`, given as rows of the dataset, each rank gets."""
         if self.lengths is None:
             return deal_rows(len(batch), self.ranks)
-        return deal_work([self.lengths[row] for row in batch], self.ranks, self.cost)
+        return deal_by_cost([self.lengths[row] for row in batch], self.ranks, self.cost)
 
     def _state(self, epoch: int, batch: int) -> State:
         return {
@@ -145,14 +145,14 @@ class GlobalBatches(Sampler[list[int]]):
         return state["epoch"], state["batch"]
 
 
-class _Pass(Iterator[list[int]]):
+class _EpochPass(Iterator[list[int]]):
     """One rank's way through one epoch. torchdata asks it for its state each time it has handed out a batch."""
 
     def __init__(self, batches: GlobalBatches, epoch: int, batch: int) -> None:
         self._batches = batches
         self._go_to(epoch, batch)
 
-    def __next__(self) -> Deal:
+    def __next__(self) -> DealtRows:
         batches, size = self._batches, self._batches.batch_size
         batch = self._rows[self._batch * size : (self._batch + 1) * size]
         if not batch:
@@ -160,7 +160,7 @@ class _Pass(Iterator[list[int]]):
                 batches.set_epoch(self._epoch + 1)
             raise StopIteration
         self._batch += 1
-        return Deal(batch, batches.deal(batch)[batches.rank])
+        return DealtRows(batch, batches.deal(batch)[batches.rank])
 
     def state_dict(self) -> State:
         return self._batches._state(self._epoch, self._batch)
@@ -174,7 +174,7 @@ class _Pass(Iterator[list[int]]):
 
 
 class _Numbered:
-    """The dataset, fetched by `Deal`; samples go to `_Collate` with their row numbers."""
+    """The dataset, fetched by `DealtRows`; samples go to `_Collate` with their row numbers."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -182,7 +182,7 @@ class _Numbered:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, deal: Deal) -> Dealt:
+    def __getitems__(self, deal: DealtRows) -> Dealt:
         wanted = list(deal) or [deal.stand_in]
         fetch = getattr(self.dataset, "__getitems__", None)
         samples = [self.dataset[row] for row in wanted] if fetch is None else fetch(wanted)

@@ -61,11 +61,11 @@ class Split(Protocol):
 
 
 @runtime_checkable
-class Learner(Split, Protocol):
+class LearningSplit(Split, Protocol):
     """A split that wants to know how long its micro-batches took, to cut the next batch better."""
 
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
-        """Called when the batch last cut has run; None stands for a micro-batch that did not have to."""
+        """Called when the batch that was cut last has run; None stands for a micro-batch that was left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +89,11 @@ class ChoosingSplit(Split, Protocol):
 
 
 @runtime_checkable
-class Shrinking(Split, Protocol):
+class ShrinkingSplit(Split, Protocol):
     """A split that knows how to make its micro-batches smaller when memory ran out."""
 
     def shrink(self, ran: MicroBatches) -> Split | None:
-        """What to cut with after `ran`, which did not fit: micro-batches about half as large; None where it knows of none."""
+        """The split to use after `ran`, which did not fit: micro-batches of about half the size; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Rows:
         return MicroBatches(split_rows(batch, near_equal(count, self.size)))
 
     def shrink(self, ran: MicroBatches) -> "Rows | None":
-        """Half the rows: of `size`, or of the whole batch where that is less."""
+        """A split of half the rows: half of `size`, or half of the whole batch where that has fewer."""
         largest = min(self.size, sum(len(rows) for rows in ran.row_numbers))
         return Rows(largest // 2) if largest > 1 else None
 

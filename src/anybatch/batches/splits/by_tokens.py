@@ -9,7 +9,7 @@ import torch
 
 from anybatch.batches.cost import Cost, Cut, LearnedCost, best_cut
 from anybatch.batches.counting import num_rows, take
-from anybatch.batches.lengths import RowLengths, masked_lengths, sample_length, told_lengths
+from anybatch.batches.lengths import RowLengths, given_lengths, masked_lengths, sample_length
 from anybatch.batches.nesting import Batch
 from anybatch.batches.padding import narrow
 from anybatch.batches.splits.by_rows import MicroBatches
@@ -72,7 +72,7 @@ class Tokens:
 
     @property
     def cost(self) -> Cost:
-        """What the next batch is cut by: fitted constants in seconds, or the ones given."""
+        """The cost that the next batch is cut by: constants in seconds that were fitted, or the ones given."""
         return self._learned.cost
 
     def cut(self, batch: Batch) -> MicroBatches:
@@ -91,7 +91,7 @@ class Tokens:
     def shrink(self, ran: MicroBatches) -> "Tokens | None":
         """The same split with half of what the largest micro-batch held as its budget, but room for the longest row.
 
-        What is learned is shared. None where the longest row fills a micro-batch by itself.
+        The new split shares what this one has learned. None where the longest row fills a micro-batch by itself.
         """
         if ran.cut is None or ran.cut.largest <= max(ran.cut.lengths):
             return None
@@ -105,7 +105,7 @@ class Tokens:
             lengths = self._sample_lengths(batch)
             return RowLengths(lengths=lengths, width=max(lengths))
         if self.length is not None:
-            return told_lengths(batch, self.length, ignored=self.ignored, keep=self.keep)
+            return given_lengths(batch, self.length, ignored=self.ignored, keep=self.keep)
         if not isinstance(batch, Mapping) or "attention_mask" not in batch:
             keys = f" with keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
             raise SplitError(

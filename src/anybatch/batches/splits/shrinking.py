@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 from anybatch.batches.cost import Cut
 from anybatch.batches.nesting import Batch
-from anybatch.batches.splits.by_rows import MicroBatches, Rows, Shrinking, Split, near_equal
+from anybatch.batches.splits.by_rows import MicroBatches, Rows, ShrinkingSplit, Split, near_equal
 from anybatch.errors import BatchError
 
 
@@ -20,11 +20,11 @@ class AsGiven:
 
 
 @dataclass(frozen=True, slots=True)
-class Within:
+class CutFurther:
     """The micro-batches of another split, those of more than `size` rows cut further.
 
     >>> import torch
-    >>> [len(part) for part in Within(AsGiven(), 4).cut(MicroBatches((torch.zeros(7), torch.zeros(3))))]
+    >>> [len(part) for part in CutFurther(AsGiven(), 4).cut(MicroBatches((torch.zeros(7), torch.zeros(3))))]
     [4, 3, 3]
     """
 
@@ -52,7 +52,7 @@ def smaller(split: Split, ran: MicroBatches) -> Split | None:
 
     A split that has `shrink` says itself; the micro-batches of any other are cut in half.
     """
-    shrunk = split.shrink(ran) if isinstance(split, Shrinking) else None
+    shrunk = split.shrink(ran) if isinstance(split, ShrinkingSplit) else None
     if shrunk is not None:
         return shrunk
     try:
@@ -61,4 +61,4 @@ def smaller(split: Split, ran: MicroBatches) -> Split | None:
         return None  # micro-batches of the user's own making, whose rows nobody can count
     if most == 1:
         return None
-    return Within(split.split if isinstance(split, Within) else split, most // 2)
+    return CutFurther(split.split if isinstance(split, CutFurther) else split, most // 2)

@@ -7,7 +7,7 @@ from anybatch.batches.cost import Cost, best_cut
 from anybatch.batches.counting import num_rows
 from anybatch.batches.nesting import Batch, tensors
 from anybatch.batches.splits import MicroBatches, Rows, Tokens
-from anybatch.batches.tuning.search import LIMIT, Search, Trial, ladder
+from anybatch.batches.tuning.search import LIMIT, Search, Trial, sizes_between
 from anybatch.errors import SplitError
 
 
@@ -114,7 +114,7 @@ class Auto:
         count = num_rows(batch)
         amount = max(count, sum(tensor.numel() for tensor in tensors(batch)))
         largest = min(count, self.most.size) if isinstance(self.most, Rows) else count
-        tuning = self._tuning("rows", count, amount, lambda: Search(_distinct(count, ladder(1, largest))))
+        tuning = self._tuning("rows", count, amount, lambda: Search(_distinct(count, sizes_between(1, largest))))
         tuning.amount = amount
         return Rows(tuning.search.next_size).cut(batch)
 
@@ -125,7 +125,10 @@ class Auto:
         largest = max(1, min(bound, count * longest))
         # the first update fits the cost, by which the work in later ones is then compared
         tuning = self._tuning(
-            "tokens", count, sum(rows.lengths), lambda: Search(ladder(min(longest, largest), largest), limit=LIMIT - 1)
+            "tokens",
+            count,
+            sum(rows.lengths),
+            lambda: Search(sizes_between(min(longest, largest), largest), limit=LIMIT - 1),
         )
         if not tuning.search.is_done:
             tuning.weigh(rows.lengths, largest, tokens.cost)
@@ -150,7 +153,7 @@ class _Tuning:
     """0 where the next rate is not to be counted."""
     is_warm: bool = False
     cost: Cost | None = None
-    """What all ragged batches of this search are weighed by: batches differ, and the search must not see that."""
+    """The cost that all ragged batches of this search are weighed by, so that the search does not see their differences."""
 
     def weigh(self, lengths: Sequence[int], budget: int, fitted: Cost) -> None:
         """The amount of work in a ragged batch: the cost of its cheapest cut under the largest budget.
@@ -166,5 +169,5 @@ class _Tuning:
 
 
 def _distinct(count: int, sizes: list[int]) -> list[int]:
-    """Of sizes that cut `count` rows into the same number of micro-batches, the one that the rows fill."""
+    """One size for each number of micro-batches that `sizes` cut `count` rows into: the smallest that gives this number."""
     return sorted({-(-count // -(-count // size)) for size in sizes})

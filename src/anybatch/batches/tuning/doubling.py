@@ -30,7 +30,7 @@ class Doubling:
         return Rows(self.size).cut(batch)
 
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
-        """What was cut last has fitted."""
+        """Take note that the micro-batches that were cut last have fitted."""
         if self.is_settled or len(ran) == 1:
             return
         self.size = 2 * self.size if self._most is None else min(2 * self.size, self._most)

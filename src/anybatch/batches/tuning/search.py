@@ -147,10 +147,10 @@ class Search:
         return max(self._rates, key=lambda at: self._rate(at), default=0)
 
 
-def ladder(smallest: int, largest: int) -> list[int]:
+def sizes_between(smallest: int, largest: int) -> list[int]:
     """Sizes from `smallest` to `largest`, each about the square root of 2 times the one before.
 
-    >>> ladder(1, 20)
+    >>> sizes_between(1, 20)
     [1, 2, 3, 4, 6, 8, 11, 16, 20]
     """
     sizes, step = [], 0

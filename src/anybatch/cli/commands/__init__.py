@@ -7,18 +7,18 @@ from anybatch.lazy import lazily
 if TYPE_CHECKING:
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_plan import plan_command
-    from anybatch.cli.commands.run_ranks_plan import scale_command
+    from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
     from anybatch.cli.commands.run_trace import trace_command
-    from anybatch.cli.commands.run_train import Request, train_command
+    from anybatch.cli.commands.run_train import TrainRequest, train_command
     from anybatch.cli.commands.run_verify import verify_command
 else:
     __getattr__ = lazily(__name__)
 
 __all__ = [
-    "Request",
+    "TrainRequest",
     "compare_command",
     "plan_command",
-    "scale_command",
+    "ranks_plan_command",
     "trace_command",
     "train_command",
     "verify_command",

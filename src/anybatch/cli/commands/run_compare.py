@@ -10,7 +10,7 @@ from anybatch.cli.folders import check_installed, first_record, new_folder, shor
 from anybatch.cli.screen import say
 from anybatch.cli.tables import table
 from anybatch.errors import SettingsError
-from anybatch.records import Arm, ArmEpoch, Comparison, plain
+from anybatch.records import ArmEpoch, Comparison, at_epoch, over_runs, plain
 from anybatch.sizes import show_bytes
 from anybatch.training import Settings, check_task_exists, find_task
 
@@ -30,7 +30,7 @@ def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path 
     from anybatch.lessons import compare
 
     run = first_record("compare", task, settings)
-    folder.write_run(run)
+    folder.write(run)
 
     def tell(plan: "ArmPlan", seed: int, epoch: ArmEpoch) -> None:
         if epoch.epoch == plan.epochs:
@@ -38,18 +38,19 @@ def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path 
             say(f"{plan.name}, seed {seed}: after epoch {epoch.epoch}  {numbers}", is_quiet=is_quiet)
 
     comparison = compare(build, settings, num_seeds=num_seeds, tell=tell)
-    folder.write_comparison(comparison)
-    summary = {f"{arm.name} {comparison.metric}": _last_mean(arm) for arm in comparison.arms}
-    folder.write_run(dataclasses.replace(run, status="finished", summary=plain(summary)))
+    folder.write(comparison)
+    ends = {arm.name: at_epoch(arm, 0, lambda point: point.metric).mean for arm in comparison.arms}
+    summary = {f"{name} {comparison.metric}": mean for name, mean in ends.items()}
+    folder.write(dataclasses.replace(run, status="finished", summary=plain(summary)))
     page = write_page(folder)
-    for line in ["", *lines_of(comparison), "", f"page: {page}"]:
+    for line in ["", *comparison_lines(comparison), "", f"page: {page}"]:
         say(line, is_quiet=is_quiet)
     return 0
 
 
-def lines_of(comparison: Comparison) -> list[str]:
+def comparison_lines(comparison: Comparison) -> list[str]:
     """The comparison as text: what the arms are, their numbers, epoch by epoch, and what was found."""
-    from anybatch.lessons import over_seeds, show_spread
+    from anybatch.lessons import show_spread
 
     metric = None if comparison.metric == "validation loss" else comparison.metric
     arms = comparison.arms
@@ -62,9 +63,9 @@ def lines_of(comparison: Comparison) -> list[str]:
                 f"{arm.lr:.4g}",
                 f"{first.updates:,}",
                 f"{first.samples_seen:,}",
-                show_spread(over_seeds(arm, lambda run: run.epochs[-1].valid_loss), None),
-                show_spread(over_seeds(arm, lambda run: run.epochs[-1].metric), metric),
-                f"{over_seeds(arm, lambda run: run.seconds).mean:.2f} s",
+                show_spread(at_epoch(arm, 0, lambda point: point.valid_loss), None),
+                show_spread(at_epoch(arm, 0, lambda point: point.metric), metric),
+                f"{over_runs(arm, lambda run: run.seconds).mean:.2f} s",
                 "-" if first.peak_bytes is None else show_bytes(first.peak_bytes),
             ]
         )
@@ -90,19 +91,13 @@ def _epoch_lines(comparison: Comparison, metric: str | None) -> list[str]:
 
 
 def _epoch_table(
-    comparison: Comparison, title: str, number: Callable[[ArmEpoch], float], metric: str | None
+    comparison: Comparison, title: str, number: Callable[[ArmEpoch], float | None], metric: str | None
 ) -> list[str]:
-    from anybatch.lessons import show_spread, spread
+    from anybatch.lessons import show_spread
 
+    epochs = [point.epoch for point in comparison.arms[0].runs[0].epochs]
     rows = [
-        [
-            str(index + 1),
-            *(show_spread(spread([number(run.epochs[index]) for run in arm.runs]), metric) for arm in comparison.arms),
-        ]
-        for index in range(len(comparison.arms[0].runs[0].epochs))
+        [str(epoch), *(show_spread(at_epoch(arm, epoch, number), metric) for arm in comparison.arms)]
+        for epoch in epochs
     ]
     return [f"{title} after each epoch", *table(["epoch", *(arm.name for arm in comparison.arms)], rows)]
-
-
-def _last_mean(arm: Arm) -> float:
-    return sum(run.epochs[-1].metric for run in arm.runs) / len(arm.runs)

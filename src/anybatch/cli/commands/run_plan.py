@@ -10,6 +10,7 @@ from anybatch.cli.folders import check_installed, first_record, new_folder, shor
 from anybatch.cli.screen import say
 from anybatch.cli.tables import table
 from anybatch.errors import SettingsError
+from anybatch.records import PlanRecord, read
 from anybatch.sizes import parse_bytes, show_bytes
 from anybatch.training import Settings, check_task_exists, find_task
 
@@ -31,12 +32,14 @@ def plan_command(
     if is_json:
         say(json.dumps(planned.as_dict(), indent=1), is_quiet=False)
     else:
-        for line in ["", *lines_of(planned)]:
+        for line in ["", *memory_plan_lines(planned)]:
             say(line, is_quiet=is_quiet)
     if folder is not None:
         run = first_record("plan", task, settings)
-        folder.write_run(dataclasses.replace(run, status="finished"))
-        folder.write_plan(planned.as_dict() | {"sentences": planned.describe().splitlines()})
+        folder.write(dataclasses.replace(run, status="finished"))
+        record = read(PlanRecord, planned.as_dict() | {"sentences": planned.describe().splitlines()})
+        assert record is not None
+        folder.write(record)
         page = write_page(folder)
         if not is_json:
             say(f"\npage: {page}", is_quiet=is_quiet)
@@ -77,7 +80,7 @@ def _plan(task: str, settings: Settings, limit: int | None) -> "Plan":
     )
 
 
-def lines_of(planned: "Plan") -> list[str]:
+def memory_plan_lines(planned: "Plan") -> list[str]:
     """The plan as text: sentences, sizes, and what the peak is made of."""
     sizes = [[f"{entry.size:,}", show_bytes(entry.peak), "yes" if entry.fits else "no"] for entry in planned.sizes]
     parts = [

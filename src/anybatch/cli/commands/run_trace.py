@@ -7,7 +7,7 @@ from anybatch import __version__
 from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
 from anybatch.cli.screen import plan_lines, say
 from anybatch.cli.tables import table
-from anybatch.records import Trace, TracedStage, plain
+from anybatch.records import Shapes, Trace, TracedStage, Values, plain
 from anybatch.training import Settings, check_task_exists, find_task
 
 
@@ -25,15 +25,15 @@ def trace_command(task: str, settings: Settings, *, out: Path | None, is_quiet: 
     experiment = assemble(build, dataclasses.replace(settings, warmup=0, decay="none"))
     found = trace(experiment)
     run = first_record("trace", task, settings)
-    folder.write_run(dataclasses.replace(run, plan=plain(experiment.plan), status="finished"))
-    folder.write_trace(found)
+    folder.write(dataclasses.replace(run, plan=plain(experiment.plan), status="finished"))
+    folder.write(found)
     page = write_page(folder)
-    for line in [*plan_lines(experiment.plan), "", *lines_of(found), "", f"page: {page}"]:
+    for line in [*plan_lines(experiment.plan), "", *trace_lines(found), "", f"page: {page}"]:
         say(line, is_quiet=is_quiet)
     return 0
 
 
-def lines_of(found: Trace) -> list[str]:
+def trace_lines(found: Trace) -> list[str]:
     """The trace as text."""
     lines = ["one update, stage by stage"]
     for entry in found.stages:
@@ -64,9 +64,9 @@ def _facts(entry: TracedStage) -> str:
     )
 
 
-def _numbers(values: tuple[float, ...]) -> str:
+def _numbers(values: Values) -> str:
     return " ".join(f"{value:.4g}" for value in values)
 
 
-def _shape(shapes: tuple[tuple[int, ...], ...]) -> str:
+def _shape(shapes: Shapes) -> str:
     return " ".join("x".join(map(str, shape)) or "1" for shape in shapes)

@@ -13,14 +13,14 @@ from anybatch.cli.interrupts import Interrupts
 from anybatch.cli.screen import plan_lines, say, screen_for, summary_line
 from anybatch.errors import AnybatchError, RunError, SettingsError, TaskError
 from anybatch.records import Metric, Run, RunFolder, plain
-from anybatch.training import Launch, Settings, check_task_exists, find_launch, find_task, joined
+from anybatch.training import Launch, Settings, check_task_exists, find_launch, find_task, joined_ranks
 
 if TYPE_CHECKING:
     from anybatch.training import Experiment, Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class TrainRequest:
     """What was typed."""
 
     task: str | None
@@ -34,7 +34,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedRun:
     """A run, before its first update or after some."""
 
     folder: RunFolder
@@ -42,7 +42,7 @@ class Opened:
     goes_on: bool
 
 
-def train_command(request: Request) -> int:
+def train_command(request: TrainRequest) -> int:
     """Train, and leave a run folder: 0 when finished, 1 when stopped before the end.
 
     Under torchrun every rank comes here; rank 0 alone prints and writes, checkpoints aside.
@@ -57,15 +57,15 @@ def train_command(request: Request) -> int:
     if launch is None:
         assert opened is not None
         return _train(request, opened, group=None, is_first=True)
-    with joined(launch, _device(request)) as group:  # torch is loaded from here on
-        from anybatch.training import from_first, ranks_of_group
+    with joined_ranks(launch, _device(request)) as group:  # torch is loaded from here on
+        from anybatch.training import from_first_rank, ranks_of_group
 
-        opened = from_first(lambda: opened, ranks_of_group(group))
+        opened = from_first_rank(lambda: opened, ranks_of_group(group))
         assert opened is not None
         return _train(request, opened, group=group, is_first=is_first)
 
 
-def _train(request: Request, opened: Opened, *, group: Any, is_first: bool) -> int:
+def _train(request: TrainRequest, opened: OpenedRun, *, group: Any, is_first: bool) -> int:
     folder, run, is_quiet = opened.folder, opened.run, request.is_quiet
     if run.status == "finished":
         say(f"{folder.path} is finished: nothing is left to do.", is_quiet=is_quiet)
@@ -79,7 +79,7 @@ def _train(request: Request, opened: Opened, *, group: Any, is_first: bool) -> i
         say(line, is_quiet=is_quiet)
     run = dataclasses.replace(run, plan=plain(experiment.plan), status="running")
     if is_first:
-        folder.write_run(run)
+        folder.write(run)
     progress = _go_on(folder, experiment, is_first=is_first, is_quiet=is_quiet) if opened.goes_on else None
     done = progress.update if progress is not None else 0
     with ExitStack() as stack:
@@ -102,14 +102,14 @@ def _train(request: Request, opened: Opened, *, group: Any, is_first: bool) -> i
             progress = loop.run()
         except AnybatchError:
             if is_first:
-                folder.write_run(dataclasses.replace(run, status="stopped"))
+                folder.write(dataclasses.replace(run, status="stopped"))
             raise
     if is_first:
         _close(folder, run, experiment, progress, is_finished=loop.is_finished, is_quiet=is_quiet)
     return 0 if loop.is_finished else 1
 
 
-def _open_run(request: Request, launch: Launch | None) -> Opened:
+def _open_run(request: TrainRequest, launch: Launch | None) -> OpenedRun:
     resumed = request.resume or _run_of(launch, request)
     name = None if launch is None else launch.name
     if resumed is None:
@@ -118,7 +118,7 @@ def _open_run(request: Request, launch: Launch | None) -> Opened:
         check_task_exists(request.task)
         folder = new_folder(request.task, request.out)
         run = first_record("train", request.task, request.settings)
-        return Opened(folder=folder, run=dataclasses.replace(run, launch=name), goes_on=False)
+        return OpenedRun(folder=folder, run=dataclasses.replace(run, launch=name), goes_on=False)
     folder = RunFolder(resumed)
     run = folder.read_run()
     if run.kind != "train":
@@ -128,10 +128,10 @@ def _open_run(request: Request, launch: Launch | None) -> Opened:
     if request.task is not None and first_record("train", request.task, request.settings).task != run.task:
         raise TaskError(f"{resumed} is a run of {run.task}, not of {request.task}. Leave the task out to go on.")
     _check_unchanged(request, run)
-    return Opened(folder=folder, run=dataclasses.replace(run, launch=name), goes_on=True)
+    return OpenedRun(folder=folder, run=dataclasses.replace(run, launch=name), goes_on=True)
 
 
-def _run_of(launch: Launch | None, request: Request) -> Path | None:
+def _run_of(launch: Launch | None, request: TrainRequest) -> Path | None:
     """The run that these ranks were at before torchrun restarted them; None: there is none, they begin."""
     if launch is None or launch.name is None or request.task is None:
         return None
@@ -142,21 +142,32 @@ def _run_of(launch: Launch | None, request: Request) -> Path | None:
     return None
 
 
-def _device(request: Request) -> str:
+def _device(request: TrainRequest) -> str:
     if request.resume is None:
         return request.settings.device
-    return Settings(**RunFolder(request.resume).read_run().settings).device
+    return _stored_settings(RunFolder(request.resume).read_run()).device
 
 
-def _settings(request: Request, run: Run) -> Settings:
+def _settings(request: TrainRequest, run: Run) -> Settings:
     """As the run was started; only how ranks hold the model may be another, as their number may."""
-    settings = Settings(**run.settings)
+    settings = _stored_settings(run)
     return (
         dataclasses.replace(settings, parallel=request.settings.parallel) if "parallel" in request.given else settings
     )
 
 
-def _check_unchanged(request: Request, run: Run) -> None:
+def _stored_settings(run: Run) -> Settings:
+    stored: dict[str, Any] = dict(run.settings)
+    known = {field.name for field in dataclasses.fields(Settings)}
+    if not stored or stored.keys() - known:
+        raise RunError(
+            f"the run.json of this run of {run.task} has the settings {sorted(stored)}, which are not those of anybatch "
+            f"{__version__}. Go on with the version that started it, {run.anybatch or 'which it does not name'}."
+        )
+    return Settings(**stored)
+
+
+def _check_unchanged(request: TrainRequest, run: Run) -> None:
     wished = dataclasses.asdict(request.settings)
     for name in sorted(request.given & wished.keys() - {"parallel"}):
         if wished[name] != run.settings.get(name):
@@ -185,7 +196,7 @@ def _close(
     folder: RunFolder, run: Run, experiment: "Experiment", progress: "Progress", *, is_finished: bool, is_quiet: bool
 ) -> None:
     summary = _summary(folder, experiment, progress)
-    folder.write_run(dataclasses.replace(run, status="finished" if is_finished else "stopped", summary=summary))
+    folder.write(dataclasses.replace(run, status="finished" if is_finished else "stopped", summary=summary))
     page = write_page(folder)
     choice = getattr(experiment.update.accumulator.split, "choice", None)
     if choice is not None:

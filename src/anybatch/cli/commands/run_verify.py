@@ -7,7 +7,7 @@ from pathlib import Path
 from anybatch import __version__
 from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
 from anybatch.cli.screen import say
-from anybatch.records import plain
+from anybatch.records import ProofRecord, plain, read
 from anybatch.training import Settings, check_task_exists, find_task
 
 
@@ -39,8 +39,10 @@ def verify_command(
     run = first_record("verify", task, settings)
     summary = {"exact": verdict.is_exact, "error": verdict.error, "causes": ", ".join(c.kind for c in verdict.causes)}
     found = verdict.as_json()
-    folder.write_run(dataclasses.replace(run, plan=plain(experiment.plan), status="finished", summary=plain(summary)))
-    folder.write_verdict(found)
+    folder.write(dataclasses.replace(run, plan=plain(experiment.plan), status="finished", summary=plain(summary)))
+    record = read(ProofRecord, found)
+    assert record is not None
+    folder.write(record)
     page = write_page(folder)
     if is_json:
         print(json.dumps(found, allow_nan=False, ensure_ascii=False))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anybatch.memory.tracing import Timeline
 
-Shape = tuple[int, int | None]
+PassShape = tuple[int, int | None]
 """Rows of a micro-batch, and their length where it varies."""
 
 
@@ -21,23 +21,25 @@ class Envelope:
     """
 
     curves: tuple[tuple[float, ...], ...]
-    """Coefficients of `terms(shape)`, of the ops that can be the highest."""
+    """For each op that can be the highest, the coefficients of `curve_terms(shape)`."""
 
-    def peak(self, shape: Shape) -> int:
+    def peak(self, shape: PassShape) -> int:
         """The bytes of the highest op."""
-        values = terms(shape)
+        values = curve_terms(shape)
         return round(max(sum(one * value for one, value in zip(curve, values, strict=True)) for curve in self.curves))
 
 
-def terms(shape: Shape) -> tuple[float, ...]:
-    """What the bytes of an op are a sum of multiples of."""
+def curve_terms(shape: PassShape) -> tuple[float, ...]:
+    """The terms whose multiples add up to the bytes of an op."""
     rows, length = shape
     if length is None:
         return (1, rows)
     return (1, rows, length, rows * length, length**2, rows * length**2)
 
 
-def fit(shapes: Sequence[Shape], timelines: Sequence[Timeline], needed: Sequence[Shape] = ()) -> Envelope | None:
+def fit_envelope(
+    shapes: Sequence[PassShape], timelines: Sequence[Timeline], needed: Sequence[PassShape] = ()
+) -> Envelope | None:
     """The envelope through these timelines; None where they ran different ops, so that there is no curve per op.
 
     There are as many shapes as terms. Where lengths vary, ops that are highest for none of the `needed` shapes are left out;
@@ -46,7 +48,7 @@ def fit(shapes: Sequence[Shape], timelines: Sequence[Timeline], needed: Sequence
     if any(timeline.ops != timelines[0].ops for timeline in timelines):
         return None
     live = torch.tensor([timeline.live for timeline in timelines], dtype=torch.float64)
-    basis = torch.tensor([terms(shape) for shape in shapes], dtype=torch.float64)
+    basis = torch.tensor([curve_terms(shape) for shape in shapes], dtype=torch.float64)
     curves = torch.linalg.solve(basis, live).T.unique(dim=0)
     kept = _steepest(curves) if not needed else _highest(curves, needed)
     return Envelope(tuple(tuple(curve) for curve in kept.tolist()))
@@ -75,6 +77,6 @@ def _steepest(lines: Tensor) -> Tensor:
     return torch.tensor(kept, dtype=torch.float64)
 
 
-def _highest(curves: Tensor, needed: Sequence[Shape]) -> Tensor:
-    winners = [int((curves @ torch.tensor(terms(shape), dtype=torch.float64)).argmax()) for shape in needed]
+def _highest(curves: Tensor, needed: Sequence[PassShape]) -> Tensor:
+    winners = [int((curves @ torch.tensor(curve_terms(shape), dtype=torch.float64)).argmax()) for shape in needed]
     return curves[sorted(set(winners))]

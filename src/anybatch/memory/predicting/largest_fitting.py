@@ -4,24 +4,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from anybatch.memory.available import available_bytes
-from anybatch.memory.predicting.envelope import Shape, largest_below
+from anybatch.memory.predicting.envelope import PassShape, largest_below
 from anybatch.memory.predicting.peaks import Peaks
 from anybatch.memory.predicting.trials import Trials
 
 MOST_OFF = 0.001
 """How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""
 MOST_LENGTHS = 32
-"""Row lengths that a budget is checked for; of more, so many are picked evenly, the longest included."""
+"""A budget is checked for this many row lengths at most, picked evenly, the longest among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LargestFitting:
     """What the search ended with; sizes are rows or tokens."""
 
     size: int
     """0 where nothing fits."""
-    shape: Shape
-    """The largest micro-batch of that size; of the smallest size where nothing fits."""
+    shape: PassShape
+    """The largest micro-batch of that size; where nothing fits, of the smallest size."""
     peak: int
     whole: int
     least: int
@@ -30,7 +30,7 @@ class Found:
     peaks: Peaks
 
 
-def find(trials: Trials, limit: int) -> Found:
+def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
     """The largest size that fits into `limit` bytes."""
     source, whole, peaks = trials.source, trials.whole(), _predict(trials)
     smallest = trials.smallest * (source.row_length or 1)
@@ -49,7 +49,7 @@ def find(trials: Trials, limit: int) -> Found:
             peaks = _without_envelope(trials, peaks)
         shape = peaks.worst(size or smallest)
         peak, is_confirmed = peaks.peak(size or smallest), shape in trials.tried
-    return Found(
+    return LargestFitting(
         size=size,
         shape=shape,
         peak=peak,
@@ -73,7 +73,7 @@ def _predict(trials: Trials) -> Peaks:
     else:
         lengths = _some_of(sorted(set(source.lengths.lengths)))
         three = (source.row_length // 4, source.row_length // 2, source.row_length)
-        needed: list[Shape] = [
+        needed: list[PassShape] = [
             (2**power, length) for power in range(source.num_rows.bit_length()) for length in lengths
         ]
         envelope = trials.envelope([(rows, length) for rows in few for length in three], needed)
@@ -131,7 +131,7 @@ def _climb(tried: Callable[[int], int], limit: int, most: int, free: int) -> int
 
 
 def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:
-    """What was tried at full length, and nothing in between."""
+    """Only the sizes that were tried at full length, without a prediction for those between them."""
     one, longest = peaks.row_length, trials.source.longest
     tried = sorted((rows * one, peak) for (rows, length), peak in trials.tried.items() if length == longest)
     return replace(peaks, envelope=None, tried=tuple(tried))

@@ -65,17 +65,17 @@ class Plan:
     micro_batch: int
     """The largest that fits; 0: not even one row does."""
     peak_bytes: int
-    """The peak at that size; of one row where nothing fits."""
+    """The peak at that size; where nothing fits, the peak of one row."""
     rows: int
-    """Of the batch."""
+    """The rows of the batch."""
     whole_size: int
-    """Of the batch in one piece: rows, or padded tokens."""
+    """The size of the batch in one piece: rows, or padded tokens."""
     whole_bytes: int
     """The peak of the batch in one piece."""
     least_bytes: int
     """The peak of the smallest micro-batch: one row."""
     memory: int
-    """What there is, in bytes."""
+    """All the memory there is, in bytes."""
     margin: float
     """The share of it that is left free."""
     device: str
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def limit(self) -> int:
-        """What a peak may reach: the memory without the margin."""
+        """The highest peak that fits: the memory without the margin."""
         return int(self.memory * (1 - self.margin))
 
     @property

@@ -1,12 +1,12 @@
 """What a plan cannot know, said in sentences."""
 
 from anybatch.memory.predicting.trials import Trials
-from anybatch.memory.tracing import Setup
+from anybatch.memory.tracing import TrialSetup
 from anybatch.sizes import show_bytes
 from anybatch.torch_inside import BatchNormLayer
 
 
-def notes_for(trials: Trials, setup: Setup, *, bucket_bytes: int = 0) -> tuple[str, ...]:
+def notes_for(trials: Trials, setup: TrialSetup, *, bucket_bytes: int = 0) -> tuple[str, ...]:
     """Where this plan may be off, and by what."""
     notes = []
     if bucket_bytes:
@@ -24,7 +24,7 @@ def notes_for(trials: Trials, setup: Setup, *, bucket_bytes: int = 0) -> tuple[s
     return tuple(notes)
 
 
-def _notes_of_gpu(trials: Trials, setup: Setup) -> list[str]:
+def _notes_of_gpu(trials: Trials, setup: TrialSetup) -> list[str]:
     notes = [
         f"On {setup.device} not counted: the context (0.3 to 1 GiB outside of torch's allocator), workspaces of cuBLAS and "
         "cuDNN, and what the caching allocator rounds up and leaves in pieces (often 2 to 10 %)."

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from anybatch.memory.predicting.envelope import Envelope, Shape
+from anybatch.memory.predicting.envelope import Envelope, PassShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,22 +15,22 @@ class Peaks:
     envelope: Envelope | None
     """The peak of all others; None where each has to be tried."""
     lengths: tuple[int, ...] = ()
-    """Of rows that differ in length, shortest first."""
+    """The lengths of rows, shortest first, where they differ."""
     row_length: int = 1
-    """What one row counts for, of rows that do not."""
+    """The size of one row, where rows do not differ in length."""
     left_behind: int = 0
     """What each micro-batch beyond the second leaves until the end of the update."""
 
     def peak(self, size: int) -> int:
-        """The peak of an update in micro-batches of at most `size`; without an envelope, of the next larger one tried."""
+        """The peak of an update in micro-batches of at most `size`; without an envelope, that of the next larger size tried."""
         rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
         return self._of_two(size) + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
 
-    def worst(self, size: int) -> Shape:
+    def worst(self, size: int) -> PassShape:
         """The largest micro-batch of this size."""
         if not self.lengths:
             return max(size // self.row_length, 1), None
-        shapes: list[Shape] = [
+        shapes: list[PassShape] = [
             (min(size // length, self.num_rows), length) for length in self.lengths if length <= size
         ]
         shapes = shapes or [(1, self.lengths[0])]

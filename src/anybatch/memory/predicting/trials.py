@@ -7,10 +7,10 @@ import torch
 
 from anybatch.batches import Batch
 from anybatch.errors import PlanError, first_line
-from anybatch.memory.predicting.envelope import Envelope, Shape, fit
+from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope
 from anybatch.memory.predicting.memory_plan import Method
-from anybatch.memory.predicting.source import Source
-from anybatch.memory.tracing import FakeProbe, Kind, Probe, RealProbe, Setup, Timeline, is_real
+from anybatch.memory.predicting.micro_batch_source import MicroBatchSource
+from anybatch.memory.tracing import FakeProbe, MemoryKind, Probe, RealProbe, Timeline, TrialSetup, is_real
 from anybatch.norms import uses_batch_statistics
 from anybatch.objectives import Coupled
 from anybatch.torch_inside import BatchNormLayer
@@ -20,8 +20,8 @@ from anybatch.torch_inside import BatchNormLayer
 class Trials:
     """Updates tried on a copy, and their peaks."""
 
-    setup: Setup
-    source: Source
+    setup: TrialSetup
+    source: MicroBatchSource
     probe: Probe
     fake: FakeProbe | None
     """The same on fake tensors, where they can run: for what they are made of."""
@@ -29,10 +29,10 @@ class Trials:
     reason: str
     is_together: bool
     """True where micro-batches do not stand alone, so that the whole batch has to be tried in each size."""
-    tried: dict[Shape, int] = field(default_factory=dict)
-    kinds: dict[Shape, dict[Kind, int]] = field(default_factory=dict)
+    tried: dict[PassShape, int] = field(default_factory=dict)
+    kinds: dict[PassShape, dict[MemoryKind, int]] = field(default_factory=dict)
     """What fake tensors show the peak of a shape to be made of."""
-    seen: dict[Shape, Timeline] = field(default_factory=dict)
+    seen: dict[PassShape, Timeline] = field(default_factory=dict)
     _smallest: int = 0
 
     @property
@@ -61,13 +61,13 @@ class Trials:
         shape = self.small_sizes[0], self.source.longest
         return max(self.probe(*[self.source.micro_batch(shape)] * 3).peak - self.peak(shape), 0)
 
-    def peak(self, shape: Shape) -> int:
+    def peak(self, shape: PassShape) -> int:
         """The peak of an update in micro-batches of this shape, tried once."""
         if shape not in self.tried:
             self.timeline(shape)
         return self.tried[shape]
 
-    def timeline(self, shape: Shape) -> Timeline:
+    def timeline(self, shape: PassShape) -> Timeline:
         """An update in micro-batches of this shape: two of them, or as many as the batch has if they meet."""
         if shape in self.seen:
             return self.seen[shape]
@@ -78,8 +78,8 @@ class Trials:
         return timeline
 
     def fake_peak(
-        self, shape: Shape, *, is_whole: bool = False, is_known: bool = True
-    ) -> tuple[int, dict[Kind, int]] | None:
+        self, shape: PassShape, *, is_whole: bool = False, is_known: bool = True
+    ) -> tuple[int, dict[MemoryKind, int]] | None:
         """The peak that fake tensors show, and what it is made of; None where they cannot run.
 
         With `is_known` False it is tried anew, for a model that has changed since.
@@ -91,28 +91,28 @@ class Trials:
         parts = (self.source.micro_batch(shape),) if is_whole else self._cut(shape)
         return self.fake(*parts).peak, self.fake.recorder.breakdown()
 
-    def _cut(self, shape: Shape) -> tuple[Batch, ...]:
+    def _cut(self, shape: PassShape) -> tuple[Batch, ...]:
         if self.is_together:
             return self.source.all_rows(shape[0])
         micro_batch = self.source.micro_batch(shape)
         return micro_batch, micro_batch
 
-    def envelope(self, shapes: Sequence[Shape], needed: Sequence[Shape] = ()) -> Envelope | None:
+    def envelope(self, shapes: Sequence[PassShape], needed: Sequence[PassShape] = ()) -> Envelope | None:
         """The peak of all shapes, from timelines of these; None where ops differ or the batch has to be tried whole."""
-        return None if self.is_together else fit(shapes, [self.timeline(shape) for shape in shapes], needed)
+        return None if self.is_together else fit_envelope(shapes, [self.timeline(shape) for shape in shapes], needed)
 
     def whole(self) -> int:
         """The peak of the whole batch in one piece."""
         shape = self.source.num_rows, self.source.longest
         if self.method == "fake tensors" or isinstance(self.setup.parts[2], Coupled):
             return self.probe(self.source.micro_batch(shape)).peak
-        sizes: list[Shape] = [(size, None) for size in self.small_sizes]
+        sizes: list[PassShape] = [(size, None) for size in self.small_sizes]
         timelines = [self.probe(self.source.micro_batch((size, self.source.longest))) for size, _ in sizes]
-        line = fit(sizes, timelines)
+        line = fit_envelope(sizes, timelines)
         return self.probe(self.source.micro_batch(shape)).peak if line is None else line.peak((shape[0], None))
 
 
-def start_trials(setup: Setup, source: Source) -> Trials:
+def start_trials(setup: TrialSetup, source: MicroBatchSource) -> Trials:
     """Fake tensors if they can run and see what kernels allocate; else real steps of a real copy."""
     is_together, is_exact = _meets(setup)
     first = source.micro_batch((2, source.longest))
@@ -149,7 +149,7 @@ def start_trials(setup: Setup, source: Source) -> Trials:
     return Trials(setup, source, fake, fake, "fake tensors", reason, is_together)
 
 
-def _meets(setup: Setup) -> tuple[bool, bool]:
+def _meets(setup: TrialSetup) -> tuple[bool, bool]:
     """Whether what all micro-batches left meets before the step, and whether it does so in layers, in lockstep.
 
     Sparse gradients do: those of all rows stand side by side until they are joined.
@@ -162,7 +162,7 @@ def _meets(setup: Setup) -> tuple[bool, bool]:
     return isinstance(objective, Coupled) or is_sparse or is_exact, is_exact
 
 
-def _why_not_real(setup: Setup, source: Source, *, is_exact: bool) -> str | None:
+def _why_not_real(setup: TrialSetup, source: MicroBatchSource, *, is_exact: bool) -> str | None:
     if not is_real(setup.parts, source.batch):
         return "a real step needs a model and a batch that hold numbers"
     if setup.device.type == "cuda" and not torch.cuda.is_available():

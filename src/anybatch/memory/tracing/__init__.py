@@ -8,24 +8,24 @@ from anybatch.memory.tracing.meter import (
     optimizer_tensors,
     standing_tensors,
 )
-from anybatch.memory.tracing.probe import FakeProbe, Probe, RealProbe, Setup
-from anybatch.memory.tracing.recorder import Kind, Timeline
-from anybatch.memory.tracing.trial_copies import Parts, is_real, undisturbed
+from anybatch.memory.tracing.probe import FakeProbe, Probe, RealProbe, TrialSetup
+from anybatch.memory.tracing.recorder import MemoryKind, Timeline
+from anybatch.memory.tracing.trial_copies import Parts, is_real, keeping_random_states
 
 __all__ = [
     "FakeProbe",
-    "Kind",
+    "MemoryKind",
     "Parts",
     "Probe",
     "RealProbe",
-    "Setup",
     "Timeline",
+    "TrialSetup",
     "bytes_of",
     "drop_gradients",
     "is_real",
+    "keeping_random_states",
     "measure_peak",
     "metered",
     "optimizer_tensors",
     "standing_tensors",
-    "undisturbed",
 ]

@@ -1,4 +1,4 @@
-"""One update of a copy, to see what it allocates: of fake tensors, which costs no memory, or really, in small."""
+"""One update of a copy, to see what it allocates: on fake tensors, which take no memory, or on a few real rows."""
 
 import gc
 import warnings
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from anybatch.batches import Batch, MicroBatches, move, rows, tensors
 from anybatch.low_precision import is_low
 from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
-from anybatch.memory.tracing.recorder import Kind, Recorder, Timeline
+from anybatch.memory.tracing.recorder import MemoryKind, Recorder, Timeline
 from anybatch.memory.tracing.trial_copies import Parts, fake_batch, fake_copies, real_copies
 from anybatch.objectives import Coupled, Objective
 from anybatch.passes import Accumulator, Running
@@ -32,7 +32,7 @@ HIDDEN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class TrialSetup:
     """What is tried: the parts of an update, and where it is to run."""
 
     parts: Parts
@@ -56,7 +56,7 @@ class Probe(Protocol):
 class FakeProbe:
     """Updates of fake tensors: the real path of `Update`, every op of it, and no memory. Keeps the last recording."""
 
-    def __init__(self, setup: Setup, *first: Batch) -> None:
+    def __init__(self, setup: TrialSetup, *first: Batch) -> None:
         self._setup = setup
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.parts = fake_copies(setup.parts, self._mode)
@@ -74,7 +74,9 @@ class FakeProbe:
         parameters = self._runner.parameters()
         drop_gradients(parameters)
         faked = self._fake(micro_batches)
-        standing: list[tuple[Kind, torch.Tensor]] = [("parameters", one) for one in (*parameters, *model.buffers())]
+        standing: list[tuple[MemoryKind, torch.Tensor]] = [
+            ("parameters", one) for one in (*parameters, *model.buffers())
+        ]
         standing += [("optimizer", one) for one in ([] if optimizer is None else optimizer_tensors(optimizer))]
         self.recorder = Recorder(standing, uncounted=tensors(faked), batch_bytes=self._setup.batch_bytes)
         hooks = self.recorder.watch_gradients(parameters)
@@ -87,7 +89,7 @@ class FakeProbe:
 
     @property
     def hidden(self) -> str | None:
-        """What ran whose CPU kernels allocate more than tensors show."""
+        """In words, an op that ran and whose CPU kernel allocates more than its tensors show; None where there was none."""
         if self._setup.running.autocast is not None or any(
             is_low(parameter) for parameter in self.parts[0].parameters()
         ):
@@ -98,7 +100,7 @@ class FakeProbe:
         return tuple(fake_batch(one, self._mode, is_elsewhere=self._setup.is_elsewhere) for one in micro_batches)
 
     def _run(self, batch: MicroBatches, recorder: Recorder | None = None) -> None:
-        with quiet(), self._mode:
+        with without_warnings(), self._mode:
             if recorder is None:
                 self._runner.run(batch)
                 return
@@ -109,11 +111,11 @@ class FakeProbe:
 class RealProbe:
     """Real updates of a real copy, read through the profiler: what kernels allocate inside is seen too."""
 
-    def __init__(self, setup: Setup, *first: Batch) -> None:
+    def __init__(self, setup: TrialSetup, *first: Batch) -> None:
         self._setup = setup
         self.parts = real_copies(setup.parts, setup.device)
         self._runner = _runner(self.parts, setup.running)
-        with quiet():
+        with without_warnings():
             self._runner.run(MicroBatches(first))
 
     def __call__(self, *micro_batches: Batch) -> Timeline:
@@ -124,7 +126,7 @@ class RealProbe:
         gc.collect()
         state = [] if optimizer is None else optimizer_tensors(optimizer)
         standing = bytes_of([*parameters, *model.buffers(), *state]) + setup.batch_bytes
-        with quiet():
+        with without_warnings():
             seen = metered(lambda: self._runner.run(MicroBatches(there)), setup.device.type)
         changes = [nbytes for _, nbytes in seen.allocations]
         names = tuple("allocated" if nbytes > 0 else "freed" for nbytes in changes)
@@ -174,8 +176,8 @@ def _choose_foreach(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """What a model warns of, it will warn of again when it trains."""
+def without_warnings() -> Iterator[None]:
+    """Inside this block warnings are silent, because the model will warn again when it trains."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

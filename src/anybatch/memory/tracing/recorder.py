@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anybatch.torch_inside import COPY_ELSEWHERE, TorchDispatchMode, is_in_backward, storage_key
 
-Kind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries"]
+MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries"]
 ELSEWHERE = "meta"
 """The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""
 _ASK_DEVICE = torch.ops.prim.device.default
@@ -37,7 +37,7 @@ class _Held:
 
     size: int
     born: int
-    kind: Kind | None = None
+    kind: MemoryKind | None = None
     """None until it is known; what backward finds alive is an activation, the rest is temporary."""
     gradient_from: int | None = None
     """The op from which it is a gradient."""
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, standing: Iterable[tuple[Kind, Tensor]], *, uncounted: Iterable[Tensor] = (), batch_bytes: int = 0
+        self, standing: Iterable[tuple[MemoryKind, Tensor]], *, uncounted: Iterable[Tensor] = (), batch_bytes: int = 0
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[str] = []
@@ -97,17 +97,17 @@ class Recorder(TorchDispatchMode):
             self.live.append(self._now)
         return output
 
-    def breakdown(self) -> dict[Kind, int]:
+    def breakdown(self) -> dict[MemoryKind, int]:
         """What the memory at the peak was made of."""
         moment = max(range(len(self.live)), key=self.live.__getitem__)
-        totals: dict[Kind, int] = dict.fromkeys(Kind.__args__, 0)  # type: ignore[attr-defined]
+        totals: dict[MemoryKind, int] = dict.fromkeys(MemoryKind.__args__, 0)  # type: ignore[attr-defined]
         totals["inputs"] = self._batch_bytes
         for held in self._held:
             if held.born <= moment and (held.died is None or held.died >= moment):
                 totals[self._kind_of(held, moment)] += held.size
         return totals
 
-    def _kind_of(self, held: _Held, moment: int) -> Kind:
+    def _kind_of(self, held: _Held, moment: int) -> MemoryKind:
         if held.gradient_from is not None and held.gradient_from <= moment:
             return "gradients"
         if held.kind is not None:
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
         is_saved = backward not in (None, held.born) and (held.died is None or held.died >= backward)
         return "activations" if is_saved else "temporaries"
 
-    def _follow(self, tensor: Tensor, kind: Kind | None = None) -> None:
+    def _follow(self, tensor: Tensor, kind: MemoryKind | None = None) -> None:
         if tensor.device.type == ELSEWHERE:
             return
         storage = tensor.untyped_storage()

@@ -80,7 +80,7 @@ def is_real(parts: Parts, batch: Batch) -> bool:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def keeping_random_states() -> Iterator[None]:
     """Random states, torch's, Python's and NumPy's, are the same after this block as before it."""
     outer = outer_random()
     try:

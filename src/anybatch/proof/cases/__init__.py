@@ -1,21 +1,21 @@
 """One model, objective and batch, run on fresh copies in one way or another."""
 
-from anybatch.proof.cases.case import Case, Gradient, make_case, size
-from anybatch.proof.cases.float64 import Precision, can_be_raised, roundoff
+from anybatch.proof.cases.case import Case, Gradient, make_case, norm_of
+from anybatch.proof.cases.copies import Copy, copy_model, leaving_untouched
+from anybatch.proof.cases.float64 import ComparedPrecision, roundoff, why_not_float64
 from anybatch.proof.cases.model_state import ModelState, closure_state
-from anybatch.proof.cases.twins import Copy, copy_model, untouched
 
 __all__ = [
     "Case",
+    "ComparedPrecision",
     "Copy",
     "Gradient",
     "ModelState",
-    "Precision",
-    "can_be_raised",
     "closure_state",
     "copy_model",
+    "leaving_untouched",
     "make_case",
+    "norm_of",
     "roundoff",
-    "size",
-    "untouched",
+    "why_not_float64",
 ]

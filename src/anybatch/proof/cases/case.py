@@ -16,12 +16,12 @@ from anybatch.norms import batch_norms
 from anybatch.objectives import Coupled, Objective, checked_loss
 from anybatch.options import Autocast, BatchNorm
 from anybatch.passes import Accumulator, autocast_context, common_device
-from anybatch.proof.cases.float64 import Float64, Precision, raised
+from anybatch.proof.cases.copies import Copy, copy_batch, copy_model, copy_objective
+from anybatch.proof.cases.float64 import ComparedPrecision, Float64, to_float64
 from anybatch.proof.cases.model_state import ModelState
 from anybatch.proof.cases.row_draws import Draws, recomputing, recording, replaying
-from anybatch.proof.cases.twins import Copy, copy_batch, copy_model, copy_objective
 
-Watch = Callable[[nn.Module], Any]
+BeforeRun = Callable[[nn.Module], Any]
 """Called with the copy before it runs."""
 
 
@@ -34,11 +34,11 @@ class Gradient:
 
     @property
     def norm(self) -> float:
-        """Of all gradients together."""
-        return math.sqrt(sum(size(grad) ** 2 for grad in self.parameters.values()))
+        """The norm of all gradients together."""
+        return math.sqrt(sum(norm_of(grad) ** 2 for grad in self.parameters.values()))
 
 
-def size(grad: Tensor | None) -> float:
+def norm_of(grad: Tensor | None) -> float:
     """The norm of a gradient, 0 for none."""
     return 0.0 if grad is None else float(grad.norm())
 
@@ -57,7 +57,7 @@ class Case:
     batch_norm: BatchNorm | None = None
     autocast: Autocast = None
     copy: Copy | None = None
-    precision: Precision = "own"
+    precision: ComparedPrecision = "own"
     restores_state: bool = False
     """Whether the model is put back to its first state before every forward."""
     copies_inputs: bool = False
@@ -77,7 +77,7 @@ class Case:
         """The whole batch in one go."""
         return self._once(self.batch, range(self.num_rows))
 
-    def once(self, batch: Batch, rows: Sequence[int], watch: Watch | None = None) -> Gradient:
+    def once(self, batch: Batch, rows: Sequence[int], watch: BeforeRun | None = None) -> Gradient:
         """Some rows of the batch in one go, by plain torch: `loss(model, batch).backward()`."""
         return self._once(batch, rows, watch)
 
@@ -101,7 +101,7 @@ class Case:
                 loss = accumulator.backward(parts).loss
             return Gradient(float(loss), _gradients(model, objective))
 
-    def _once(self, batch: Batch, rows: Sequence[int] | None, watch: Watch | None = None) -> Gradient:
+    def _once(self, batch: Batch, rows: Sequence[int] | None, watch: BeforeRun | None = None) -> Gradient:
         with self._setting() as (model, objective):
             count_update(model)  # as `Accumulator` does: row_dropout's masks are then the same
             if self.batch_norm == "frozen":
@@ -147,7 +147,7 @@ class Case:
     def _own_batch(self, batch: Batch, model: nn.Module) -> Batch:
         device = common_device(model.parameters())
         own = copy_batch(batch if device is None else move(batch, device))
-        return raised(own) if self.precision == "float64" else own
+        return to_float64(own) if self.precision == "float64" else own
 
     @contextmanager
     def _around(self, draws: Draws, rows: Sequence[int] | None) -> Iterator[None]:

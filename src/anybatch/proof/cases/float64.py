@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.batches import Batch, map_tensors
 
-Precision = Literal["float64", "own"]
+ComparedPrecision = Literal["float64", "own"]
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS: Mapping[Any, Callable[..., Tensor]] = dict.fromkeys(
     (Tensor.float, Tensor.half, Tensor.bfloat16), lambda tensor, **options: Tensor.to(tensor, torch.float64, **options)
@@ -34,7 +34,7 @@ class Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def raised(batch: Batch) -> Batch:
+def to_float64(batch: Batch) -> Batch:
     """The batch with its floating-point tensors in float64."""
     return map_tensors(batch, lambda tensor: tensor.double() if tensor.dtype in LOWER else tensor)
 
@@ -45,7 +45,7 @@ def roundoff(tensors: Iterable[Tensor], autocast: torch.dtype | None) -> float:
     return max((torch.finfo(dtype).eps / 2 for dtype in dtypes), default=torch.finfo(torch.float32).eps / 2)
 
 
-def can_be_raised(model: nn.Module) -> str | None:
+def why_not_float64(model: nn.Module) -> str | None:
     """Why this model has no float64 twin; None where it may have one."""
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     if "mps" in devices:

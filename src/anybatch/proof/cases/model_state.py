@@ -34,7 +34,7 @@ class ModelState:
         )
 
     def changed(self, model: nn.Module) -> dict[str, str]:
-        """What is not as it was: its name, and the same with both values where they are short."""
+        """By name, each state that has changed since, described with both values where they are short."""
         changed = {}
         now = dict(_tensors(model))
         for name, (_, before) in self.tensors.items():

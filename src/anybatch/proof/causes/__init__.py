@@ -1,9 +1,9 @@
 """Why an accumulated gradient differs: an experiment for each cause."""
 
-from anybatch.proof.causes.experiments import Lab
+from anybatch.proof.causes.experiments import Experiments
 from anybatch.proof.causes.explaining import explain
 
 __all__ = [
-    "Lab",
+    "Experiments",
     "explain",
 ]

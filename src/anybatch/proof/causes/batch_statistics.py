@@ -3,21 +3,21 @@
 from dataclasses import replace
 
 from anybatch.norms import batch_norms, uses_batch_statistics
-from anybatch.proof.causes.experiments import Lab, Outcome
-from anybatch.proof.causes.leftover_state import Found
-from anybatch.proof.floor import most
+from anybatch.proof.causes.experiments import ExperimentResult, Experiments
+from anybatch.proof.causes.leftover_state import Repair
+from anybatch.proof.floor import largest_floor
 from anybatch.proof.verdict import Cause
 
 
-def batch_norm(lab: Lab, before: Outcome) -> Found | None:
+def find_batch_norm(experiments: Experiments, before: ExperimentResult) -> Repair | None:
     """Pool the statistics over the whole batch, and see whether the error goes."""
-    layers = [name for name, layer in batch_norms(lab.case.model).items() if uses_batch_statistics(layer)]
-    if not layers or lab.case.batch_norm in ("exact", "frozen"):
+    layers = [name for name, layer in batch_norms(experiments.case.model).items() if uses_batch_statistics(layer)]
+    if not layers or experiments.case.batch_norm in ("exact", "frozen"):
         return None
-    repaired = replace(lab.case, batch_norm="exact")
-    after = lab.try_out(repaired)
+    repaired = replace(experiments.case, batch_norm="exact")
+    after = experiments.try_out(repaired)
     # it is a cause whenever it changes the gradient, even where others hide what it takes away
-    if after.failure is not None or abs(after.error - before.error) <= most(lab.floor.unit):
+    if after.failure is not None or abs(after.error - before.error) <= largest_floor(experiments.floor.unit):
         return None
     named = ", ".join(map(repr, layers[:3])) + (", ..." if len(layers) > 3 else "")
     plural = "s" if len(layers) > 1 else ""

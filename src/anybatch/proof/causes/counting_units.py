@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from anybatch.batches import Batch, children, is_array, num_rows
 from anybatch.objectives import FUNCTIONAL_RULES, Objective, ObservedMeans, count_units
 from anybatch.proof.cases import Case
-from anybatch.proof.causes.experiments import Lab, Outcome
-from anybatch.proof.causes.leftover_state import Found
+from anybatch.proof.causes.experiments import ExperimentResult, Experiments
+from anybatch.proof.causes.leftover_state import Repair
 from anybatch.proof.verdict import Cause
 
 IGNORED = -100
@@ -27,14 +27,14 @@ class Count:
     values: tuple[float, ...]
 
 
-def reduction(lab: Lab, before: Outcome) -> Found | None:
+def find_reduction(experiments: Experiments, before: ExperimentResult) -> Repair | None:
     """Add the micro-batches' losses up instead of averaging them, or the other way round."""
-    objective = lab.objective
+    objective = experiments.objective
     if objective is None:
         return None
     other: Literal["mean", "sum"] = "sum" if objective.reduction == "mean" else "mean"
-    repaired = replace(lab.case, objective=replace(objective, reduction=other))
-    after = lab.try_out(repaired)
+    repaired = replace(experiments.case, objective=replace(objective, reduction=other))
+    after = experiments.try_out(repaired)
     if not after.is_exact:
         return None
     if other == "sum":
@@ -51,20 +51,20 @@ def reduction(lab: Lab, before: Outcome) -> Found | None:
     return Cause(kind="mean", explanation=_falls(explanation, before, after), fix=fix), repaired, after
 
 
-def units(lab: Lab, before: Outcome) -> Found | None:
+def find_units(experiments: Experiments, before: ExperimentResult) -> Repair | None:
     """Try every count that the batch and the loss functions suggest, and see with which the error goes."""
-    objective = lab.objective
+    objective = experiments.objective
     if objective is None or objective.reduction == "sum":
         return None
-    used = _shares(count_units(objective, lab.case.model, lab.cut.micro_batches))
+    used = _shares(count_units(objective, experiments.case.model, experiments.cut.micro_batches))
     tried = [used]
-    for count in counts(lab):
+    for count in counts(experiments):
         shares = _shares(count.values)
         if any(_alike(shares, other) for other in tried):
             continue
         tried.append(shares)
-        repaired = with_units(lab.case, objective, count.values)
-        after = lab.try_out(repaired)
+        repaired = with_units(experiments.case, objective, count.values)
+        after = experiments.try_out(repaired)
         if after.is_exact:
             now, wanted = (" ".join(f"{share:.3f}" for share in each) for each in (used, shares))
             explanation = (
@@ -92,12 +92,12 @@ def with_units(case: Case, objective: Objective, values: Sequence[float]) -> Cas
     return replace(case, objective=replace(objective, units=next_units, units_for=None))
 
 
-def counts(lab: Lab) -> Iterator[Count]:
+def counts(experiments: Experiments) -> Iterator[Count]:
     """What a mean may divide by, the likeliest first: rows, targets, shifted targets, weights, elements."""
-    parts = lab.cut.micro_batches
+    parts = experiments.cut.micro_batches
     yield Count("its rows", "anybatch.rows", tuple(float(num_rows(part)) for part in parts))
-    yield from _counted_tensors(lab.case.batch, parts)
-    yield from _observed(lab)
+    yield from _counted_tensors(experiments.case.batch, parts)
+    yield from _observed(experiments)
 
 
 def _counted_tensors(batch: Batch, parts: Sequence[Batch]) -> Iterator[Count]:
@@ -148,9 +148,9 @@ def leaves(batch: Batch, path: str = "batch") -> Iterator[tuple[str, Any]]:
             yield from leaves(child, path + step)
 
 
-def _observed(lab: Lab) -> Iterator[Count]:
+def _observed(experiments: Experiments) -> Iterator[Count]:
     """What torch's own mean losses were seen to divide by, one count for each call in the forward."""
-    objective = lab.objective
+    objective = experiments.objective
     assert objective is not None
     seen: list[_Weighted] = []
 
@@ -159,8 +159,8 @@ def _observed(lab: Lab) -> Iterator[Count]:
             seen.append(observed)
             return objective.loss(model, batch)
 
-    spied = replace(lab.case, objective=replace(objective, loss=loss))
-    for part, rows in zip(lab.cut, lab.cut.row_numbers, strict=True):
+    spied = replace(experiments.case, objective=replace(objective, loss=loss))
+    for part, rows in zip(experiments.cut, experiments.cut.row_numbers, strict=True):
         spied.once(part, rows)
     if len({len(observed.units) for observed in seen}) != 1:
         return
@@ -196,14 +196,14 @@ class _Weighted(ObservedMeans):
         return result
 
 
-def best_weights(lab: Lab) -> tuple[list[float], float]:
+def best_weights(experiments: Experiments) -> tuple[list[float], float]:
     """The weights of the micro-batches' gradients that come nearest to the whole batch's, and how far away that still is.
 
     min over w of |whole - sum_k w_k g_k| / |whole|
     """
-    each = [lab.case.once(part, rows).parameters for part, rows in zip(lab.cut, lab.cut.row_numbers, strict=True)]
+    each = experiments.each_alone()
     vectors: list[list[Tensor]] = [[] for _ in (*each, "whole")]
-    for name, whole in lab.floor.whole.parameters.items():
+    for name, whole in experiments.floor.whole.parameters.items():
         grads = [*(gradient[name] for gradient in each), whole]
         known = next((grad for grad in grads if grad is not None), None)
         for vector, grad in zip(vectors, grads, strict=True):
@@ -224,5 +224,5 @@ def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(abs(a - b) <= 1e-12 for a, b in zip(one, other, strict=True))
 
 
-def _falls(explanation: str, before: Outcome, after: Outcome) -> str:
+def _falls(explanation: str, before: ExperimentResult, after: ExperimentResult) -> str:
     return f"{explanation}. So counted, the error falls from {before.error:.1e} to {after.error:.1e}."

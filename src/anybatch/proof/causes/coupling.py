@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, tensors
 from anybatch.proof.causes.counting_units import best_weights
-from anybatch.proof.causes.experiments import Lab
-from anybatch.proof.floor import most
+from anybatch.proof.causes.experiments import Experiments
+from anybatch.proof.floor import largest_floor
 from anybatch.proof.verdict import Cause
 
 
-def touched(lab: Lab) -> Cause | None:
+def find_uneven_touch(experiments: Experiments) -> Cause | None:
     """Which parameters get a gradient from the whole batch, and which from each micro-batch?"""
-    whole = lab.floor.whole.parameters
-    each = [lab.case.once(part, rows).parameters for part, rows in zip(lab.cut, lab.cut.row_numbers, strict=True)]
+    whole = experiments.floor.whole.parameters
+    each = experiments.each_alone()
     for name, grad in whole.items():
         by = [index for index, parameters in enumerate(each) if parameters[name] is not None]
         if bool(by) != (grad is not None):
@@ -31,15 +31,15 @@ def touched(lab: Lab) -> Cause | None:
     return None
 
 
-def coupled(lab: Lab) -> Cause | None:
+def find_coupling(experiments: Experiments) -> Cause | None:
     """Is the whole batch's gradient any weighted sum of the micro-batches' at all? If not, their rows look at each other."""
-    numel = sum(grad.numel() for grad in lab.floor.whole.parameters.values() if grad is not None)
-    if lab.objective is None or numel <= 2 * len(lab.cut):
+    numel = sum(grad.numel() for grad in experiments.floor.whole.parameters.values() if grad is not None)
+    if experiments.objective is None or numel <= 2 * len(experiments.cut):
         return None  # said to be coupled already; or too few numbers, to which some weights always fit
-    _, residual = best_weights(lab)
-    if not math.isfinite(residual) or residual <= most(lab.floor.unit):
+    _, residual = best_weights(experiments)
+    if not math.isfinite(residual) or residual <= largest_floor(experiments.floor.unit):
         return None
-    layer = _first_layer_that_mixes(lab)
+    layer = _first_layer_that_mixes(experiments)
     where = (
         f" They do so in the model, first in {layer}."
         if layer
@@ -61,28 +61,28 @@ def coupled(lab: Lab) -> Cause | None:
     )
 
 
-def unknown_weights(lab: Lab) -> str:
+def unknown_weights(experiments: Experiments) -> str:
     """What weights would be right, where rows do not look at each other and no count was found that gives them."""
-    if lab.objective is None:
+    if experiments.objective is None:
         return ""
-    weights, residual = best_weights(lab)
-    if not residual <= most(lab.floor.unit):
+    weights, residual = best_weights(experiments)
+    if not residual <= largest_floor(experiments.floor.unit):
         return ""
-    sizes = ", ".join(str(len(rows)) for rows in lab.cut.row_numbers)
+    sizes = ", ".join(str(len(rows)) for rows in experiments.cut.row_numbers)
     return f" Micro-batches of {sizes} rows should weigh {', '.join(f'{weight:.4f}' for weight in weights)}."
 
 
-def _first_layer_that_mixes(lab: Lab) -> str | None:
+def _first_layer_that_mixes(experiments: Experiments) -> str | None:
     """The first module, in the order they run, whose output for some rows depends on which other rows are there."""
-    case, rows = lab.case, lab.cut.row_numbers[0]
+    case, rows = experiments.case, experiments.cut.row_numbers[0]
     whole, part = _Outputs(case.num_rows), _Outputs(len(rows))
     case.once(case.batch, range(case.num_rows), whole.watch)
-    case.once(lab.cut[0], rows, part.watch)
+    case.once(experiments.cut[0], rows, part.watch)
     for key, full in whole.seen.items():
         some = part.seen.get(key)
         if some is not None and full.shape[1:] == some.shape[1:]:
             wanted = full[list(rows)].double()
-            if float((some.double() - wanted).norm()) > most(lab.floor.unit) * float(wanted.norm()):
+            if float((some.double() - wanted).norm()) > largest_floor(experiments.floor.unit) * float(wanted.norm()):
                 name, kind, _ = key
                 return f"{name or 'the model itself'!r} ({kind})"
     return None

@@ -1,33 +1,36 @@
-"""The lab: one case in the best precision there is, and the question that every experiment asks of it."""
+"""Where experiments are made: one case in the best precision there is, and one cut whose gradient is wrong."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from anybatch.batches import MicroBatches
 from anybatch.objectives import Objective
 from anybatch.proof.cases import Case
 from anybatch.proof.floor import Floor, relative
 
-FEWER = 3.0
-"""An experiment that does not make the gradient exact is one of several causes if it makes the error so many times less."""
+CLEAR_FALL = 3.0
+"""What an experiment changed is one of several causes if the error falls by this factor, though not to the floor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What accumulating came to."""
+class ExperimentResult:
+    """What accumulating gave in one experiment."""
 
     error: float
     is_exact: bool
     failure: str | None = None
 
-    def explains(self, before: "Outcome") -> bool:
+    def explains(self, before: "ExperimentResult") -> bool:
         """True if what was changed is a cause of the error there was before."""
-        return self.is_exact or (self.failure is None and self.error * FEWER < before.error)
+        return self.is_exact or (self.failure is None and self.error * CLEAR_FALL < before.error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lab:
-    """A case whose accumulated gradient is wrong in one cut."""
+class Experiments:
+    """A case whose accumulated gradient is wrong in one cut; an experiment runs it again with one thing changed."""
 
     case: Case
     floor: Floor
@@ -38,14 +41,20 @@ class Lab:
         """The objective, where it is not coupled."""
         return self.case.objective if isinstance(self.case.objective, Objective) else None
 
-    def try_out(self, case: Case, cut: MicroBatches | None = None) -> Outcome:
-        """The error of this case in the lab's cut, against the gradient of the whole batch."""
+    def try_out(self, case: Case, cut: MicroBatches | None = None) -> ExperimentResult:
+        """The error of this case in the cut, against the gradient of the whole batch."""
         cut = cut or self.cut
         try:
             accumulated = case.accumulated(cut)
         except Exception as error:  # whatever a model raises on a few rows is an outcome
-            return Outcome(error=math.inf, is_exact=False, failure=f"{type(error).__name__}: {error}")
+            return ExperimentResult(error=math.inf, is_exact=False, failure=f"{type(error).__name__}: {error}")
         errors = self.floor.errors(accumulated, len(cut))
-        return Outcome(
+        return ExperimentResult(
             error=relative(self.floor.whole, accumulated), is_exact=all(parameter.is_exact for parameter in errors)
         )
+
+    def each_alone(self) -> list[Mapping[str, Tensor | None]]:
+        """The gradients of each micro-batch by itself, by parameter."""
+        return [
+            self.case.once(part, rows).parameters for part, rows in zip(self.cut, self.cut.row_numbers, strict=True)
+        ]

@@ -1,73 +1,81 @@
-"""Causes by experiment, the ones that would blur others first."""
+"""Causes by experiment. Those that would hide others are looked for first."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from anybatch.proof.causes.batch_statistics import batch_norm
-from anybatch.proof.causes.counting_units import reduction, units
-from anybatch.proof.causes.coupling import coupled, touched, unknown_weights
-from anybatch.proof.causes.experiments import Lab, Outcome
-from anybatch.proof.causes.leftover_state import Found, changed_inputs, model_state, own_generator
-from anybatch.proof.causes.randomness import not_by_row, outside_torch
-from anybatch.proof.cuts import untrimmed
+from anybatch.proof.causes.batch_statistics import find_batch_norm
+from anybatch.proof.causes.counting_units import find_reduction, find_units
+from anybatch.proof.causes.coupling import find_coupling, find_uneven_touch, unknown_weights
+from anybatch.proof.causes.experiments import ExperimentResult, Experiments
+from anybatch.proof.causes.leftover_state import Repair, find_changed_inputs, find_model_state, find_own_generator
+from anybatch.proof.causes.randomness import find_draws_not_by_row, find_draws_outside_torch
+from anybatch.proof.cuts import untrimmed_cut
 from anybatch.proof.verdict import Cause
 
 T = TypeVar("T")
 
-REPAIRS: tuple[Callable[[Lab, Outcome], Found | None], ...] = (
-    changed_inputs,
-    model_state,
-    batch_norm,
-    reduction,
-    units,
+REPAIRS: tuple[Callable[[Experiments, ExperimentResult], Repair | None], ...] = (
+    find_changed_inputs,
+    find_model_state,
+    find_batch_norm,
+    find_reduction,
+    find_units,
 )
-"""Experiments that change one thing and look whether the error goes; what helped stays changed for the next."""
-SIGNS: tuple[Callable[[Lab], Cause | None], ...] = (not_by_row, own_generator, touched, coupled)
-"""Experiments that look for the mark of a cause that cannot be taken away."""
+"""Experiments that change one thing and look whether the error goes. A change that helped stays for the next one."""
+SIGNS: tuple[Callable[[Experiments], Cause | None], ...] = (
+    find_draws_not_by_row,
+    find_own_generator,
+    find_uneven_touch,
+    find_coupling,
+)
+"""Experiments that look for the sign of a cause that no change can take away."""
 
 
-def explain(lab: Lab) -> tuple[Cause, ...]:
-    """Why the lab's cut does not give the whole batch's gradient; at least one cause."""
-    if not math.isfinite(lab.floor.whole.loss) or not math.isfinite(lab.floor.whole.norm):
-        return (_not_finite(lab),)
-    noise = outside_torch(lab)
+def explain(experiments: Experiments) -> tuple[Cause, ...]:
+    """Why the cut does not give the whole batch's gradient; at least one cause."""
+    if not math.isfinite(experiments.floor.whole.loss) or not math.isfinite(experiments.floor.whole.norm):
+        return (_not_finite(experiments),)
+    noise = find_draws_outside_torch(experiments)
     if noise is not None:
         return (noise,)
-    now = lab.try_out(lab.case)
+    now = experiments.try_out(experiments.case)
     causes: list[Cause] = []
-    trimming = _trimming(lab)
+    trimming = _trimming(experiments)
     if trimming is not None:
         return (trimming,)
     for repair in REPAIRS:
-        found = _tried(repair, lab, now)
+        found = _tried(repair, experiments, now)
         if found is not None:
             cause, case, now = found
             causes.append(cause)
-            lab = replace(lab, case=case)
+            experiments = replace(experiments, case=case)
         if now.is_exact:
             return tuple(causes)
     if now.failure is not None:
         return (*causes, _failed(now.failure))
     for look in SIGNS:
-        cause_seen = _tried(look, lab)
+        cause_seen = _tried(look, experiments)
         if cause_seen is not None:
             return (*causes, cause_seen)
-    return (*causes, _unknown(lab, now)) if not causes else tuple(causes)
+    return (*causes, _unknown(experiments, now)) if not causes else tuple(causes)
 
 
-def _tried(experiment: Callable[..., T | None], *given: Lab | Outcome) -> T | None:
-    """What an experiment finds; nothing where its few rows cannot run alone, such as a single one in BatchNorm."""
+def _tried(experiment: Callable[..., T | None], *given: Experiments | ExperimentResult) -> T | None:
+    """What an experiment finds; None where its few rows cannot run alone, as one row cannot in BatchNorm."""
     try:
         return experiment(*given)
     except Exception:  # whatever a model raises on a few rows
         return None
 
 
-def _trimming(lab: Lab) -> Cause | None:
+def _trimming(experiments: Experiments) -> Cause | None:
     """Leave the padding in, and see whether the error goes."""
-    if lab.cut.cut is None or not lab.try_out(lab.case, untrimmed(lab.case.batch, lab.cut)).is_exact:
+    if (
+        experiments.cut.cut is None
+        or not experiments.try_out(experiments.case, untrimmed_cut(experiments.case.batch, experiments.cut)).is_exact
+    ):
         return None
     return Cause(
         kind="padding",
@@ -77,11 +85,15 @@ def _trimming(lab: Lab) -> Cause | None:
     )
 
 
-def _not_finite(lab: Lab) -> Cause:
-    bad = [name for name, grad in lab.floor.whole.parameters.items() if grad is not None and not grad.isfinite().all()]
+def _not_finite(experiments: Experiments) -> Cause:
+    bad = [
+        name
+        for name, grad in experiments.floor.whole.parameters.items()
+        if grad is not None and not grad.isfinite().all()
+    ]
     return Cause(
         kind="nonfinite",
-        explanation=f"The whole batch in one go has a loss of {lab.floor.whole.loss} and gradients that are not finite "
+        explanation=f"The whole batch in one go has a loss of {experiments.floor.whole.loss} and gradients that are not finite "
         f"in {', '.join(bad[:3]) or 'no parameter'}: there is nothing to compare with.",
         fix="Verify with a batch whose loss is finite, or mend what makes it inf or nan first.",
     )
@@ -95,9 +107,9 @@ def _failed(failure: str) -> Cause:
     )
 
 
-def _unknown(lab: Lab, now: Outcome) -> Cause:
+def _unknown(experiments: Experiments, now: ExperimentResult) -> Cause:
     return Cause(
         kind="unknown",
-        explanation=f"The error is {now.error:.2g}, and none of the experiments takes it away.{unknown_weights(lab)}",
+        explanation=f"The error is {now.error:.2g}, and none of the experiments takes it away.{unknown_weights(experiments)}",
         fix="Give units=, a function of the batch that returns what the mean loss divides by, if it is not what was given.",
     )

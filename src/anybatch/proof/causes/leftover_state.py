@@ -10,7 +10,7 @@ from torch import nn
 from anybatch.batches import Batch, map_tensors, tensors
 from anybatch.objectives import Coupled
 from anybatch.proof.cases import Case, ModelState
-from anybatch.proof.causes.experiments import Lab, Outcome
+from anybatch.proof.causes.experiments import ExperimentResult, Experiments
 from anybatch.proof.verdict import Cause
 from anybatch.torch_inside import NormLayer
 
@@ -18,17 +18,17 @@ RANDOM_FIX = (
     "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers into "
     "the batch, one entry per row."
 )
-Found = tuple[Cause, Case, Outcome]
+Repair = tuple[Cause, Case, ExperimentResult]
 """A cause, the case without it, and what came of that."""
 
 
-def model_state(lab: Lab, before: Outcome) -> Found | None:
+def find_model_state(experiments: Experiments, before: ExperimentResult) -> Repair | None:
     """Look at what a forward changes in the model; put it back before every micro-batch, and see whether the error goes."""
-    changed, _ = forward_changes(lab)
+    changed, _ = forward_changes(experiments)
     if not changed:
         return None
-    repaired = replace(lab.case, restores_state=True)
-    after = lab.try_out(repaired)
+    repaired = replace(experiments.case, restores_state=True)
+    after = experiments.try_out(repaired)
     if not after.explains(before):
         return None
     cause = Cause(
@@ -41,13 +41,13 @@ def model_state(lab: Lab, before: Outcome) -> Found | None:
     return cause, repaired, after
 
 
-def changed_inputs(lab: Lab, before: Outcome) -> Found | None:
+def find_changed_inputs(experiments: Experiments, before: ExperimentResult) -> Repair | None:
     """Look at whether the rows are as they were after a forward; give every forward a copy, and see whether the error goes."""
-    written = _written_inputs(lab)
+    written = _written_inputs(experiments)
     if not written:
         return None
-    repaired = replace(lab.case, copies_inputs=True)
-    after = lab.try_out(repaired)
+    repaired = replace(experiments.case, copies_inputs=True)
+    after = experiments.try_out(repaired)
     if not after.explains(before):
         return None
     cause = Cause(
@@ -60,9 +60,9 @@ def changed_inputs(lab: Lab, before: Outcome) -> Found | None:
     return cause, repaired, after
 
 
-def own_generator(lab: Lab) -> Cause | None:
+def find_own_generator(experiments: Experiments) -> Cause | None:
     """Look for random generators that the model holds and that a forward moves."""
-    moved = sorted(forward_changes(lab)[1])
+    moved = sorted(forward_changes(experiments)[1])
     if not moved:
         return None
     return Cause(
@@ -73,11 +73,11 @@ def own_generator(lab: Lab) -> Cause | None:
     )
 
 
-def forward_changes(lab: Lab) -> tuple[list[str], set[str]]:
-    """What one forward changes in the model, running statistics apart; and which of it are random generators."""
+def forward_changes(experiments: Experiments) -> tuple[list[str], set[str]]:
+    """What one forward changes in the model, without running statistics; and the random generators among it."""
     states: list[tuple[nn.Module, ModelState]] = []
-    part, rows = lab.cut[0], lab.cut.row_numbers[0]
-    lab.case.once(part, rows, lambda model: states.append((model, ModelState.of(model))))
+    part, rows = experiments.cut[0], experiments.cut.row_numbers[0]
+    experiments.case.once(part, rows, lambda model: states.append((model, ModelState.of(model))))
     model, state = states[0]
     norms = {name for name, module in model.named_modules() if isinstance(module, NormLayer)}
     changed = {name: text for name, text in state.changed(model).items() if name.rpartition(".")[0] not in norms}
@@ -85,7 +85,7 @@ def forward_changes(lab: Lab) -> tuple[list[str], set[str]]:
     return [text for name, text in changed.items() if name not in generators], generators
 
 
-def _written_inputs(lab: Lab) -> list[str]:
+def _written_inputs(experiments: Experiments) -> list[str]:
     """Paths are not known here: tensors are named by their shapes."""
     written: list[str] = []
 
@@ -100,11 +100,11 @@ def _written_inputs(lab: Lab) -> list[str]:
 
         return spied
 
-    objective = lab.case.objective
+    objective = experiments.case.objective
     spied = (
         replace(objective, encode=spy(objective.encode))
         if isinstance(objective, Coupled)
         else replace(objective, loss=spy(objective.loss))
     )
-    replace(lab.case, objective=spied).once(lab.cut[0], lab.cut.row_numbers[0])
+    replace(experiments.case, objective=spied).once(experiments.cut[0], experiments.cut.row_numbers[0])
     return written

@@ -1,24 +1,24 @@
 """Draws from generators that torch knows nothing of, and draws of torch that belong to no row."""
 
 from anybatch.proof.cases import closure_state
-from anybatch.proof.causes.experiments import Lab
+from anybatch.proof.causes.experiments import Experiments
 from anybatch.proof.causes.leftover_state import RANDOM_FIX
-from anybatch.proof.floor import most, relative
+from anybatch.proof.floor import largest_floor, relative
 from anybatch.proof.verdict import Cause
 from anybatch.state import outer_random
 
 
-def outside_torch(lab: Lab) -> Cause | None:
+def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
     """The same rows with the same draws of torch, twice: does the gradient change, and which generator had moved?"""
-    before, loss = outer_random(), lab.case.objective.loss
+    before, loss = outer_random(), experiments.case.objective.loss
     held = closure_state(loss)
-    first = lab.case.whole()
+    first = experiments.case.whole()
     moved = before.moved()
     counted = [name for name, value in closure_state(loss).items() if held.get(name) != value]
-    apart = relative(first, lab.case.whole())
+    apart = relative(first, experiments.case.whole())
     before.restore()
-    is_seeded = relative(first, lab.case.whole()) < apart
-    if apart <= most(lab.floor.unit):
+    is_seeded = relative(first, experiments.case.whole()) < apart
+    if apart <= largest_floor(experiments.floor.unit):
         return None
     again = f"Two forwards of the same rows with the same state of torch's generators give gradients {apart:.2g} apart"
     if moved and is_seeded:
@@ -41,9 +41,9 @@ def outside_torch(lab: Lab) -> Cause | None:
     )
 
 
-def not_by_row(lab: Lab) -> Cause | None:
+def find_draws_not_by_row(experiments: Experiments) -> Cause | None:
     """Draws of micro-batches that could not be found among those of the whole batch."""
-    strange = list(dict.fromkeys([*lab.case.draws.strange, *lab.case.loss_draws.strange]))
+    strange = list(dict.fromkeys([*experiments.case.draws.strange, *experiments.case.loss_draws.strange]))
     if not strange:
         return None
     return Cause(

@@ -1,37 +1,36 @@
 """Results as pictures, each with its table."""
 
 from anybatch.report.charts.chart import Chart, Table
-from anybatch.report.charts.comparison_charts import comparison_charts, final, final_table, num_seeds
-from anybatch.report.charts.peak_charts import plan_charts
+from anybatch.report.charts.comparison_charts import charts_of_comparison, final_table, num_seeds
+from anybatch.report.charts.peak_charts import charts_of_plan
 from anybatch.report.charts.proof_charts import (
+    charts_of_proof,
     cuts_table,
     largest_error,
-    proof_charts,
     proof_sentence,
     written_precision,
 )
-from anybatch.report.charts.sample_charts import walk_charts
-from anybatch.report.charts.training_charts import course_charts, epoch_charts, update_charts
+from anybatch.report.charts.trace_charts import charts_of_trace
+from anybatch.report.charts.training_charts import epoch_charts, rate_and_norm_charts, update_charts
 from anybatch.report.charts.window_charts import memory_charts, stage_colour, timeline_chart
 
 __all__ = [
     "Chart",
     "Table",
-    "comparison_charts",
-    "course_charts",
+    "charts_of_comparison",
+    "charts_of_plan",
+    "charts_of_proof",
+    "charts_of_trace",
     "cuts_table",
     "epoch_charts",
-    "final",
     "final_table",
     "largest_error",
     "memory_charts",
     "num_seeds",
-    "plan_charts",
-    "proof_charts",
     "proof_sentence",
+    "rate_and_norm_charts",
     "stage_colour",
     "timeline_chart",
     "update_charts",
-    "walk_charts",
     "written_precision",
 ]

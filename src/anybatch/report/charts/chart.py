@@ -11,7 +11,7 @@ from typing import Any, Literal
 from anybatch.report.charts.thinning import thin
 from anybatch.report.writing import number, percent
 
-Kind = Literal["line", "faint", "points", "area"]
+SeriesKind = Literal["line", "faint", "points", "area"]
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 NUM_COLOURS = 6
@@ -47,8 +47,8 @@ class Chart:
     caption: str
     """One or two sentences that say what is to be seen: the caption, and the text alternative."""
     figure: Mapping[str, Any]
-    """What Plotly draws: `data` and `layout`; `stops`, what the arrow keys walk along, "x" or "bars"; and `where`, the words
-    before and after a place on the x axis."""
+    """`data` and `layout` are what Plotly draws. `stops` says what the arrow keys move along, "x" or "bars". `where` has the
+    words before and after a place on the x axis."""
     keys: tuple[Key, ...]
     table: Table
     height: int = 300
@@ -67,7 +67,7 @@ class Series:
     colour: int = 1
     """Which colour of the palette, from 1."""
     dash: int = 0
-    kind: Kind = "line"
+    kind: SeriesKind = "line"
     deviation: Sequence[float | None] = ()
     """Half the height of the band at each point; none where it is None."""
     labels: Sequence[str] = ()
@@ -143,7 +143,7 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
     """A calm axis that makes room for its own labels."""
     return {
-        "title": {"text": plain(title), "standoff": 10},
+        "title": {"text": escaped(title), "standoff": 10},
         "automargin": True,
         "gridcolor": "--grid",
         "linecolor": "--rule",
@@ -158,20 +158,20 @@ def colour(line: Series) -> str:
     return f"--{'faint' if line.kind == 'faint' else 'series'}-{(line.colour - 1) % NUM_COLOURS + 1}"
 
 
-def plain(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that Plotly shows as it stands, instead of reading tags in it."""
     return html.escape(text, quote=False)
 
 
-def short(value: float | None) -> float | None:
+def six_digits(value: float | None) -> float | None:
     """Six significant digits: more than any screen shows, and half the bytes."""
     return None if value is None else float(f"{value:.6g}")
 
 
-def course(name: str, values: Sequence[float | None], *, is_percent: bool = False) -> str:
+def course_of(name: str, values: Sequence[float | None], *, is_percent: bool = False) -> str:
     """How a series went, in words.
 
-    >>> course("training loss", [2.3, None, 0.5])
+    >>> course_of("training loss", [2.3, None, 0.5])
     'training loss went from 2.3 to 0.5'
     """
     known = [value for value in values if value is not None]
@@ -201,16 +201,16 @@ def _trace(line: Series, group: int, *, is_percent: bool, unit: str) -> dict[str
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "markers" if line.kind == "points" else "lines+markers" if len(kept) <= 40 else "lines",
-        "name": plain(line.name),
-        "x": [short(line.x[index]) for index in kept],
-        "y": [short(line.y[index]) for index in kept],
+        "name": escaped(line.name),
+        "x": [six_digits(line.x[index]) for index in kept],
+        "y": [six_digits(line.y[index]) for index in kept],
         "line": {
             "color": shade,
             "width": 1.2 if line.kind == "faint" else 2.2,
             "dash": DASHES[line.dash % len(DASHES)],
         },
         "marker": {"color": shade, "size": 6, "symbol": SYMBOLS[line.dash % len(SYMBOLS)]},
-        "hovertemplate": f"{plain(line.name)} <b>{value}</b><extra></extra>",
+        "hovertemplate": f"{escaped(line.name)} <b>{value}</b><extra></extra>",
         "meta": {"group": group, "percent": is_percent, "unit": unit},
     }
     if line.kind == "faint":
@@ -220,7 +220,7 @@ def _trace(line: Series, group: int, *, is_percent: bool, unit: str) -> dict[str
     if line.kind == "area":
         trace |= {"fill": "tozeroy", "fillcolor": f"--band-{line.colour}"}
     if line.labels:
-        trace["customdata"] = [plain(line.labels[index]) for index in kept]
+        trace["customdata"] = [escaped(line.labels[index]) for index in kept]
         trace["hovertemplate"] = f"%{{customdata}} <b>{value}</b><extra></extra>"
     return trace
 
@@ -234,9 +234,9 @@ def _band(line: Series, group: int) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines",
-        "name": plain(line.name),
-        "x": [short(x) for x, _, _ in edges] + [short(x) for x, _, _ in reversed(edges)],
-        "y": [short(high) for _, _, high in edges] + [short(low) for _, low, _ in reversed(edges)],
+        "name": escaped(line.name),
+        "x": [six_digits(x) for x, _, _ in edges] + [six_digits(x) for x, _, _ in reversed(edges)],
+        "y": [six_digits(high) for _, _, high in edges] + [six_digits(low) for _, low, _ in reversed(edges)],
         "fill": "toself",
         "fillcolor": f"--band-{(line.colour - 1) % NUM_COLOURS + 1}",
         "line": {"width": 0, "color": colour(line)},

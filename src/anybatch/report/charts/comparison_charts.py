@@ -2,41 +2,30 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
 
+from anybatch.records import Arm, ArmEpoch, ArmRun, Comparison, Spread, at_epoch, over_runs
 from anybatch.report.charts.chart import Chart, Series, Table, line_chart
-from anybatch.report.results import Arm, ArmEpoch, ArmRun, Comparison
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Several seeds as one number: their mean, and their sample deviation where there are two or more."""
-
-    mean: float | None
-    deviation: float | None
-
-    def written(self, write: Callable[[float | None], str]) -> str:
-        """Mean ± deviation, both to the second significant digit of the deviation; shares of one to a tenth of a percent."""
-        if self.mean is None or not self.deviation:
-            return write(self.mean)
-        if write is percent:
-            return f"{100 * self.mean:.1f} ± {100 * self.deviation:.1f} %"
-        digits = min(12, max(0, 1 - math.floor(math.log10(self.deviation))))
-        return f"{self.mean:,.{digits}f} ± {self.deviation:,.{digits}f}"
+Take = Callable[[ArmEpoch], float | None]
+"""One number of an epoch."""
+Write = Callable[[float | None], str]
 
 
-def spread_of(values: Sequence[float | None]) -> Spread:
-    """The mean and deviation of what is known."""
-    known = [value for value in values if value is not None]
-    return Spread(mean=fmean(known) if known else None, deviation=stdev(known) if len(known) > 1 else None)
+def written_spread(spread: Spread, write: Write) -> str:
+    """Mean ± deviation, both to the second significant digit of the deviation; shares of one to a tenth of a percent."""
+    if spread.mean is None or not spread.deviation:
+        return write(spread.mean)
+    if write is percent:
+        return f"{100 * spread.mean:.1f} ± {100 * spread.deviation:.1f} %"
+    digits = min(12, max(0, 1 - math.floor(math.log10(spread.deviation))))
+    return f"{spread.mean:,.{digits}f} ± {spread.deviation:,.{digits}f}"
 
 
-def comparison_charts(comparison: Comparison) -> Iterator[Chart]:
+def charts_of_comparison(comparison: Comparison) -> Iterator[Chart]:
     """The metric, the validation loss and the training loss of all arms, per epoch."""
     metric = words(comparison.metric)
-    wanted: tuple[tuple[str, str, Callable[[ArmEpoch], float | None]], ...] = (
+    wanted: tuple[tuple[str, str, Take], ...] = (
         ("arms-metric", f"validation {metric}", lambda point: point.metric),
         ("arms-valid-loss", "validation loss", lambda point: point.valid_loss),
         ("arms-train-loss", "training loss", lambda point: point.train_loss),
@@ -52,9 +41,9 @@ def final_table(comparison: Comparison) -> Table:
     write = percent if _is_percent(metric, comparison.arms, lambda point: point.metric) else number
     columns: list[tuple[str, list[str]]] = [
         ("arm", [arm.name for arm in comparison.arms]),
-        (f"validation {metric}", [final(arm, lambda p: p.metric).written(write) for arm in comparison.arms]),
-        ("validation loss", [final(arm, lambda p: p.valid_loss).written(number) for arm in comparison.arms]),
-        ("training loss", [final(arm, lambda p: p.train_loss).written(number) for arm in comparison.arms]),
+        (f"validation {metric}", _ends(comparison, lambda point: point.metric, write)),
+        ("validation loss", _ends(comparison, lambda point: point.valid_loss, number)),
+        ("training loss", _ends(comparison, lambda point: point.train_loss, number)),
         ("batch", [number(arm.batch) for arm in comparison.arms]),
         ("micro-batch", [number(arm.micro_batch) for arm in comparison.arms]),
         ("learning rate", [number(arm.lr) for arm in comparison.arms]),
@@ -77,19 +66,19 @@ def num_seeds(comparison: Comparison) -> int:
     return max((len(arm.runs) for arm in comparison.arms), default=0)
 
 
-def final(arm: Arm, take: Callable[[ArmEpoch], float | None]) -> Spread:
-    """One number of the last epoch, over the arm's seeds."""
-    return spread_of([take(run.epochs[-1]) for run in arm.runs if run.epochs])
+def _ends(comparison: Comparison, take: Take, write: Write) -> list[str]:
+    """One number of the last epoch of every arm, over its seeds."""
+    return [written_spread(at_epoch(arm, 0, take), write) for arm in comparison.arms]
 
 
-def _arms_chart(name: str, what: str, arms: Sequence[Arm], take: Callable[[ArmEpoch], float | None]) -> Chart | None:
+def _arms_chart(name: str, what: str, arms: Sequence[Arm], take: Take) -> Chart | None:
     drawn = [(index, arm) for index, arm in enumerate(arms) if any(_values(arm, take))]
     if not drawn:
         return None
     is_percent = _is_percent(what, arms, take)
     write = percent if is_percent else number
     epochs = sorted({point.epoch for _, arm in drawn for run in arm.runs for point in run.epochs})
-    spreads = {index: [spread_of(_at(arm, epoch, take)) for epoch in epochs] for index, arm in drawn}
+    spreads = {index: [at_epoch(arm, epoch, take) for epoch in epochs] for index, arm in drawn}
     series = [
         Series(
             name=arm.name,
@@ -101,7 +90,7 @@ def _arms_chart(name: str, what: str, arms: Sequence[Arm], take: Callable[[ArmEp
         )
         for index, arm in drawn
     ]
-    ends = "; ".join(f"{arm.name}: {final(arm, take).written(write)}" for _, arm in drawn)
+    ends = "; ".join(f"{arm.name}: {written_spread(at_epoch(arm, 0, take), write)}" for _, arm in drawn)
     seeds = max(len(arm.runs) for _, arm in drawn)
     band = f"Lines are means of {plural(seeds, 'seed')}, bands one deviation. " if seeds > 1 else ""
     return line_chart(
@@ -112,7 +101,7 @@ def _arms_chart(name: str, what: str, arms: Sequence[Arm], take: Callable[[ArmEp
         table=Table(
             columns=("epoch", *(arm.name for _, arm in drawn)),
             rows=tuple(
-                (str(epoch), *(spreads[index][row].written(write) for index, _ in drawn))
+                (str(epoch), *(written_spread(spreads[index][row], write) for index, _ in drawn))
                 for row, epoch in enumerate(epochs)
             ),
         ),
@@ -123,18 +112,13 @@ def _arms_chart(name: str, what: str, arms: Sequence[Arm], take: Callable[[ArmEp
     )
 
 
-def _values(arm: Arm, take: Callable[[ArmEpoch], float | None]) -> Iterator[bool]:
+def _values(arm: Arm, take: Take) -> Iterator[bool]:
     return (take(point) is not None for run in arm.runs for point in run.epochs)
 
 
-def _at(arm: Arm, epoch: int, take: Callable[[ArmEpoch], float | None]) -> list[float | None]:
-    return [take(point) for run in arm.runs for point in run.epochs if point.epoch == epoch]
-
-
-def _is_percent(what: str, arms: Sequence[Arm], take: Callable[[ArmEpoch], float | None]) -> bool:
+def _is_percent(what: str, arms: Sequence[Arm], take: Take) -> bool:
     return is_share(what, [take(point) for arm in arms for run in arm.runs for point in run.epochs])
 
 
-def _mean(arm: Arm, take: Callable[[ArmRun], float | None], write: Callable[[float | None], str]) -> str:
-    mean = spread_of([take(run) for run in arm.runs]).mean
-    return write(mean)
+def _mean(arm: Arm, take: Callable[[ArmRun], float | None], write: Write) -> str:
+    return write(over_runs(arm, take).mean)

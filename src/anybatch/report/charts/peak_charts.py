@@ -1,25 +1,25 @@
 """What an update needs: its peak by the size of the micro-batch, and what the peak is made of."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, layout, line_chart, plain, short
-from anybatch.report.results import PeakPlan
+from anybatch.records import PlanRecord
+from anybatch.report.charts.bars import bar_chart, bars_of
+from anybatch.report.charts.chart import Chart, Key, Series, Table, line_chart
 from anybatch.report.writing import number, size, size_unit
 
 
-def plan_charts(plan: PeakPlan) -> Iterator[Chart]:
+def charts_of_plan(plan: PlanRecord) -> Iterator[Chart]:
     """Peak against micro-batch, and the parts of the peak at the size chosen."""
     if len(plan.sizes) > 1:
         yield _peaks(plan)
-    if any(plan.parts.values()):
+    if any(plan.breakdown.values()):
         yield _parts(plan)
 
 
-def _peaks(plan: PeakPlan) -> Chart:
-    divisor, unit = size_unit(max(peak for _, peak in plan.sizes))
-    x = [one for one, _ in plan.sizes]
-    series = [Series(name="predicted peak", x=x, y=[peak / divisor for _, peak in plan.sizes], colour=4)]
+def _peaks(plan: PlanRecord) -> Chart:
+    divisor, unit = size_unit(max(one.peak for one in plan.sizes))
+    x = [one.size for one in plan.sizes]
+    series = [Series(name="predicted peak", x=x, y=[one.peak / divisor for one in plan.sizes], colour=4)]
     if plan.limit is not None:
         series.append(Series(name="what there is", x=[x[0], x[-1]], y=[plan.limit / divisor] * 2, colour=2, dash=1))
     chosen = f"{number(plan.micro_batch)} {plan.unit}" if plan.micro_batch else "none"
@@ -30,7 +30,7 @@ def _peaks(plan: PeakPlan) -> Chart:
         caption=f"The largest that fits into {size(plan.limit)}: {chosen}. The last point is the whole batch at once.",
         table=Table(
             columns=(f"micro-batch in {plan.unit}", "peak"),
-            rows=tuple((number(one), size(peak)) for one, peak in plan.sizes),
+            rows=tuple((number(one.size), size(one.peak)) for one in plan.sizes),
         ),
         x_title=f"{plan.unit} in a micro-batch",
         x_unit=plan.unit,
@@ -39,47 +39,24 @@ def _peaks(plan: PeakPlan) -> Chart:
     )
 
 
-def _parts(plan: PeakPlan) -> Chart:
-    divisor, unit = size_unit(max(part or 0 for part in plan.parts.values()))
-    parts = [(name, part) for name, part in plan.parts.items() if part]
+def _parts(plan: PlanRecord) -> Chart:
+    divisor, unit = size_unit(max(part or 0 for part in plan.breakdown.values()))
+    parts = [(name, part) for name, part in plan.breakdown.items() if part]
     largest = max(parts, key=lambda part: part[1])
-    data: list[dict[str, Any]] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": plain(name),
-            "x": [short(part / divisor)],
-            "y": [plain(name)],
-            "customdata": [size(part)],
-            "marker": {"color": f"--series-{index % 6 + 1}", "line": {"width": 0}},
-            "hovertemplate": "%{y} <b>%{customdata}</b><extra></extra>",
-            "meta": {"group": index, "percent": False, "unit": f" {unit}"},
-        }
-        for index, (name, part) in enumerate(parts)
+    keys = [
+        Key(name=name, colour=f"--series-{index % 6 + 1}", note=size(part)) for index, (name, part) in enumerate(parts)
     ]
-    names = [plain(name) for name, _ in reversed(parts)]
-    return Chart(
-        name="peak-parts",
+    return bar_chart(
+        "peak-parts",
+        [
+            bars_of(name, [name], [part / divisor], [size(part)], colour=key.colour, group=index, unit=unit)
+            for index, ((name, part), key) in enumerate(zip(parts, keys, strict=True))
+        ],
+        [name for name, _ in parts],
         title="What the peak is made of",
         caption=f"Most of it is {largest[0]}: {size(largest[1])} of {size(sum(part for _, part in parts))}.",
-        figure={
-            "data": data,
-            "layout": layout(
-                280,
-                barmode="overlay",
-                hovermode="closest",
-                xaxis=axis(title=f"memory in {unit}", rangemode="tozero"),
-                yaxis=axis(
-                    type="category", categoryorder="array", categoryarray=names, showgrid=False, fixedrange=True
-                ),
-            ),
-            "stops": "bars",
-            "where": ["", ""],
-        },
-        keys=tuple(
-            Key(name=name, colour=f"--series-{index % 6 + 1}", note=size(part))
-            for index, (name, part) in enumerate(parts)
-        ),
+        keys=keys,
         table=Table(columns=("part", "memory"), rows=tuple((name, size(part)) for name, part in parts)),
+        x_title=f"memory in {unit}",
         height=280,
     )

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from anybatch.records import CutRecord, ParameterRecord, ProofRecord
 from anybatch.report.charts.chart import Chart, Series, Table, line_chart
-from anybatch.report.results import CutResult, ParameterError, Proof
 from anybatch.report.writing import number, plural
 
 MOST_NAMES = 12
@@ -13,7 +13,7 @@ MOST_NAMES = 12
 LONGEST_NAME = 18
 
 
-def proof_charts(proof: Proof) -> Iterator[Chart]:
+def charts_of_proof(proof: ProofRecord) -> Iterator[Chart]:
     """One chart for each precision: errors as points, the floor as a line, on a logarithmic axis."""
     for precision in dict.fromkeys(cut.precision for cut in proof.cuts):
         cuts = [cut for cut in proof.cuts if cut.precision == precision and cut.parameters]
@@ -21,7 +21,7 @@ def proof_charts(proof: Proof) -> Iterator[Chart]:
             yield _chart(precision, written_precision(proof, precision), cuts)
 
 
-def cuts_table(proof: Proof) -> Table:
+def cuts_table(proof: ProofRecord) -> Table:
     """Every cut in every precision, with the parameter that comes nearest to its floor, or is furthest above it."""
     rows = []
     for cut in proof.cuts:
@@ -56,7 +56,7 @@ def cuts_table(proof: Proof) -> Table:
     )
 
 
-def proof_sentence(task: str, proof: Proof) -> str:
+def proof_sentence(task: str, proof: ProofRecord) -> str:
     """The verdict in one sentence."""
     rows = plural(proof.rows or 0, "row")
     of_given = f" of {number(proof.rows_given)}" if proof.rows != proof.rows_given else ""
@@ -67,17 +67,17 @@ def proof_sentence(task: str, proof: Proof) -> str:
     return f"{task} is not exact: in {failed}, {rows}{of_given} accumulated did not give the gradient of all of them in one go."
 
 
-def largest_error(proof: Proof, precision: str) -> float | None:
+def largest_error(proof: ProofRecord, precision: str) -> float | None:
     """The largest error of any cut in this precision."""
     return max((cut.error for cut in proof.cuts if cut.precision == precision and cut.error is not None), default=None)
 
 
-def written_precision(proof: Proof, precision: str) -> str:
+def written_precision(proof: ProofRecord, precision: str) -> str:
     """The name of a precision: float64, or the model's own by its dtype."""
     return proof.dtype if precision == "own" else precision
 
 
-def _chart(precision: str, written: str, cuts: list[CutResult]) -> Chart:
+def _chart(precision: str, written: str, cuts: list[CutRecord]) -> Chart:
     names = [parameter.name for parameter in cuts[0].parameters]
     places = list(range(1, len(names) + 1))
     floors = [max((cut.parameters[place - 1].floor or 0.0) for cut in cuts) or None for place in places]
@@ -124,7 +124,7 @@ def _logarithmic(figure: Any, names: list[str]) -> dict[str, Any]:
     return {**figure, "layout": layout | {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}}
 
 
-def _over_floor(parameter: ParameterError) -> float:
+def _over_floor(parameter: ParameterRecord) -> float:
     if parameter.error is None:
         return float("inf")
     return parameter.error / parameter.floor if parameter.floor else parameter.error

@@ -30,7 +30,7 @@ def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
     return sorted(kept)
 
 
-def spread(count: int, most: int = MOST_ROWS) -> list[int]:
+def evenly_spaced(count: int, most: int = MOST_ROWS) -> list[int]:
     """Evenly spaced positions, the first and the last among them: the rows of a table of numbers."""
     if count <= most:
         return list(range(count))

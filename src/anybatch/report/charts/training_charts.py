@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from anybatch.report.charts.chart import Chart, Series, Table, course, line_chart, sentence
-from anybatch.report.charts.thinning import MOST_POINTS, smooth, spread
-from anybatch.report.results import EpochPoint, Results, UpdatePoint
+from anybatch.records import EpochDone, Results, UpdateDone
+from anybatch.report.charts.chart import Chart, Series, Table, course_of, line_chart, sentence
+from anybatch.report.charts.thinning import MOST_POINTS, evenly_spaced, smooth
 from anybatch.report.writing import is_share, number, percent, plural, words
 
 FEWEST_TO_SMOOTH = 30
 """Shorter traces are shown as they are."""
 
 
-def epoch_charts(epochs: Sequence[EpochPoint]) -> Iterator[Chart]:
+def epoch_charts(epochs: Sequence[EpochDone]) -> Iterator[Chart]:
     """Loss and every metric, per epoch."""
     training, validation = [point.train_loss for point in epochs], [point.valid_loss for point in epochs]
     if chart := _epoch_chart("epoch-loss", "Loss per epoch", "loss", epochs, training, validation):
@@ -39,7 +39,7 @@ def update_charts(results: Results) -> Iterator[Chart]:
             yield chart
 
 
-def course_charts(results: Results) -> Iterator[Chart]:
+def rate_and_norm_charts(results: Results) -> Iterator[Chart]:
     """The learning rate and the gradient norm, per update."""
     updates = results.updates
     rates = [point.lr for point in updates]
@@ -61,7 +61,7 @@ def _epoch_chart(
     name: str,
     title: str,
     what: str,
-    epochs: Sequence[EpochPoint],
+    epochs: Sequence[EpochDone],
     training: list[float | None],
     validation: list[float | None],
 ) -> Chart | None:
@@ -79,7 +79,7 @@ def _epoch_chart(
             for half, values, colour in lines
         ],
         title=title,
-        caption=sentence([course(f"{half} {what}", values, is_percent=is_percent) for half, values, _ in lines]),
+        caption=sentence([course_of(f"{half} {what}", values, is_percent=is_percent) for half, values, _ in lines]),
         table=Table(
             columns=("epoch", *(f"{half} {what}" for half, _, _ in lines)),
             rows=tuple((str(x[row]), *(write(values[row]) for _, values, _ in lines)) for row in range(len(x))),
@@ -93,7 +93,7 @@ def _update_chart(
     name: str,
     title: str,
     what: str,
-    updates: Sequence[UpdatePoint],
+    updates: Sequence[UpdateDone],
     values: list[float | None],
     *,
     note: str = "",
@@ -120,14 +120,14 @@ def _update_chart(
         lines.append(
             Series(name="skipped", x=[u for u, _ in marked], y=[v for _, v in marked], colour=2, kind="points"),
         )
-    rows = spread(len(x))
+    rows = evenly_spaced(len(x))
     left_out = f"{len(rows)} of {number(len(x))} updates; metrics.jsonl holds them all." if len(rows) < len(x) else ""
     thinned = "lowest and highest of each stretch drawn" if len(x) > MOST_POINTS else ""
     return line_chart(
         name,
         lines,
         title=title,
-        caption=sentence([course(what, values, is_percent=is_percent), note, thinned]),
+        caption=sentence([course_of(what, values, is_percent=is_percent), note, thinned]),
         table=Table(
             columns=("update", what), rows=tuple((number(x[row]), write(values[row])) for row in rows), note=left_out
         ),

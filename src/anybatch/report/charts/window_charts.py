@@ -3,74 +3,60 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from anybatch.report.charts.chart import Chart, Key, Series, Table, axis, layout, line_chart, plain, sentence, short
-from anybatch.report.charts.thinning import spread
-from anybatch.report.results import MemoryCurve, Span, Timeline
+from anybatch.records import MemorySeen, StageTime, WindowSeen
+from anybatch.report.charts.bars import bar_chart, bars_of
+from anybatch.report.charts.chart import Chart, Key, Series, Table, escaped, line_chart, sentence, six_digits
+from anybatch.report.charts.thinning import evenly_spaced
 from anybatch.report.writing import duration, duration_unit, number, plural, size, size_unit
 
 STAGES = ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero")
 """The order of the stages in an update, and in the legend."""
 MOST_LANES = 24
-"""More micro-batches than this are drawn as the first and the last half of so many."""
+"""Of more micro-batches than this, only the first half and the last half of this number are drawn."""
 WHOLE = "update"
 """The lane of the stages that run once per update."""
 
 
-def timeline_chart(timeline: Timeline) -> Chart:
+def timeline_chart(window: WindowSeen) -> Chart:
     """One update, from its first stage to its last."""
-    divisor, unit = duration_unit(timeline.seconds)
-    lanes, num_hidden = lanes_of(timeline.spans)
-    totals = stage_totals(timeline.spans)
+    divisor, unit = duration_unit(window.seconds)
+    lanes, num_hidden = lanes_of(window.stages)
+    totals = stage_totals(window.stages)
     busy = sum(totals.values()) or 1.0
-    height = 90 + 30 * len(lanes)
     longest = max(totals, key=lambda stage: totals[stage])
-    num_micro_batches = len({span.micro_batch for span in timeline.spans} - {None})
+    num_micro_batches = len({span.micro_batch for span in window.stages} - {None})
     hidden = f"{plural(num_hidden, 'micro-batch')} in the middle not drawn" if num_hidden else ""
     first_lines = [
-        f"update {number(timeline.update)} took {duration(timeline.seconds)} in {plural(num_micro_batches, 'micro-batch')}",
-        f"{share(totals[longest] / busy)} of it {longest}",
+        f"update {number(window.update)} took {duration(window.seconds)} in {plural(num_micro_batches, 'micro-batch')}",
+        f"{written_share(totals[longest] / busy)} of it {longest}",
         hidden,
     ]
-    return Chart(
-        name="window",
+    return bar_chart(
+        "window",
+        [
+            _bars(stage, group, [span for span in window.stages if span.stage == stage], lanes, divisor, unit)
+            for group, stage in enumerate(totals)
+        ],
+        lanes,
         title="The window of one update",
         caption=sentence(first_lines),
-        figure={
-            "data": [
-                _bars(stage, group, [span for span in timeline.spans if span.stage == stage], lanes, divisor, unit)
-                for group, stage in enumerate(totals)
-            ],
-            "layout": layout(
-                height,
-                barmode="overlay",
-                bargap=0.3,
-                hovermode="closest",
-                xaxis=axis(title=f"time in {unit}", rangemode="tozero"),
-                yaxis=axis(
-                    type="category",
-                    categoryorder="array",
-                    categoryarray=list(reversed(lanes)),
-                    showgrid=False,
-                    fixedrange=True,
-                ),
-            ),
-            "stops": "bars",
-            "where": ["", ""],
-        },
-        keys=tuple(Key(name=stage, colour=stage_colour(stage), note=share(totals[stage] / busy)) for stage in totals),
+        keys=[
+            Key(name=stage, colour=stage_colour(stage), note=written_share(totals[stage] / busy)) for stage in totals
+        ],
         table=Table(
             columns=("stage", "lane", "start", "time"),
             rows=tuple(
                 (span.stage, lane_of(span), duration(span.start), duration(span.seconds))
-                for span in (timeline.spans[row] for row in spread(len(timeline.spans)))
+                for span in (window.stages[row] for row in evenly_spaced(len(window.stages)))
             ),
         ),
-        height=height,
+        x_title=f"time in {unit}",
+        height=90 + 30 * len(lanes),
         is_wide=True,
     )
 
 
-def memory_charts(curves: Sequence[MemoryCurve]) -> Iterator[Chart]:
+def memory_charts(curves: Sequence[MemorySeen]) -> Iterator[Chart]:
     """Memory within the last update that was measured, and the peaks of all of them."""
     drawn = [curve for curve in curves if len(curve.points) > 1]
     if drawn:
@@ -86,7 +72,7 @@ def memory_charts(curves: Sequence[MemoryCurve]) -> Iterator[Chart]:
             caption=f"The highest peak is {size(highest[1])}, in update {number(highest[0])}.",
             table=Table(
                 columns=("update", "peak"),
-                rows=tuple((number(peaks[row][0]), size(peaks[row][1])) for row in spread(len(peaks))),
+                rows=tuple((number(peaks[row][0]), size(peaks[row][1])) for row in evenly_spaced(len(peaks))),
             ),
             x_title="update",
             unit=f" {unit}",
@@ -94,11 +80,11 @@ def memory_charts(curves: Sequence[MemoryCurve]) -> Iterator[Chart]:
         )
 
 
-def _memory_curve(curve: MemoryCurve) -> Chart:
-    divisor, unit = size_unit(max(point.num_bytes for point in curve.points))
+def _memory_curve(curve: MemorySeen) -> Chart:
+    divisor, unit = size_unit(max(point.bytes for point in curve.points))
     time_divisor, time_unit = duration_unit(curve.points[-1].seconds - curve.points[0].seconds)
     start = curve.points[0].seconds
-    peak = max(curve.points, key=lambda point: point.num_bytes)
+    peak = max(curve.points, key=lambda point: point.bytes)
     during = f", during {peak.stage}" if peak.stage else ""
     return line_chart(
         "memory",
@@ -106,19 +92,19 @@ def _memory_curve(curve: MemoryCurve) -> Chart:
             Series(
                 name="memory in use",
                 x=[(point.seconds - start) / time_divisor for point in curve.points],
-                y=[point.num_bytes / divisor for point in curve.points],
+                y=[point.bytes / divisor for point in curve.points],
                 colour=4,
                 kind="area",
                 labels=[point.stage or "memory" for point in curve.points],
             )
         ],
         title="Memory over one update",
-        caption=f"Update {number(curve.update)} reached {size(peak.num_bytes)}{during}.",
+        caption=f"Update {number(curve.update)} reached {size(peak.bytes)}{during}.",
         table=Table(
             columns=("time", "stage", "memory"),
             rows=tuple(
-                (duration(point.seconds - start), point.stage, size(point.num_bytes))
-                for point in (curve.points[row] for row in spread(len(curve.points)))
+                (duration(point.seconds - start), point.stage, size(point.bytes))
+                for point in (curve.points[row] for row in evenly_spaced(len(curve.points)))
             ),
         ),
         x_title=f"time in {time_unit}",
@@ -128,7 +114,7 @@ def _memory_curve(curve: MemoryCurve) -> Chart:
     )
 
 
-def lanes_of(spans: Sequence[Span]) -> tuple[list[str], int]:
+def lanes_of(spans: Sequence[StageTime]) -> tuple[list[str], int]:
     """The lanes that are drawn, from top to bottom, and how many micro-batches are not."""
     numbers = sorted({span.micro_batch for span in spans if span.micro_batch is not None})
     num_hidden = max(0, len(numbers) - MOST_LANES)
@@ -138,12 +124,12 @@ def lanes_of(spans: Sequence[Span]) -> tuple[list[str], int]:
     return ([*lanes, WHOLE] if any(span.micro_batch is None for span in spans) else lanes), num_hidden
 
 
-def lane_of(span: Span) -> str:
+def lane_of(span: StageTime) -> str:
     """The lane of a stage: its micro-batch, or the whole update."""
     return WHOLE if span.micro_batch is None else f"micro-batch {span.micro_batch}"
 
 
-def stage_totals(spans: Sequence[Span]) -> dict[str, float]:
+def stage_totals(spans: Sequence[StageTime]) -> dict[str, float]:
     """Seconds per stage, in the order in which an update runs; stages we do not know come last."""
     found = dict.fromkeys(span.stage for span in spans)
     order = [stage for stage in STAGES if stage in found] + [stage for stage in found if stage not in STAGES]
@@ -155,26 +141,29 @@ def stage_colour(stage: str) -> str:
     return f"--stage-{stage}" if stage in STAGES else "--soft"
 
 
-def share(part: float) -> str:
+def written_share(part: float) -> str:
     """A share of the time, without false precision.
 
-    >>> share(0.537), share(0.004)
+    >>> written_share(0.537), written_share(0.004)
     ('54 %', 'under 1 %')
     """
     return "under 1 %" if part < 0.01 else f"{100 * part:.0f} %"
 
 
-def _bars(stage: str, group: int, spans: list[Span], lanes: list[str], divisor: float, unit: str) -> dict[str, Any]:
+def _bars(
+    stage: str, group: int, spans: list[StageTime], lanes: list[str], divisor: float, unit: str
+) -> dict[str, Any]:
     drawn = [span for span in spans if lane_of(span) in lanes]
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": plain(stage),
-        "base": [short(span.start / divisor) for span in drawn],
-        "x": [short(span.seconds / divisor) for span in drawn],
-        "y": [lane_of(span) for span in drawn],
-        "customdata": [duration(span.seconds) for span in drawn],
-        "marker": {"color": stage_colour(stage), "line": {"width": 0}},
-        "hovertemplate": f"%{{y}}<br>{plain(stage)} <b>%{{customdata}}</b><extra></extra>",
-        "meta": {"group": group, "percent": False, "unit": f" {unit}"},
+    bars = bars_of(
+        stage,
+        [lane_of(span) for span in drawn],
+        [span.seconds / divisor for span in drawn],
+        [duration(span.seconds) for span in drawn],
+        colour=stage_colour(stage),
+        group=group,
+        unit=unit,
+    )
+    return bars | {
+        "base": [six_digits(span.start / divisor) for span in drawn],
+        "hovertemplate": f"%{{y}}<br>{escaped(stage)} <b>%{{customdata}}</b><extra></extra>",
     }

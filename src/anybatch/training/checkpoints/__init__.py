@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
-    from anybatch.training.checkpoints.random_states import seed_all, seed_from_these
-    from anybatch.training.checkpoints.saving import Positioned, Resumed, resume, save
+    from anybatch.training.checkpoints.random_states import seed_all, seed_rank
+    from anybatch.training.checkpoints.saving import PositionedLoader, Resumed, resume, save
 else:
     __getattr__ = lazily(__name__)
 
 __all__ = [
-    "Positioned",
+    "PositionedLoader",
     "Resumed",
     "resume",
     "save",
     "seed_all",
-    "seed_from_these",
+    "seed_rank",
 ]

@@ -28,7 +28,7 @@ from torch import Tensor
 from anybatch.errors import CheckpointError, first_line
 from anybatch.parallel import Ranks
 from anybatch.torch_inside import read_layout
-from anybatch.training.launch import from_first
+from anybatch.training.launch import from_first_rank
 
 FORMAT = 2
 CONTENTS = "checkpoint.json"
@@ -37,7 +37,7 @@ _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class CheckpointContents:
     """`checkpoint.json`: what a whole checkpoint has."""
 
     number: int
@@ -49,7 +49,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TensorShape:
     """A tensor, without its numbers."""
 
     size: torch.Size
@@ -80,13 +80,13 @@ def write(
     if ranks.rank == 0:
         _write_values(folder / "states.pt", states)
         own += ["states.pt", ".metadata"]
-    sums = ranks.gather_objects({name: sum_of(folder / name) for name in own})
+    sums = ranks.gather_objects({name: size_and_checksum(folder / name) for name in own})
     files = {name: of_file for of_rank in sums for name, of_file in of_rank.items()}
     contents = {"anybatch": "checkpoint", "format": FORMAT, "number": number, "ranks": ranks.size, "files": files}
-    from_first(lambda: _write_synced(folder / CONTENTS, json.dumps(contents, indent=1).encode()), ranks)
+    from_first_rank(lambda: _write_synced(folder / CONTENTS, json.dumps(contents, indent=1).encode()), ranks)
 
 
-def read_contents(path: Path) -> Contents:
+def read_contents(path: Path) -> CheckpointContents:
     """The contents that a checkpoint must have; what is no checkpoint of this format is refused by name."""
     if path.is_file():
         raise CheckpointError(
@@ -103,12 +103,12 @@ def read_contents(path: Path) -> Contents:
                 "version that saved it."
             )
         files = {name: (size, total) for name, (size, total) in found["files"].items()}
-        return Contents(number=found["number"], ranks=found["ranks"], files=files)
+        return CheckpointContents(number=found["number"], ranks=found["ranks"], files=files)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is no whole checkpoint: {CONTENTS}: {first_line(error)}. {ADVICE}") from error
 
 
-def check(path: Path, contents: Contents, ranks: Ranks) -> None:
+def check(path: Path, contents: CheckpointContents, ranks: Ranks) -> None:
     """Raise on every rank if a file is missing or damaged; each rank looks at its part of them."""
     names = sorted(contents.files)[ranks.rank :: ranks.size]
     found = ranks.gather_objects(
@@ -125,10 +125,10 @@ def read_values(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_shapes(path: Path) -> dict[str, Shape]:
+def read_shapes(path: Path) -> dict[str, TensorShape]:
     """The tensors that a checkpoint holds, each as a whole."""
     found = _read_metadata(path).state_dict_metadata
-    return {name: Shape(entry.size, entry.properties.dtype) for name, entry in found.items()}
+    return {name: TensorShape(entry.size, entry.properties.dtype) for name, entry in found.items()}
 
 
 def read_tensors(path: Path, into: dict[str, Tensor]) -> None:
@@ -145,7 +145,7 @@ def read_tensors(path: Path, into: dict[str, Tensor]) -> None:
         load(into, storage_reader=Reader(path), no_dist=True)
 
 
-def sum_of(path: Path) -> tuple[int, int]:
+def size_and_checksum(path: Path) -> tuple[int, int]:
     """Bytes and CRC-32 of a file."""
     total = 0
     with path.open("rb") as file:
@@ -168,7 +168,7 @@ def sync_folder(folder: Path) -> None:
 def _problem(path: Path, expected: tuple[int, int]) -> str | None:
     if not path.is_file():
         return f"{path.name} is missing"
-    size, total = sum_of(path)
+    size, total = size_and_checksum(path)
     if size != expected[0]:
         return f"{path.name} has {size} bytes, not {expected[0]}"
     return None if total == expected[1] else f"{path.name} does not have its checksum"

@@ -35,7 +35,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(state, device)
 
 
-def seed_from_these(rank: int) -> None:
+def seed_rank(rank: int) -> None:
     """Seed everything from the next draw of torch's state: where all ranks have the same, each gets another."""
     drawn = int(torch.randint(2**62, ()))
     seed_all((drawn + rank * 1_000_003) % 2**63)

@@ -16,17 +16,17 @@ import torch
 import anybatch.training.checkpoints.checkpoint_files as files
 from anybatch.errors import CheckpointError
 from anybatch.parallel import ONE_PROCESS, Ranks
-from anybatch.training.checkpoints.checkpoint_files import Contents
-from anybatch.training.checkpoints.random_states import random_states, restore_random_states, seed_from_these
-from anybatch.training.checkpoints.update_states import check_fits, load, optimizer_state, states_of
-from anybatch.training.launch import from_first
+from anybatch.training.checkpoints.checkpoint_files import CheckpointContents
+from anybatch.training.checkpoints.random_states import random_states, restore_random_states, seed_rank
+from anybatch.training.checkpoints.update_states import check_fits, load_states, optimizer_state, states_of
+from anybatch.training.launch import from_first_rank
 from anybatch.update import Update
 
 _NAME = re.compile(r"update-(\d+)(-replaced)?")
 _OLD_NAME = re.compile(r"update-\d+\.pt")
 
 
-class Positioned(Protocol):
+class PositionedLoader(Protocol):
     """A loader that knows where it is, such as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Positioned(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What was read, beside what was put back into the update."""
+    """What `resume` has read and not put back into the update."""
 
     path: Path
     number: int
@@ -49,7 +49,7 @@ class Resumed:
     """What `save` was given as `progress`."""
     loader_state: dict[str, Any] | None
     passed_over: tuple[str, ...] = field(default=())
-    """Newer ones that could not be read, and why."""
+    """Why each newer checkpoint could not be read."""
 
 
 def save(
@@ -57,7 +57,7 @@ def save(
     update: Update,
     *,
     number: int,
-    loader: Positioned | None = None,
+    loader: PositionedLoader | None = None,
     progress: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
@@ -73,19 +73,19 @@ def save(
     folder = Path(folder)
     path = folder / f"update-{number:08d}"
     temporary = folder / f".{path.name}"
-    from_first(lambda: _make_empty(temporary), ranks)
+    from_first_rank(lambda: _make_empty(temporary), ranks)
     tensors, states = states_of(update)
     states |= {"loader": None if loader is None else loader.state_dict(), "progress": dict(progress or {})}
     try:
         files.write(temporary, tensors, number=number, states=states, random=random_states(), ranks=ranks)
-        from_first(lambda: _put_in_place(temporary, path, keep), ranks)
+        from_first_rank(lambda: _put_in_place(temporary, path, keep), ranks)
     finally:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
     return path
 
 
-def resume(path: Path | str, update: Update, *, loader: Positioned | None = None) -> Resumed | None:
+def resume(path: Path | str, update: Update, *, loader: PositionedLoader | None = None) -> Resumed | None:
     """Put a checkpoint back into `update`, into all random states, and into `loader` if one is given; on every rank.
 
     `path` is a checkpoint, or a folder of them: then the newest that can be read is used, and None is returned where there
@@ -99,13 +99,13 @@ def resume(path: Path | str, update: Update, *, loader: Positioned | None = None
     resumed, states = found
     shapes = files.read_shapes(resumed.path)
     check_fits(resumed.path, states, shapes, update)
-    load(resumed.path, states, shapes, update)
+    load_states(resumed.path, states, shapes, update)
     if loader is not None and resumed.loader_state is not None:
         loader.load_state_dict(resumed.loader_state)
     is_same = resumed.ranks == ranks.size
     restore_random_states(files.read_values(resumed.path / f"rank-{ranks.rank if is_same else 0}.pt"))
     if ranks.rank and not is_same:
-        seed_from_these(ranks.rank)
+        seed_rank(ranks.rank)
     return resumed
 
 
@@ -139,11 +139,11 @@ def read(path: Path) -> tuple[Resumed, dict[str, Any]] | None:
 
 def _choose(path: Path, ranks: Ranks) -> tuple[Resumed, dict[str, Any]] | None:
     """The newest checkpoint that all ranks found whole."""
-    paths = from_first(lambda: _candidates(path), ranks)
+    paths = from_first_rank(lambda: _candidates(path), ranks)
     passed_over: list[str] = []
     for candidate in paths:
         try:
-            contents: Contents = from_first(lambda: files.read_contents(candidate), ranks)  # noqa: B023
+            contents: CheckpointContents = from_first_rank(lambda: files.read_contents(candidate), ranks)  # noqa: B023
             files.check(candidate, contents, ranks)
             states = files.read_values(candidate / "states.pt")
         except CheckpointError as error:
@@ -175,7 +175,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def _make_empty(temporary: Path) -> None:
-    """Without what runs that were killed while they saved have left."""
+    """Make an empty folder, and remove those that killed runs left when they were saving."""
     folder = temporary.parent
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".update-*"):

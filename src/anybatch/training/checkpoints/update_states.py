@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from anybatch.errors import CheckpointError, first_line
 from anybatch.parallel import is_sharded, unwrapped
-from anybatch.training.checkpoints.checkpoint_files import Shape, read_tensors
+from anybatch.training.checkpoints.checkpoint_files import TensorShape, read_tensors
 from anybatch.update import Update
 
 
 def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What many ranks may share, as named tensors, and all else as plain values."""
+    """The tensors of an update, which many ranks may share, by name; and all its other states as plain values."""
     model, optimizer = unwrapped(update.model).state_dict(), update.optimizer.state_dict()
     tensors = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)} | _beside(update)
     moments: dict[str, tuple[Any, str]] = {}
@@ -41,7 +41,7 @@ def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _beside(update: Update) -> dict[str, Tensor]:
-    """What is learned beside the model: parameters that the optimizer steps, by their place in it; a coupled loss's buffers."""
+    """Parameters that the optimizer steps and the model does not have, by their place in it; and a coupled loss's buffers."""
     own = set(unwrapped(update.model).parameters())
     stepped = [parameter for group in update.optimizer.param_groups for parameter in group["params"]]
     found = {f"beside.{place}": held.detach() for place, held in enumerate(stepped) if held not in own}
@@ -55,11 +55,11 @@ def optimizer_state(states: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     state: dict[Any, dict[str, Any]] = {key: dict(values) for key, values in states["optimizer"]["state"].items()}
     for full, (key, name) in states["moments"].items():
         state[key][name] = tensors[full]
-    joined: dict[str, Any] = states["optimizer"] | {"state": state}
-    return joined
+    joined_ranks: dict[str, Any] = states["optimizer"] | {"state": state}
+    return joined_ranks
 
 
-def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], update: Update) -> None:
+def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, TensorShape], update: Update) -> None:
     """Raise before anything is changed."""
     saved: dict[str, str] = {
         name.removeprefix("model."): str(shape) for name, shape in shapes.items() if name.startswith("model.")
@@ -97,10 +97,10 @@ def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape
 
 
 def _described(value: object) -> str:
-    return str(Shape(value.shape, value.dtype)) if isinstance(value, Tensor) else type(value).__name__
+    return str(TensorShape(value.shape, value.dtype)) if isinstance(value, Tensor) else type(value).__name__
 
 
-def load(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], update: Update) -> None:
+def load_states(path: Path, states: Mapping[str, Any], shapes: Mapping[str, TensorShape], update: Update) -> None:
     parameters = [parameter for group in update.optimizer.param_groups for parameter in group["params"]]
     moments = {
         name: _empty_for(shapes[name], parameters[key] if isinstance(key, int) and key < len(parameters) else None)
@@ -124,7 +124,7 @@ def load(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Shape], upd
         update.scaler.load_state_dict(states["scaler"])
 
 
-def _empty_for(shape: Shape, parameter: Tensor | None) -> Tensor:
+def _empty_for(shape: TensorShape, parameter: Tensor | None) -> Tensor:
     """A tensor to read into: sharded as its parameter is, if it is of the parameter's size."""
     if parameter is not None and is_sharded(parameter) and parameter.shape == shape.size:
         return torch.empty_like(parameter, dtype=shape.dtype, requires_grad=False)

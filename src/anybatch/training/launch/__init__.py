@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
-    from anybatch.training.launch.exchange import from_first
-    from anybatch.training.launch.spreading import ranks_of_group, reshard, spread
-    from anybatch.training.launch.torchrun import Launch, check_alone, find_launch, joined
+    from anybatch.training.launch.exchange import from_first_rank
+    from anybatch.training.launch.spreading import ranks_of_group, reshard, spread_over_ranks
+    from anybatch.training.launch.torchrun import Launch, check_alone, find_launch, joined_ranks
 else:
     __getattr__ = lazily(__name__)
 
@@ -15,9 +15,9 @@ __all__ = [
     "Launch",
     "check_alone",
     "find_launch",
-    "from_first",
-    "joined",
+    "from_first_rank",
+    "joined_ranks",
     "ranks_of_group",
     "reshard",
-    "spread",
+    "spread_over_ranks",
 ]

@@ -8,10 +8,10 @@ from anybatch.parallel import Ranks
 Value = TypeVar("Value")
 
 
-def from_first(make: Callable[[], Value], ranks: Ranks) -> Value:
-    """What `make` returns on rank 0, on every rank; what it raises there is raised on all.
+def from_first_rank(make: Callable[[], Value], ranks: Ranks) -> Value:
+    """Every rank gets what `make` returns on rank 0; an error that it raises there is raised on every rank.
 
-    On the others the exception has `is_told` set: whoever prints errors can leave it to rank 0.
+    On the other ranks the exception has `is_told` set, because rank 0 alone needs to print it.
     """
     if ranks.size == 1:
         return make()

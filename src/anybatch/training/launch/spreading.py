@@ -14,7 +14,7 @@ from anybatch.parallel import Ranks, wrapping_of
 from anybatch.training.settings import Parallel
 
 
-def spread(model: nn.Module, optimizer: Optimizer, kind: Parallel, group: Any) -> nn.Module:
+def spread_over_ranks(model: nn.Module, optimizer: Optimizer, kind: Parallel, group: Any) -> nn.Module:
     """The model to learn with, whose parameters the optimizer has then. What the task has spread itself stays as it is."""
     wrapping = wrapping_of(model)
     if wrapping.replicated or wrapping.sharded:

@@ -25,7 +25,7 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """What torchrun has told this process; None: it was started alone.
+    """What torchrun has told this process; None where the process was started alone.
 
     >>> find_launch({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     Launch(rank=1, size=2, local_rank=1, name=None)
@@ -53,7 +53,7 @@ def check_alone(command: str | None) -> None:
 
 
 @contextmanager
-def joined(launch: Launch, device: str) -> Iterator[Any]:
+def joined_ranks(launch: Launch, device: str) -> Iterator[Any]:
     """The process group of all ranks; on GPUs each rank's own is the current one from here on."""
     import torch
     import torch.distributed as dist
@@ -106,9 +106,9 @@ def is_lost_rank(error: BaseException) -> bool:
 def agree_on_round(store: Any, rank: int, size: int, *, seconds: float = 1800.0) -> str:
     """A name that all ranks started together have in common, and those before a restart had not.
 
-    torchrun hands restarted ranks the store of those before (torch 2.13), with their addresses still in it: whoever is quicker
-    than another reads where that one was, and waits there for half an hour. So each rank leaves a word of its own, rank 0
-    answers with its own word and all that it sees, and a rank takes the answer that has its word in it.
+    torchrun of torch 2.13 hands restarted ranks the store of the ranks before them, which still has their addresses. A rank
+    that starts before another reads that one's old address, and waits there for half an hour. So each rank leaves a word of its
+    own, rank 0 answers with its own word and all words that it sees, and a rank takes the answer that has its word in it.
     """
     word, end = uuid4().hex, monotonic() + seconds
     store.set(f"anybatch/word/{rank}", word)

@@ -37,7 +37,7 @@ class Task:
     micro_batch: int = 16
     """Rows that are held in memory at once."""
     split: Split | None = None
-    """How a batch is cut where nobody asks for a number of rows; None: into `micro_batch` rows."""
+    """How a batch is cut if the run was not asked for a number of rows; None cuts it into `micro_batch` rows."""
     lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None = None
     """How long each row of `training` is, or a function of it that says so: ranks get rows of equal work then, not as many."""
     batch_norm: BatchNorm | None = None

@@ -18,7 +18,7 @@ ADAMS = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.SparseAdam)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """What `scale_lr` changed, of the first parameter group."""
+    """What `scale_lr` changed in the first parameter group."""
 
     factor: float
     lr_before: float

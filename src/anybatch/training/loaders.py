@@ -26,7 +26,7 @@ def training_loader(task: Task, *, batch: int, seed: int, epoch: int) -> "Statef
 def dealt_loader(
     task: Task, *, batch: int, seed: int, epoch: int, ranks: Ranks = ONE_PROCESS
 ) -> "StatefulDataLoader[Any]":
-    """The same batches as `training_loader`'s, of each the rows that are dealt to this rank, as `Dealt`.
+    """The batches of `training_loader`; each is a `Dealt` with the rows that are dealt to this rank.
 
     Where it is in the data is the same on every rank, and for any number of them.
     """
@@ -50,7 +50,7 @@ def dealt_loader(
 def validation_loader(task: Task, ranks: Ranks = ONE_PROCESS) -> "DataLoader[Any]":
     """Every rank's batches of the validation data, whole and in turn: `validation_batch` rows as they lie, from rank 0 on.
 
-    All ranks have as many; those that do not come out even end with the first batch once more.
+    All ranks have the same number of batches. A rank that would have one less ends with the first batch once more.
     """
     size, count = task.validation_batch, len(task.validation)
     starts = list(range(0, count, size))

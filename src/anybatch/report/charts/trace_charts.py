@@ -3,27 +3,27 @@
 import re
 from collections.abc import Iterator
 
-from anybatch.report.charts.chart import Chart, Series, Table, course, line_chart, sentence
-from anybatch.report.results import Walk
+from anybatch.records import Trace
+from anybatch.report.charts.chart import Chart, Series, Table, course_of, line_chart, sentence
 from anybatch.report.writing import number, sentence_case, words
 
 CHARTED = {"accumulate": re.compile(r"\bnorm\b"), "loss": re.compile(r"^(loss|share)$")}
 """The stages, and what the names of their facts look like."""
 
 
-def walk_charts(walk: Walk) -> Iterator[Chart]:
+def charts_of_trace(trace: Trace) -> Iterator[Chart]:
     """The gradient norm as it grows, the losses and the shares: a chart each, where they change between micro-batches."""
-    wanted = [(stage, name) for stage, pattern in CHARTED.items() for name in _fact_names(walk, stage, pattern)]
+    wanted = [(stage, name) for stage, pattern in CHARTED.items() for name in _fact_names(trace, stage, pattern)]
     for place, (stage, name) in enumerate(wanted, start=1):
-        points = _points(walk, stage, name)
+        points = _points(trace, stage, name)
         x, y = [index for index, _ in points], [value for _, value in points]
         if len(set(y)) < 2:
             continue
         yield line_chart(
-            f"walk-{place}",
+            f"trace-{place}",
             [Series(name=words(name), x=x, y=y, colour=place)],
             title=f"{sentence_case(name)}, by micro-batch",
-            caption=sentence([course(words(name), y)]),
+            caption=sentence([course_of(words(name), y)]),
             table=Table(
                 columns=("micro-batch", words(name)),
                 rows=tuple((number(index), number(value)) for index, value in points),
@@ -34,17 +34,17 @@ def walk_charts(walk: Walk) -> Iterator[Chart]:
         )
 
 
-def _fact_names(walk: Walk, stage: str, pattern: re.Pattern[str]) -> list[str]:
-    names = (name for step in walk.steps if step.stage == stage for name in step.facts)
+def _fact_names(trace: Trace, stage: str, pattern: re.Pattern[str]) -> list[str]:
+    names = (name for entry in trace.stages if entry.stage == stage for name in entry.facts)
     return [name for name in dict.fromkeys(names) if pattern.search(words(name))]
 
 
-def _points(walk: Walk, stage: str, name: str) -> list[tuple[int, float]]:
+def _points(trace: Trace, stage: str, name: str) -> list[tuple[int, float]]:
     points: dict[int, float] = {}
-    for step in walk.steps:
-        value = step.facts.get(name)
-        if step.stage != stage or step.micro_batch is None or isinstance(value, bool):
+    for entry in trace.stages:
+        value = entry.facts.get(name)
+        if entry.stage != stage or entry.micro_batch is None or isinstance(value, bool):
             continue
         if isinstance(value, int | float):
-            points[step.micro_batch] = value
+            points[entry.micro_batch] = value
     return sorted(points.items())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from anybatch.batches import Batch, RowLengths, Tokens, map_tensors, narrow, num_rows, take_rows, tensors
-from anybatch.memory.predicting.envelope import Shape
+from anybatch.memory.predicting.envelope import PassShape
 from anybatch.memory.tracing import bytes_of
 
 SHORTEST = 4
@@ -13,7 +13,7 @@ SHORTEST = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MicroBatchSource:
     """A batch to take micro-batches from; rows repeat where it has too few."""
 
     batch: Batch
@@ -30,13 +30,13 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """What the batch takes while it is learned from; cutting ragged rows copies what is no padding."""
+        """Bytes of the batch during an update. Cutting ragged rows copies everything but the padding."""
         whole = bytes_of(tensors(self.batch))
         if self.lengths is None:
             return whole
         return whole + round(whole * sum(self.lengths.lengths) / (self.num_rows * self.lengths.width))
 
-    def micro_batch(self, shape: Shape) -> Batch:
+    def micro_batch(self, shape: PassShape) -> Batch:
         """Rows of the batch, cut to a length if there is one."""
         rows, length = shape
         chosen = slice(0, rows) if rows <= self.num_rows else torch.arange(rows) % self.num_rows
@@ -52,10 +52,10 @@ class Source:
         return tuple(take_rows(self.batch, slice(start, start + size)) for start in stops)
 
 
-def source_of(batch: Batch, tokens: Tokens | None) -> Source:
+def micro_batch_source_of(batch: Batch, tokens: Tokens | None) -> MicroBatchSource:
     """The batch as a split sees it."""
     if tokens is None:
-        return Source(batch, num_rows(batch))
+        return MicroBatchSource(batch, num_rows(batch))
     lengths = tokens.measure(batch)
     if tokens.collate is not None:
         batch = tokens.collate(list(batch))
@@ -63,5 +63,5 @@ def source_of(batch: Batch, tokens: Tokens | None) -> Source:
         lengths = RowLengths(lengths=lengths.lengths, width=width)
     count, longest = num_rows(batch), max(lengths.lengths)
     if min(lengths.lengths) < longest and longest >= SHORTEST:
-        return Source(batch, count, longest, lengths)
-    return Source(narrow(batch, lengths.columns(longest), width=lengths.width, count=count), count, longest)
+        return MicroBatchSource(batch, count, longest, lengths)
+    return MicroBatchSource(narrow(batch, lengths.columns(longest), width=lengths.width, count=count), count, longest)

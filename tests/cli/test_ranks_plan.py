@@ -4,17 +4,11 @@ import json
 
 import pytest
 
-from anybatch.cli.commands.run_ranks_plan import (
-    parse_bandwidth,
-    parse_flops,
-    parse_latency,
-    scale_lines,
-    scale_record,
-    scale_task,
-)
+from anybatch.cli.commands.ranks_tables import ranks_plan_lines, ranks_plan_record
+from anybatch.cli.commands.run_ranks_plan import plan_ranks
 from anybatch.cli.main import run
+from anybatch.cli.rates import parse_bandwidth, parse_flops, parse_latency
 from anybatch.errors import SettingsError
-from anybatch.projection.network import Network
 from anybatch.training.settings import Settings
 
 
@@ -46,22 +40,22 @@ def test_what_cannot_be_read_is_shown_with_an_example(parse, text, example):
 
 
 @pytest.fixture(scope="module")
-def scaled():
-    network = Network(ranks=64, bandwidth=25e9)
-    return scale_task("textbook", Settings(micro_batch=16, batch_size=4096, device="cpu"), network=network, flops=None)
+def ranks_plan():
+    settings = Settings(micro_batch=16, batch_size=4096, device="cpu")
+    return plan_ranks("textbook", settings, ranks=64, bandwidth=25e9, latency=10e-6, flops=None)
 
 
-def test_a_task_is_timed_here_and_the_batch_asked_for_is_among_the_rows(scaled):
-    lines = scale_lines(scaled)
+def test_a_task_is_timed_here_and_the_batch_asked_for_is_among_the_rows(ranks_plan):
+    lines = ranks_plan_lines(ranks_plan)
     assert lines[0].startswith("one micro-batch of 16 rows: forward ")
     assert "(the median of 5 measured here, on cpu)" in lines[0]
     assert "64 ranks, 25 GB/s each, 10.0 us per message" in lines[1]
     assert any(line.startswith("4 ") and " 4,096 " in line for line in lines)
-    assert scaled.timed.one_pass.gradient_bytes == scaled.timed.one_pass.parameter_bytes > 0
+    assert ranks_plan.one_pass.gradient_bytes == ranks_plan.one_pass.parameter_bytes > 0
 
 
-def test_the_record_is_plain_and_holds_the_same_numbers(scaled):
-    record = json.loads(json.dumps(scale_record(scaled)))
+def test_the_record_is_plain_and_holds_the_same_numbers(ranks_plan):
+    record = json.loads(json.dumps(ranks_plan_record(ranks_plan)))
     assert record["ranks"] == 64
     assert [update["micro_batches"] for update in record["updates"]] == [1, 2, 4, 8, 16, 32]
     first, last = record["updates"][0], record["updates"][-1]
@@ -71,12 +65,12 @@ def test_the_record_is_plain_and_holds_the_same_numbers(scaled):
 
 
 def test_with_a_rate_nothing_is_timed_and_the_source_says_so():
-    network = Network(ranks=8, bandwidth=25e9)
-    timed = scale_task("digits", Settings(device="cpu"), network=network, flops=1e12).timed
-    again = scale_task("digits", Settings(device="cpu"), network=network, flops=2e12).timed
-    assert "FLOPs at 1e+12 FLOP/s" in timed.source
-    assert timed.one_pass.forward == pytest.approx(2 * again.one_pass.forward)
-    assert timed.one_pass.backward > timed.one_pass.forward
+    network = {"ranks": 8, "bandwidth": 25e9, "latency": 10e-6}
+    once = plan_ranks("digits", Settings(device="cpu"), **network, flops=1e12).one_pass
+    again = plan_ranks("digits", Settings(device="cpu"), **network, flops=2e12).one_pass
+    assert "FLOPs at 1e+12 FLOP/s" in once.source
+    assert once.forward == pytest.approx(2 * again.forward)
+    assert once.backward > once.forward
 
 
 def test_the_command_prints_tables_or_json_and_a_bad_rate_is_usage(capsys):

@@ -51,7 +51,7 @@ def copy_batch(batch: Batch) -> Batch:
 
 
 @contextmanager
-def untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator[None]:
+def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator[None]:
     """The block after which gradients, buffers and all random states are what they were before.
 
     An objective that reaches for the model it was made with, not the one that it is given, is told so.

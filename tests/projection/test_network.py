@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from anybatch import ParallelError
-from anybatch.projection.network import Network, Pass, Projection, Sharding, overlapped
+from anybatch.projection.network import Network, PassSeconds, Projection, Sharding, overlapped
 from benchmarks import scale
 
 NETWORK = Network(ranks=8, bandwidth=10e9, latency=5e-6)
-PASS = Pass(rows=8, forward=0.02, backward=0.04, gradient_bytes=400e6, parameter_bytes=400e6)
+PASS = PassSeconds(rows=8, forward=0.02, backward=0.04, gradient_bytes=400e6, parameter_bytes=400e6)
 
 
 def ring_all_reduce(network, num_bytes):

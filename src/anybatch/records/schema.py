@@ -1,0 +1,299 @@
+"""The records that a run leaves on disk, each a frozen dataclass: the one definition that writers and readers share.
+
+A field's type says what a reader may count on. A plain `int` or `float` is always there: a record without it is left out.
+Where the type allows None, None stands for a number that is missing or was not finite, because JSON knows neither inf nor nan.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+RunKind = Literal["train", "compare", "trace", "plan", "verify"]
+Scalar = str | int | float | bool | None
+Scalars = Mapping[str, Scalar]
+"""Names and plain values: what a table of settings shows."""
+Numbers = Mapping[str, float | None]
+Values = tuple["str | int | float | bool | Values | None", ...]
+"""Sample values of a tensor, nested as the tensor is."""
+Shapes = tuple[tuple[int | str, ...], ...]
+"""The shapes of several tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What was run, with what, and how it ended."""
+
+    file: ClassVar[str] = "run.json"
+    anybatch: str
+    kind: str
+    """One of `RunKind`."""
+    task: str
+    created: str
+    command: str
+    seed: Scalar
+    versions: Scalars
+    git: str | None
+    settings: Scalars
+    plan: Scalars = field(default_factory=dict)
+    status: str = "running"
+    """running, finished or stopped."""
+    summary: Scalars = field(default_factory=dict)
+    launch: str | None = None
+    """The name of torchrun's launch: ranks that torchrun restarts find their run by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateDone:
+    """One update."""
+
+    event: ClassVar[str] = "update"
+    update: int
+    """Counted from 1."""
+    epoch: int | None
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    units: float | None
+    rows: int | None
+    micro_batches: int | None
+    applied: bool = True
+    seconds: float | None
+    metrics: Numbers = field(default_factory=dict)
+    """The objective's metrics on the batch, before its step."""
+    retries: int | None = 0
+    """How often memory ran out in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochDone:
+    """One pass over the training data and the validation after it."""
+
+    event: ClassVar[str] = "epoch"
+    epoch: int
+    update: int | None
+    """The last update of the epoch."""
+    train_loss: float | None
+    """Per unit, over the epoch's updates."""
+    valid_loss: float | None
+    metrics: Numbers
+    """The objective's metrics on the validation data."""
+    train_metrics: Numbers
+    """The same metrics while training, each update weighted by its units. The weights were still changing."""
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTime:
+    """When one stage of an update ran, in seconds from the update's begin."""
+
+    stage: str
+    micro_batch: int | None
+    """None for a stage that runs once per update."""
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSeen:
+    """The timeline of one update."""
+
+    event: ClassVar[str] = "window"
+    update: int
+    stages: tuple[StageTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The end of the stage that ended last."""
+        return max((stage.start + stage.seconds for stage in self.stages), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPoint:
+    """Bytes in use at a moment of an update."""
+
+    seconds: float
+    bytes: int
+    stage: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySeen:
+    """Memory over the time of one update."""
+
+    event: ClassVar[str] = "memory"
+    update: int
+    points: tuple[MemoryPoint, ...]
+    peak_bytes: int | None
+
+
+Metric = UpdateDone | EpochDone | WindowSeen | MemorySeen
+"""One line of `metrics.jsonl`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmEpoch:
+    """What one run of an arm had reached after an epoch."""
+
+    epoch: int
+    train_loss: float | None
+    valid_loss: float | None
+    metric: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmRun:
+    """One seed of an arm."""
+
+    seed: Scalar
+    updates: int | None
+    samples_seen: int | None
+    """Rows that some update learned from, counted once per epoch."""
+    seconds: float | None
+    peak_bytes: int | None
+    epochs: tuple[ArmEpoch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way of training, over several seeds."""
+
+    name: str
+    description: str
+    batch: int | None
+    micro_batch: int | None
+    lr: float | None
+    runs: tuple[ArmRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The arms, and what was found."""
+
+    file: ClassVar[str] = "compare.json"
+    metric: str = "metric"
+    arms: tuple[Arm, ...]
+    findings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStage:
+    """One stage of the traced update; `micro_batch` is None for the whole batch."""
+
+    stage: str
+    micro_batch: int | None
+    title: str
+    facts: Scalars
+    values: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayer:
+    """One layer that the sample went through, with the shapes of all tensors that went in and came out."""
+
+    name: str
+    kind: str
+    shapes_in: Shapes
+    shapes_out: Shapes
+    values: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One update stage by stage, and one sample layer by layer."""
+
+    file: ClassVar[str] = "trace.json"
+    stages: tuple[TracedStage, ...]
+    layers: tuple[TracedLayer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRecord:
+    """The error of one parameter's gradient, and what the order of summation explains of it."""
+
+    name: str
+    error: float | None
+    floor: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutRecord:
+    """One cut of the batch in one precision."""
+
+    name: str
+    precision: str
+    micro_batches: int | None
+    rows: Values
+    """How many rows each micro-batch had."""
+    error: float | None
+    parameters: tuple[ParameterRecord, ...]
+    failure: str | None
+    """What was raised where this cut could not run."""
+    is_exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseRecord:
+    """Why a gradient was not exact, and what to do."""
+
+    kind: str
+    explanation: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofRecord:
+    """The accumulated gradient against the whole batch's: what `verify` found."""
+
+    file: ClassVar[str] = "verify.json"
+    is_exact: bool
+    error: float | None
+    rows: int | None
+    rows_given: int | None
+    dtype: str = "own precision"
+    cuts: tuple[CutRecord, ...]
+    causes: tuple[CauseRecord, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeRecord:
+    """The predicted peak of one micro-batch size, which counts rows or tokens."""
+
+    size: int
+    peak: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """What an update needs, as `plan` predicted it. Memory is in bytes."""
+
+    file: ClassVar[str] = "plan.json"
+    unit: str = "rows"
+    micro_batch: int | None
+    """The largest that fits; 0 where not even one row does."""
+    peak_bytes: int | None
+    rows: int | None
+    whole_size: int | None
+    whole_bytes: int | None
+    least_bytes: int | None
+    memory: int | None
+    margin: float | None
+    device: str
+    sizes: tuple[SizeRecord, ...]
+    breakdown: Numbers
+    """What the peak at the size chosen is made of."""
+    checkpointing: Scalars | None
+    """What gradient checkpointing would change; None where it was not tried."""
+    method: str
+    reason: str
+    is_confirmed: bool
+    notes: tuple[str, ...]
+    limit: int | None
+    fits: bool
+    needs_accumulation: bool
+    sentences: tuple[str, ...]
+
+
+JSON_NAMES = {"shapes_in": "in", "shapes_out": "out"}
+"""Fields whose name in JSON is a word that Python keeps for itself."""
