@@ -9,14 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.nn.modules.dropout import _DropoutNd
 
 from anybatch.batches import Batch, Dealt, MicroBatches, num_rows
 from anybatch.dropout.row_masks import keep_mask, key_of
 from anybatch.errors import DropoutError
 from anybatch.parallel import Ranks
 from anybatch.state import DrawFinder, random_state
+from anybatch.torch_inside import DropoutLayer, children_of, is_in_backward, without_dynamo
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -67,9 +66,9 @@ def row_dropout(model: Model, *, seed: int = 0, strict: bool = True) -> Model:
             "one without dropout keeps the law as it is."
         )
     for module in list(model.modules()):
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child in swapped:
-                module._modules[name] = swapped[child]
+                children_of(module)[name] = swapped[child]
     return swapped.get(model, model)  # type: ignore[return-value]
 
 
@@ -136,7 +135,7 @@ _ROWS: ContextVar[RowsNow | None] = ContextVar("anybatch_rows", default=None)
 """By context, because micro-batches in lockstep run in threads."""
 
 
-class RowDropout(_DropoutNd):
+class RowDropout(DropoutLayer):
     """A dropout layer that was swapped by `row_dropout`."""
 
     def __init__(self, stock: Any, masks: Masks, *, number: int, name: str) -> None:
@@ -168,7 +167,7 @@ class RowDropout(_DropoutNd):
         """Go on from there."""
         self.masks.update = int(state)
 
-    @_disable_dynamo  # a compiled forward stops here: compiled in, every update's number would be compiled anew
+    @without_dynamo  # a compiled forward stops here: compiled in, every update's number would be compiled anew
     def _keep(self, x: Tensor) -> Tensor:
         rows, call = self._rows()
         count = len(rows.numbers)
@@ -191,7 +190,7 @@ class RowDropout(_DropoutNd):
         if rows is not None:
             rows.calls[self.number] += 1
             return rows, rows.calls[self.number] - 1
-        if last is None or torch._C._current_graph_task_id() == -1:
+        if last is None or not is_in_backward():
             raise DropoutError(
                 f"{self.name} ran in training outside an update, so its rows have no numbers. Give the batch to "
                 "Update or Accumulator, or call model.eval() first."
@@ -288,7 +287,7 @@ def _check(model: nn.Module) -> None:
             fix = "draws its own masks on attention weights. Set its .dropout = 0.0, or write attention with an nn.Dropout"
         elif isinstance(module, _TransformerLayer) and not module.self_attn.batch_first:
             fix = "takes time first and rows second. Make it with batch_first=True"
-        elif isinstance(module, _DropoutNd) and type(module) not in _KINDS:
+        elif isinstance(module, DropoutLayer) and type(module) not in _KINDS:
             fix = "is a dropout of its own kind. Replace it by torch's"
         if fix:
             raise DropoutError(f"row_dropout cannot be exact here: {name or 'the model'} ({kind}) {fix}.")

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.errors import ParallelError
 from anybatch.low_precision import is_low
 from anybatch.parallel.buckets import sum_in_buckets
-from anybatch.parallel.engine import Needs, OldTurn, Sync, Turn
+from anybatch.parallel.engine import Needs, Sync
 from anybatch.parallel.ranks import Ranks
 from anybatch.torch_inside import active_ddp_put_back, comm_hooks, end_reduction, sync_buffers_again, sync_buffers_once
 
@@ -42,10 +42,6 @@ class Replicated:
         """Why DDP's reducer cannot be used for these parameters: it sums in their own dtype."""
         trained = (parameter for module in self.modules for parameter in module.parameters() if parameter.requires_grad)
         return "the fp32 sums of bf16 and fp16 parameters" if any(is_low(parameter) for parameter in trained) else None
-
-    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> Turn:  # until passes/ is rebuilt
-        sync = self.sync(Needs(own_reduction=by_hand), is_proven=is_proven)
-        return OldTurn(sync, Bucketed(self.modules, self.ranks))
 
 
 @dataclass(frozen=True, slots=True)

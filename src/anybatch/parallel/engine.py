@@ -68,9 +68,6 @@ class Engine(Protocol):
         after backward where that can be done, because running out of memory in it can then be undone.
         """
 
-    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> "Turn":  # until passes/ is rebuilt
-        """The same for `passes`, which asks for both blocks."""
-
 
 class Alone:
     """One process, as an engine and as its synchronisation: it synchronises nothing, and costs nothing."""
@@ -94,66 +91,5 @@ class Alone:
     def forget(self) -> None:
         pass
 
-    # until passes/ is rebuilt
-    is_synchronised = False
-
-    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> "Alone":
-        return self
-
-    def running(self, *, is_last: bool) -> AbstractContextManager[object]:
-        return self._passing
-
-    def together(self) -> AbstractContextManager[object]:
-        return self._passing
-
 
 ALONE = Alone()
-
-
-# until passes/ is rebuilt: all below
-
-
-class Turn(Protocol):
-    """What `passes` asks for: `Sync` under its old names."""
-
-    @property
-    def is_synchronised(self) -> bool: ...
-
-    @property
-    def factor(self) -> float: ...
-
-    def running(self, *, is_last: bool) -> AbstractContextManager[object]: ...
-
-    def together(self) -> AbstractContextManager[object]: ...
-
-    def close(self, parameters: Sequence[nn.Parameter]) -> None: ...
-
-    def forget(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class OldTurn:
-    """`Turn` made of the synchronisation of passes one by one, and of passes all at once."""
-
-    one_by_one: Sync
-    at_once: Sync
-
-    @property
-    def is_synchronised(self) -> bool:
-        return self.one_by_one.is_shared
-
-    @property
-    def factor(self) -> float:
-        return self.one_by_one.factor
-
-    def running(self, *, is_last: bool) -> AbstractContextManager[object]:
-        return self.one_by_one.passing(is_last=is_last)
-
-    def together(self) -> AbstractContextManager[object]:
-        return self.at_once.passing(is_last=True)
-
-    def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.one_by_one.close(parameters)
-
-    def forget(self) -> None:
-        self.one_by_one.forget()

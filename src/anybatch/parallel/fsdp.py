@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from anybatch.parallel.buckets import sum_in_buckets
-from anybatch.parallel.engine import Needs, OldTurn, Sync, Turn
+from anybatch.parallel.engine import Needs, Sync
 from anybatch.parallel.ranks import Ranks
 from anybatch.torch_inside import (
     forget_gathered_gradients,
@@ -35,9 +35,6 @@ class Sharded:
         if needs.one_collective:
             return Gathered(self.roots, self.ranks)
         return Scattered(self.roots, self.ranks, self.reshard)
-
-    def turn(self, *, by_hand: str | None = None, is_proven: bool = True) -> Turn:  # until passes/ is rebuilt
-        return OldTurn(self.sync(Needs()), self.sync(Needs(one_collective=True)))
 
 
 @dataclass(frozen=True, slots=True)
