@@ -106,9 +106,13 @@ def test_every_sync_leaves_the_gradient_of_all_passes(wrap: Any, needs: Needs):
         assert torch.allclose(grad, wanted.grad, rtol=1e-5)
 
 
-def test_ddp_sends_its_buffers_again_after_an_error():
+@pytest.mark.parametrize("needs", [Needs(), WHY], ids=["reduced", "bucketed"])
+def test_ddp_sends_its_buffers_again_after_an_error(needs: Needs):
+    """On every rank: one that failed in its first forward would else be alone to send them when the batch starts again."""
     model = DistributedDataParallel(network())
-    sync = engine_for(model, reshard=True).sync(WHY)
+    sync = engine_for(model, reshard=True).sync(needs)
+    with sync.passing(is_last=False):
+        model(torch.randn(4, 3))
     assert not model.will_sync_module_buffers()
     sync.forget()
     assert model.will_sync_module_buffers()

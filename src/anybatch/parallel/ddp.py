@@ -77,7 +77,9 @@ class Reduced:
         sum_in_buckets(self.ranks, [p for p in parameters if p not in inside], divisor=self.factor)
 
     def forget(self) -> None:
-        pass
+        """Buffers are sent again on every rank, because a rank that failed in its first forward will send its own again."""
+        for module in self.modules:
+            sync_buffers_again(module)
 
 
 @dataclass(frozen=True, slots=True)
