@@ -9,8 +9,8 @@ import pytest
 from anybatch.report.charts.comparison_charts import final_table, spread_of
 from anybatch.report.charts.thinning import smooth, spread, thin
 from anybatch.report.charts.window_charts import lanes_of, stage_totals, timeline_chart
-from anybatch.report.page import sections
 from anybatch.report.headline import headline, summary
+from anybatch.report.page import sections
 from anybatch.report.reading import read_results
 from anybatch.report.writing import is_share, number, percent
 from tests.report.run_folders import (
