@@ -40,12 +40,6 @@ SEED = {"digits": 2}
 whole batch at once leaves its run in float64 by 2e-4; in float64 every seed holds."""
 
 
-def by_task(*more: Any) -> Any:
-    """Tests of one task stay in one worker of pytest: they share its runs."""
-    cases = [(name, *rest) for name in TASKS for rest in (more or ((),))]
-    return [pytest.param(*case, marks=pytest.mark.xdist_group(f"{case[0]} on ranks")) for case in cases]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The first functions of the standard library in a file: to parse it takes seconds, and every rank would."""
@@ -186,7 +180,9 @@ def off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("name", "size", "kind"), by_task(*((size, kind) for size in SIZES for kind in KINDS)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", TASKS)
 def test_a_task_on_any_number_of_ranks_ends_as_one_process_with_the_whole_batch(library, reference, name, size, kind):
     results = on_ranks(size, spread, name, kind, "float64", library)
     expected, losses = reference(name, "float64")
@@ -196,7 +192,8 @@ def test_a_task_on_any_number_of_ranks_ends_as_one_process_with_the_whole_batch(
         assert torch.equal(result[0], results[0][0])  # statistics too: ranks do not drift apart
 
 
-@pytest.mark.parametrize(("name", "kind"), by_task(*((kind,) for kind in KINDS)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TASKS)
 def test_in_float32_it_ends_as_near_as_rounding_allows(library, reference, name, kind):
     results = on_ranks(4, spread, name, kind, "float32", library)
     expected, losses = reference(name, "float32")
@@ -209,7 +206,8 @@ def test_in_float32_it_ends_as_near_as_rounding_allows(library, reference, name,
         assert torch.equal(result[0], results[0][0])
 
 
-@pytest.mark.parametrize(("name", "kind"), by_task(*((kind,) for kind in KINDS)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TASKS)
 def test_every_rank_tells_what_one_process_tells(library, name, kind):
     (alone,), four = (on_ranks(size, spread, name, kind, "float64", library) for size in (1, 4))
     for result in four:
@@ -218,7 +216,7 @@ def test_every_rank_tells_what_one_process_tells(library, name, kind):
             assert record == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", by_task())
+@pytest.mark.parametrize("name", TASKS)
 def test_the_mean_over_ranks_of_each_ranks_mean_does_not(name):
     """What DDP does by itself, with 5 rows for 4 ranks: its gradient against the whole batch's."""
     task = small(name, torch.float64)()
@@ -238,7 +236,6 @@ def test_the_mean_over_ranks_of_each_ranks_mean_does_not(name):
     assert off(gradient(deal_rows(5, 4)), gradient([range(5)])) > 0.1
 
 
-@pytest.mark.xdist_group("textbook on ranks")
 def test_the_last_batch_of_an_epoch_has_fewer_rows_than_four_ranks(library):
     told = on_ranks(4, spread, "textbook", "ddp", "float64", library)[0][1]
     rows = [record[4] for record in told if len(record) == 6]
@@ -270,7 +267,6 @@ def changing(name: str, first: str, last: str) -> tuple[Tensor, list[Any]]:
     return found
 
 
-@pytest.mark.xdist_group("textbook on ranks")
 @pytest.mark.parametrize(("first", "last"), [KINDS, KINDS[::-1]])
 def test_two_ranks_then_one_process_then_four_ranks_end_as_if_never_changed(reference, first, last):
     for result in on_ranks(4, changing, "textbook", first, last):
@@ -301,7 +297,6 @@ def stopped(kind: str, stop_after: int | None, reseed: bool = False) -> tuple[Te
     return run(with_dropout, wish, dist.group.WORLD, folder=folder, reseed=reseed)
 
 
-@pytest.mark.xdist_group("stopped on ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_the_same_ranks_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(kind):
     straight, resumed = on_ranks(2, stopped, kind, None), on_ranks(2, stopped, kind, 4)
@@ -309,7 +304,6 @@ def test_on_the_same_ranks_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(ki
     assert straight[0][1][-3:] == resumed[0][1][-3:]
 
 
-@pytest.mark.xdist_group("stopped on ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_each_ranks_random_states_it_does_not(kind):
     straight, reseeded = on_ranks(2, stopped, kind, None), on_ranks(2, stopped, kind, 4, reseed=True)
