@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from anybatch import Accumulator, supervised
 from benchmarks.meter import peak_bytes_of_all_threads
 from benchmarks.models import ResidualNet
-from benchmarks.ways import Measured, Step, afresh, compare_ways, gradient, run_and_write
+from benchmarks.ways import Measured, Step, Walked, afresh, compare_ways, gradient, run_and_write
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "batchnorm.json"
 NUM_MICRO_BATCHES = 4
@@ -61,8 +61,8 @@ WAYS: Mapping[str, Callable[[ResidualNet, tuple[Tensor, Tensor]], Step]] = {
 }
 
 
-def measure(rounds: int, rows: int = 128) -> dict[str, Measured]:
-    """Error, memory and time of every way."""
+def walk(rows: int = 128) -> Walked:
+    """Error and memory of every way."""
     batch = images(rows)
     precise = batch[0].double(), batch[1]
     torch.manual_seed(1)
@@ -77,7 +77,12 @@ def measure(rounds: int, rows: int = 128) -> dict[str, Measured]:
         step = way(own, batch)
         peaks[name] = peak_bytes_of_all_threads(step, [*own.parameters(), *own.buffers(), *batch])
         steps[name] = afresh(own, step)
-    return compare_ways(steps, gradients, peaks, rounds=rounds)
+    return Walked(steps, gradients, peaks)
+
+
+def measure(rounds: int) -> dict[str, Measured]:
+    """Error, memory and time of every way."""
+    return compare_ways(walk(), rounds=rounds)
 
 
 def main() -> None:

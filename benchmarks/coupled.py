@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anybatch import Accumulator, Coupled, info_nce
 from benchmarks.meter import peak_bytes_of_all_threads
 from benchmarks.models import SentenceEncoder
-from benchmarks.ways import Measured, Step, afresh, compare_ways, gradient, run_and_write
+from benchmarks.ways import Measured, Step, Walked, afresh, compare_ways, gradient, run_and_write
 
 try:
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
@@ -96,8 +96,8 @@ def ways() -> dict[str, Callable[[SentenceEncoder, Pair], Step]]:
     return known
 
 
-def measure(rounds: int, rows: int = PAIRS) -> dict[str, Measured]:
-    """Error, memory and time of every way."""
+def walk(rows: int = PAIRS) -> Walked:
+    """Error and memory of every way."""
     pair = pairs(rows)
     torch.manual_seed(1)
     model = SentenceEncoder()
@@ -111,7 +111,12 @@ def measure(rounds: int, rows: int = PAIRS) -> dict[str, Measured]:
         step = way(own, pair)
         peaks[name] = peak_bytes_of_all_threads(step, [*own.parameters(), *pair])
         steps[name] = afresh(own, step)
-    return compare_ways(steps, gradients, peaks, rounds=rounds)
+    return Walked(steps, gradients, peaks)
+
+
+def measure(rounds: int) -> dict[str, Measured]:
+    """Error, memory and time of every way."""
+    return compare_ways(walk(), rounds=rounds)
 
 
 def main() -> None:

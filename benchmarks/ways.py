@@ -34,22 +34,37 @@ class Measured:
     """Of all threads, without waiting."""
 
 
-def compare_ways(
-    steps: Mapping[str, Step], gradients: Mapping[str, Tensor], peaks: Mapping[str, int], *, rounds: int
-) -> dict[str, Measured]:
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """Every way walked once: its gradient in float64 and its peak; and the step that is still to be timed."""
+
+    steps: Mapping[str, Step]
+    gradients: Mapping[str, Tensor]
+    peaks: Mapping[str, int]
+
+    def error(self, name: str) -> float:
+        """Of the gradient, relative to the big batch at once."""
+        wanted = self.gradients[BIG_BATCH]
+        return float((self.gradients[name] - wanted).norm() / wanted.norm())
+
+    def memory(self, name: str) -> float:
+        """Peak live tensors as a ratio to the big batch's."""
+        return round(self.peaks[name] / self.peaks[BIG_BATCH], 4)
+
+
+def compare_ways(walked: Walked, *, rounds: int) -> dict[str, Measured]:
     """Time the steps in turn, and put beside it what is known of their gradients and peaks."""
-    times = interleave(steps, rounds=rounds, repeats=1)
-    processor_times = interleave(steps, rounds=rounds, repeats=1, clock=process_time)
-    whole, wanted = peaks[BIG_BATCH], gradients[BIG_BATCH]
+    times = interleave(walked.steps, rounds=rounds, repeats=1)
+    processor_times = interleave(walked.steps, rounds=rounds, repeats=1, clock=process_time)
     return {
         name: Measured(
-            error=float((gradients[name] - wanted).norm() / wanted.norm()),
-            peak_bytes=peaks[name],
-            memory=round(peaks[name] / whole, 4),
+            error=walked.error(name),
+            peak_bytes=walked.peaks[name],
+            memory=walked.memory(name),
             time=times[name],
             processor_time=processor_times[name],
         )
-        for name in steps
+        for name in walked.steps
     }
 
 

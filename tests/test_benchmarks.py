@@ -41,18 +41,18 @@ def test_the_picture_holds_every_case_and_contender():
 
 
 def test_exact_batch_norm_is_exact_in_a_fraction_of_the_memory_and_plain_accumulation_is_wrong():
-    measured = batchnorm.measure(rounds=2, rows=32)
-    assert measured["exact, offload to disk"].error < 1e-12
-    assert measured["exact, offload to disk"].memory < 0.35
-    assert measured["exact, nothing offloaded"].memory > 0.9
-    assert measured["plain accumulation (micro)"].error > 0.2
+    walked = batchnorm.walk(rows=32)
+    assert walked.error("exact, offload to disk") < 1e-12
+    assert walked.memory("exact, offload to disk") < 0.35
+    assert walked.memory("exact, nothing offloaded") > 0.9
+    assert walked.error("plain accumulation (micro)") > 0.2
 
 
 def test_a_coupled_loss_is_exact_in_a_fraction_of_the_memory_and_plain_accumulation_is_wrong():
-    measured = coupled.measure(rounds=2, rows=32)
-    assert measured["anybatch Coupled"].error < 1e-13
-    assert measured["anybatch Coupled"].memory < 0.5
-    assert measured["plain accumulation"].error > 1e-2
+    walked = coupled.walk(rows=32)
+    assert walked.error("anybatch Coupled") < 1e-13
+    assert walked.memory("anybatch Coupled") < 0.5
+    assert walked.error("plain accumulation") > 1e-2
 
 
 def test_the_picture_of_two_ranks_has_a_bar_for_each_way():

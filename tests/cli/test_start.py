@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+from tests.processes.forked import run_code
+
 SEES_TORCH = """
 import sys
 from anybatch.cli.main import run
@@ -13,7 +15,7 @@ sys.exit(code)
 
 
 def python(*arguments):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_a_package_that_is_not_installed_is_named_with_the_extra_that_brings_it(
     without = (
         f"import sys; sys.modules[{module!r}] = None; from anybatch.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
-    done = python("-c", without, "train", "digits", "--updates", "1", "--out", str(tmp_path / "out"), "-q")
+    done = run_code(without, "train", "digits", "--updates", "1", "--out", str(tmp_path / "out"), "-q")
     assert done.returncode == 2
     assert f"pip install 'anybatch[{extra}]'" in done.stderr
     assert done.stderr.count("\n") == 1

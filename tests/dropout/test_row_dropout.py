@@ -29,8 +29,6 @@ from anybatch.dropout.row_masks import keep_mask, key_of
 from anybatch.state.random_state import RandomState
 from tests.reference import relative_error
 
-pytestmark = pytest.mark.xdist_group("row dropout")
-
 WORD = 2**32 - 1
 
 

@@ -11,8 +11,6 @@ from anybatch.training.loaders import training_loader
 from anybatch.training.settings import Settings
 from tests.training.small_tasks import small_task
 
-pytestmark = pytest.mark.xdist_group("compare")
-
 
 @pytest.fixture(scope="module")
 def comparison():

@@ -8,8 +8,6 @@ from anybatch.training.experiment import assemble
 from anybatch.training.settings import Settings
 from tests.training.small_tasks import small_task
 
-pytestmark = pytest.mark.xdist_group("trace")
-
 SETTINGS = Settings(updates=2, warmup=0, decay="none")
 
 

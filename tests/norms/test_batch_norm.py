@@ -1,6 +1,7 @@
 """BatchNorm when a batch is cut: exact over the whole batch, merged by micro-batch, or frozen; and the warning."""
 
 import copy
+import signal
 import threading
 import warnings
 from typing import Any
@@ -323,8 +324,12 @@ def test_an_interrupt_of_the_waiting_thread_leaves_no_thread_behind():
 
     model, threads = nn.BatchNorm1d(3), threading.active_count()
     accumulator = Accumulator(model, Objective(loss), micro_batch=2, batch_norm="exact")
-    with pytest.raises(KeyboardInterrupt):
-        accumulator.backward(torch.randn(6, 3))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            accumulator.backward(torch.randn(6, 3))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert threading.active_count() == threads
 
 

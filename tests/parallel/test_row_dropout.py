@@ -1,7 +1,6 @@
 """Dropout by row over ranks: the weights of one process, however rows were dealt."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from anybatch import GlobalBatches, Update, row_dropout, supervised
-from anybatch.batches.counting import take_rows
-from anybatch.batches.dealing.dealt import deal_rows
-from tests.parallel.ranks import outcomes
-
-pytestmark = pytest.mark.xdist_group("dropout on ranks")
+from anybatch.batches import deal_rows, take_rows
+from tests.processes.ranks import on_ranks
 
 ROWS, BATCH = 49, 12
 """The last batch has one row: with two ranks, one has none."""
@@ -52,31 +48,19 @@ def by_hand(batches: GlobalBatches, data: TensorDataset) -> Any:
         yield take_rows(data.tensors, [rows[row] for row in deal_rows(BATCH, size)[rank]])
 
 
-CASES = {
-    f"{dealt}, {swap}": partial(learn, swap, dealt) for dealt in ("rows", "work", "by hand") for swap in (True, False)
-}
-CASES["sharded"] = partial(learn, True, "work", fully_shard)
-
-
-@pytest.fixture(scope="module")
-def told() -> dict[str, list[Any]]:
-    return outcomes(CASES, 2)
-
-
 @pytest.mark.parametrize("dealt", ["rows", "work", "by hand"])
-def test_two_ranks_end_with_the_weights_of_one_process(told: dict[str, list[Any]], dealt: str):
+def test_two_ranks_end_with_the_weights_of_one_process(dealt: str):
     alone = learn(True, dealt)
-    for weights in told[f"{dealt}, True"]:
-        assert not isinstance(weights, str), weights
+    for weights in on_ranks(2, learn, True, dealt):
         assert (weights - alone).norm() / alone.norm() < 1e-6
 
 
-def test_sharded_over_two_ranks_too(told: dict[str, list[Any]]):
+def test_sharded_over_two_ranks_too():
     alone = learn(True, "work")
-    assert not isinstance(told["sharded"][0], str), told["sharded"]
-    assert (told["sharded"][0] - alone).norm() / alone.norm() < 1e-6
+    for weights in on_ranks(2, learn, True, "work", fully_shard):
+        assert (weights - alone).norm() / alone.norm() < 1e-6
 
 
-def test_with_stock_dropout_they_do_not(told: dict[str, list[Any]]):
+def test_with_stock_dropout_they_do_not():
     alone = learn(False, "rows")
-    assert (told["rows, False"][0] - alone).norm() / alone.norm() > 1e-2
+    assert (on_ranks(2, learn, False, "rows")[0] - alone).norm() / alone.norm() > 1e-2

@@ -13,8 +13,6 @@ from anybatch.training.tasks.lookup import find_task
 from anybatch.training.validation import validate
 from tests.training.small_tasks import small_task
 
-pytestmark = pytest.mark.xdist_group("loop")
-
 UPDATES = 15  # 3 epochs of 75 rows in batches of 16
 
 

@@ -1,0 +1,63 @@
+"""Which tests run in which worker of `make test`, and in which order.
+
+A file is a unit: its fixtures, its pages in a browser and its ranks are made once. Files whose tests are long and share nothing
+are cut into single tests, and the tasks on ranks by task. What takes long comes first, so that both workers end together.
+
+`--dist loadgroup` would do the same by marks, but pytest 9.2 ignores what xdist 3.8 writes into the names of tests, and marks
+no longer group (pytest-xdist issue 1386): every spawn was done in both workers.
+"""
+
+import re
+
+from xdist.scheduler import LoadScopeScheduling
+
+SINGLE = {
+    "tests/cli/test_kill_resume.py",
+    "tests/cli/test_torchrun.py",
+    "tests/house/test_lint.py",
+    "tests/memory/test_real_limit.py",
+    "tests/test_benchmarks.py",
+}
+"""Long tests that share nothing."""
+LONG = [
+    "tests/cli/test_torchrun.py",
+    "tests/training/test_ranks.py",
+    "tests/report/test_page.py",
+    "tests/cli/test_kill_resume.py",
+    "tests/house/test_lint.py",
+    "tests/dropout/test_row_dropout.py",
+    "tests/cli/test_train_command.py",
+    "tests/memory/test_real_limit.py",
+    "tests/test_benchmarks.py",
+    "tests/passes/test_out_of_memory.py",
+    "tests/parallel/",
+    "tests/benchmarks/test_table.py",
+    "tests/memory/",
+    "tests/training/",
+    "tests/proof/",
+    "tests/update/",
+]
+"""The longest first; what is not listed comes last."""
+
+
+def unit(test: str) -> str:
+    """Tests of one unit run one after the other in one worker."""
+    file = test.split("::")[0]
+    if file in SINGLE:
+        return test
+    if file == "tests/training/test_ranks.py":
+        found = re.search(r"\[(stdlib|pairs|digits)\b", test)
+        return f"{file}, {found[1] if found else 'textbook'}"
+    return file
+
+
+def turn(test: str) -> int:
+    """Tests run by ascending turn."""
+    return next((number for number, start in enumerate(LONG) if test.startswith(start)), len(LONG))
+
+
+class ByUnit(LoadScopeScheduling):  # type: ignore[misc]
+    """Hands whole units to workers, in the order in which they were collected."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit(nodeid)
