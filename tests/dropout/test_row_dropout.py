@@ -26,7 +26,7 @@ from anybatch import (
     take_rows,
 )
 from anybatch.dropout.row_masks import keep_mask, key_of
-from anybatch.state.random_state import RandomState
+from anybatch.state.torch_random import RandomState
 from tests.reference import relative_error
 
 WORD = 2**32 - 1

@@ -12,9 +12,9 @@ from anybatch.dropout.keyed_dropout import (
 )
 
 __all__ = [
-    "UNNUMBERED",
     "Masks",
     "RowNumbering",
+    "UNNUMBERED",
     "count_update",
     "masks_of",
     "number_rows",

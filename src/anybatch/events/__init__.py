@@ -16,7 +16,6 @@ from anybatch.events.kinds import (
 from anybatch.events.telling import SILENT, Events, events_for
 
 __all__ = [
-    "SILENT",
     "Accumulate",
     "Backward",
     "Clip",
@@ -27,6 +26,7 @@ __all__ = [
     "Loss",
     "Observer",
     "Retry",
+    "SILENT",
     "Step",
     "Zero",
     "events_for",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anybatch.low_precision import at_least_fp32
 from anybatch.options import Reduction
 
 
@@ -24,7 +25,5 @@ def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """sum_k weight_k * loss_k, in fp32 or better; 0 for no losses."""
     if not losses:
         return torch.zeros(())
-    stacked = torch.stack(tuple(losses))
-    if stacked.itemsize < 4:
-        stacked = stacked.float()
+    stacked = at_least_fp32(torch.stack(tuple(losses)))
     return stacked.dot(torch.tensor(weights, dtype=stacked.dtype, device=stacked.device))

@@ -9,18 +9,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from anybatch.batches import (
-    AsGiven,
-    Batch,
-    Dealt,
-    MicroBatch,
-    MicroBatches,
-    Split,
-    Workload,
-    as_split,
-    smaller,
-    tensors,
-)
+from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Split, Workload, as_split, tensors
 from anybatch.dropout import UNNUMBERED, Masks, RowNumbering, masks_of, number_rows
 from anybatch.errors import MemoryLimitError
 from anybatch.events import SILENT, Events, Observer, Retry, events_for
@@ -33,6 +22,7 @@ from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.agreement import OwnRows, has_rows, plan_batch, size_of
 from anybatch.passes.barrier import Barrier
 from anybatch.passes.batch_plan import BatchPlan
+from anybatch.passes.cutting import Cutting
 from anybatch.passes.forward_pass import ForwardPass
 from anybatch.passes.run_batch import run
 from anybatch.passes.running import (
@@ -46,9 +36,8 @@ from anybatch.passes.running import (
     passes_fp16,
 )
 from anybatch.passes.schedules import schedule_for
-from anybatch.passes.start_gradient import StartGradient
 from anybatch.passes.timing import laps_of
-from anybatch.passes.tools import TRUSTING, Dropping, Schedule, Tools
+from anybatch.passes.tools import TRUSTING, Dropping, Schedule, StartGradient, Tools
 from anybatch.state import MovingBuffers, TensorFile, once_more, tracking_layers, until_it_fits
 
 
@@ -115,7 +104,7 @@ class Accumulator:
         self.engine = engine_for(model, reshard=self.running.reshard)
         self.model = model
         self.objective = objective
-        self.split = as_split(micro_batch)
+        self._cutting = Cutting(as_split(micro_batch))
         self.observer = observer
         self.parameters = model.parameters if parameters is None else parameters
         self.keep_fp32 = keep_fp32
@@ -125,7 +114,6 @@ class Accumulator:
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
         self._buffers = MovingBuffers([model, *own_loss], aside=True)
         self._file = TensorFile()
-        self._given: Split = AsGiven()
         self._proven_size = 0
         self._masks: tuple[Masks, ...] | None = None
 
@@ -162,7 +150,7 @@ class Accumulator:
                     f"memory ran out ({reason}), and this batch cannot start again: it was the first to change "
                     f"{', '.join(lost)}, of which there is no copy. Give the next batch: from now on copies are made."
                 )
-            self._shrink(batch, ran, reason)
+            self._cutting.shrink(batch, ran, self.engine.ranks, reason)
             events.begin(Retry)
             events.end(Retry, reason=reason)
 
@@ -170,6 +158,15 @@ class Accumulator:
             return attempt()
         result, retries = until_it_fits(attempt, start_again)
         return replace(result, retries=retries) if retries else result
+
+    @property
+    def split(self) -> Split:
+        """What batches are cut by: what was asked for, or something smaller since memory ran out."""
+        return self._cutting.split
+
+    @split.setter
+    def split(self, split: Split) -> None:
+        self._cutting.split = split
 
     @property
     def workload(self) -> Workload:
@@ -259,11 +256,7 @@ class Accumulator:
         rows = batch.batch if isinstance(batch, Dealt) else batch
         if self.engine.ranks.size > 1 and (is_stand_in or not has_rows(rows)):
             return OwnRows(cut=None, units=(), reduction=reduction)
-        split = self._given if isinstance(rows, MicroBatches) else self.split
-        choose_for = getattr(split, "choose_for", None)
-        if choose_for is not None:
-            choose_for(self.workload, rows)
-        cut = split.cut(rows)
+        cut = self._cutting.cut(rows, lambda: self.workload)
         units = count_units(self.objective, self.model, cut.micro_batches)
         if is_stand_in:
             return OwnRows(cut=cut, units=[0] * len(units), reduction="mean")
@@ -282,22 +275,3 @@ class Accumulator:
             return True
         is_exact = self.running.batch_norm == "exact" and bool(self.norms.touched(is_cut=True))
         return not self.engine.is_even and not is_exact
-
-    def _shrink(self, batch: Batch, ran: MicroBatches | None, reason: str) -> None:
-        """Cut in smaller micro-batches from now on; those that come cut already, too."""
-        is_given = isinstance(batch.batch if isinstance(batch, Dealt) else batch, MicroBatches)
-        found = None if ran is None else smaller(self._given if is_given else self.split, ran)
-        if not self.engine.ranks.any(found is not None):
-            where = "before the first micro-batch ran" if ran is None else "with a single row in each micro-batch"
-            need = getattr(self.split, "need", None)
-            predicted = "" if need is None else f" An update with one row needs {need}, as predicted."
-            raise MemoryLimitError(
-                f"memory ran out {where} ({reason}).{predicted} Gradients, buffers and random state are as they were. Use "
-                "shorter rows, autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
-            )
-        if found is None:
-            return  # other ranks can make theirs smaller
-        if is_given:
-            self._given = found
-        else:
-            self.split = found

@@ -33,7 +33,7 @@ def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Param
     `.grad` is left alone. Ranks look together, and all get the same answer. A coupled loss is computed of the rows of each
     micro-batch by themselves.
     """
-    schedule = OneByOne(accumulator.objective.whole(), drops=not accumulator.engine.is_even)
+    schedule = OneByOne(accumulator.objective.whole())
     plan, _, tools = accumulator.prepare(batch, schedule=schedule)
     gradients = GradientSum(names)
     # sharded gradients can be seen only when they are synchronised, by all ranks at once
@@ -49,6 +49,7 @@ def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Param
             if found is not None and not is_seen_together:
                 break
             gradients.zero()
+    tools.sync.forget()  # nothing of this is summed over ranks
     culprits = [culprit for culprit in tools.ranks.gather_objects(found) if culprit is not None]
     return min(culprits, key=lambda culprit: (culprit.micro_batch, culprit.rank is None)) if culprits else None
 

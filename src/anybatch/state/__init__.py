@@ -5,15 +5,15 @@ from anybatch.state.disk import TensorFile
 from anybatch.state.draw_finder import DrawFinder
 from anybatch.state.offload import SavedTensors, check_offload
 from anybatch.state.out_of_memory import free_memory, is_out_of_memory, once_more, until_it_fits
-from anybatch.state.outer_random import OuterRandom, outer_random
 from anybatch.state.per_thread import ThreadState, thread_state
-from anybatch.state.random_state import RandomState, random_state
+from anybatch.state.python_random import OuterRandom, outer_random
 from anybatch.state.snapshot import NOTHING, Snapshot, of_statistics, of_step, tracking_layers
+from anybatch.state.torch_random import RandomState, random_state
 
 __all__ = [
-    "NOTHING",
     "DrawFinder",
     "MovingBuffers",
+    "NOTHING",
     "OuterRandom",
     "RandomState",
     "SavedTensors",

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from anybatch.state.aside import kept_aside
 from anybatch.state.disk import TensorFile
-from anybatch.state.random_state import has_accelerator, random_state
 from anybatch.state.snapshot import Copy, Held, Slot, Snapshot, in_place
+from anybatch.state.torch_random import has_accelerator, random_state
 from anybatch.torch_inside import FakeTensor, NormLayer, buffers_of, num_writes
 
 

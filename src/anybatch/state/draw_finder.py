@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anybatch.state.random_state import random_state
+from anybatch.state.torch_random import random_state
 from anybatch.torch_inside import without_dynamo
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from anybatch.state.aside import kept_aside
 from anybatch.state.disk import TensorFile
 from anybatch.state.out_of_memory import free_memory
-from anybatch.state.random_state import RandomState, random_state
+from anybatch.state.torch_random import RandomState, random_state
 from anybatch.torch_inside import NormLayer, buffers_of
 
 Copy = Callable[[], Tensor]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, join_rows, map_tensors
 from anybatch.events import Loss
+from anybatch.low_precision import at_least_fp32
 from anybatch.objectives import Coupled, Metrics, checked_loss, detached
 from anybatch.parallel import Engine, Needs
 from anybatch.passes.batch_plan import BatchPlan, Layout, Pass
@@ -121,7 +122,7 @@ def joined_loss(coupled: Coupled, leaves: list[Batch], tools: Tools) -> tuple[Te
     """The loss over the rows of all micro-batches and ranks, in fp32 or better, and its metrics."""
     with tools.forward.autocast:
         loss, metrics = checked_loss(coupled.loss(rows_of_all(tools.ranks, join_rows(leaves))))
-    return loss.float() if loss.itemsize < 4 else loss, metrics
+    return at_least_fp32(loss), metrics
 
 
 def _backward(encoded: _Encoded, again: Batch, tools: Tools) -> list[int]:

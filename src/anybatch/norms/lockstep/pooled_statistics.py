@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from anybatch.errors import BatchError
-from anybatch.low_precision import LOW_PRECISION
+from anybatch.low_precision import is_low
 from anybatch.norms.layers import Call, Layers, replaced
 from anybatch.norms.lockstep.baton import Lockstep
 from anybatch.norms.pooling import MeanAndVariance, of_every_rank, pool, update_running
@@ -113,7 +113,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        dtype = torch.float32 if x.dtype in LOW_PRECISION else x.dtype
+        dtype = torch.float32 if is_low(x) else x.dtype
         unused = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)
         mean, var = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
         ctx.save_for_backward(x, mean)
