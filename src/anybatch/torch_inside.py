@@ -19,6 +19,7 @@ from torch._C._autograd import _profiler_enabled
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
+from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -80,6 +81,11 @@ def inside_compiled(model: nn.Module) -> nn.Module | None:
 def is_compiled_in_place(model: nn.Module) -> bool:
     """True after `model.compile()`, which wraps nothing."""
     return model._compiled_call_impl is not None
+
+
+def backward_from(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """What `torch.autograd.backward(roots, grads)` does once it has compared shapes, which is 10 % of a tiny pass."""
+    _engine_run_backward(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def is_in_backward() -> bool:

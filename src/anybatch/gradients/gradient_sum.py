@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anybatch.errors import WindowError
 from anybatch.low_precision import is_low
 from anybatch.parallel import is_sharded, own_part
-from anybatch.torch_inside import multiply_each_
+from anybatch.torch_inside import backward_from, multiply_each_
 
 
 class GradientSum:
@@ -57,14 +57,13 @@ class GradientSum:
         """Add `share * d loss`, summed where there are several; True unless it was isolated and not finite."""
         self._is_torn = True
         if not self.isolate:
-            # the share goes in as the gradient of the loss: no multiplication in the graph, 15 % of a tiny step
-            torch.autograd.backward(loss, share)
+            _backward(loss, share)
             self._is_torn = False
             return True
         so_far = _set_aside(self.parameters)
         is_finite = False
         try:
-            torch.autograd.backward(loss, share)
+            _backward(loss, share)
             alone = [parameter.grad for parameter in self.parameters]
             is_finite = all_finite(alone)
             if is_finite:
@@ -159,6 +158,13 @@ class GradientSum:
             parameter.grad = None
             parameter.grad_dtype = self._grad_dtypes[parameter]
         parameter.grad = grad
+
+
+def _backward(loss: Tensor | Sequence[Tensor], share: Tensor | Sequence[Tensor]) -> None:
+    if isinstance(loss, Tensor) and isinstance(share, Tensor) and loss.dim() == 0:
+        backward_from((loss,), (share,))
+    else:
+        torch.autograd.backward(loss, share)
 
 
 def _scale_each(grads: Sequence[Tensor], factor: float) -> None:

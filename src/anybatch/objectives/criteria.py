@@ -176,6 +176,8 @@ def _units_target(batch: Batch) -> Tensor:
     """The tensor that units are counted on: the target, or the inputs of a criterion that has none (triplets)."""
     inputs, targets = _inputs_and_targets(batch)
     counted: Any = targets[0] if targets and targets[0] is not None else inputs
+    if isinstance(counted, Tensor):
+        return counted
     first = next(tensors(counted), None)
     if first is None:
         raise BatchError(

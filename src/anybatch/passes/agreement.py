@@ -76,15 +76,14 @@ def plan_batch(
         own = count()
         assert own.cut is not None
         schedule = schedule_for(len(own.cut) > 1)
-        told = [_told(own, own.counted(schedule.layout), is_proven=True)]
-        return _planned(ranks, own, told, schedule.layout, is_even=False, underflows=underflows), schedule
+        return _planned(ranks, own, [_told(own, [], is_proven=True)], schedule.layout, 0, underflows), schedule
     schedule = schedule_for(True)
     own, told = _ask_all(ranks, count, schedule.layout, proven_size)
     if not any(one.num_own for one in told):
         raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
     own = _with_borrowed(ranks, own, told, schedule.layout)
-    is_even = schedule.needs(engine).even_passes
-    return _planned(ranks, own, told, schedule.layout, is_even=is_even, underflows=underflows), schedule
+    num_passes = max(int(one.num_counted) for one in told) if schedule.needs(engine).even_passes else 0
+    return _planned(ranks, own, told, schedule.layout, num_passes, underflows), schedule
 
 
 def _told(own: OwnRows, counted: list[int], *, is_proven: bool) -> _Told:
@@ -93,21 +92,14 @@ def _told(own: OwnRows, counted: list[int], *, is_proven: bool) -> _Told:
 
 
 def _planned(
-    ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout, *, is_even: bool, underflows: bool
+    ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout, num_passes: int, underflows: bool
 ) -> BatchPlan:
     assert own.cut is not None
     total = sum(one.total for one in told)
     denominator = max(one.largest for one in told) if underflows else total
     num_by_rank = tuple(int(one.num_own) for one in told)
     num_own = num_by_rank[ranks.rank]
-    passes = lay_out(
-        own.units,
-        own.reduction,
-        layout,
-        denominator=denominator,
-        num_own=num_own,
-        num_passes=max(int(one.num_counted) for one in told) if is_even else 0,
-    )
+    passes = lay_out(own.units, own.reduction, layout, denominator=denominator, num_own=num_own, num_passes=num_passes)
     running = {one.micro_batch for one in passes}
     return BatchPlan(
         cut=own.cut,

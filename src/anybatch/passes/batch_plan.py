@@ -113,19 +113,20 @@ def lay_out(
         running = range(len(units))
     else:
         running = [index for index, one in enumerate(units) if one > 0] or [len(units) - 1]  # type: ignore[assignment]
-    divisor = denominator or 1.0
+    divisor, last = denominator or 1.0, running[-1]
+    missing = max(num_passes - len(running), 0)
+    ends_again = missing > 0 and not layout.repeats_first
     passes = [
         Pass(
             micro_batch=index,
             share=0.0 if index >= num_own else 1.0 if is_sum else units[index] / divisor,
             reports=index < num_own,
-            is_last=False,
+            is_last=index == last and not ends_again,
         )
         for index in running
     ]
-    missing = num_passes - len(passes)
-    if missing > 0:
-        again = [replace(passes[-1], share=0.0, reports=False)] * missing
-        passes = again + passes if layout.repeats_first else passes + again
-    passes[-1] = replace(passes[-1], is_last=True)
-    return tuple(passes)
+    again = [
+        Pass(micro_batch=last, share=0.0, reports=False, is_last=ends_again and number == missing)
+        for number in range(1, missing + 1)
+    ]
+    return tuple(again + passes if layout.repeats_first else passes + again)
