@@ -49,7 +49,5 @@ def test_a_limit_of_the_process_counts():
         "resource.setrlimit(resource.RLIMIT_DATA, (2**40, resource.RLIM_INFINITY));"
         "print(2**40 - left_within_limits(groups=Path('nowhere')))"
     )
-    taken = int(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    )
+    taken = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert 0 < taken < 2**34
