@@ -7,27 +7,34 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 CHROMIUM := /usr/bin/chromium
 
-.PHONY: help demo test check bench clean
+# what tests start again and again is compiled once
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+
+.PHONY: help demo test quick check bench clean
 
 help:
 	@echo "make demo    train on handwritten digits for about a minute, and say where the page is"
-	@echo "make test    run every test"
-	@echo "make check   format, lint, types, tests"
+	@echo "make test    run every test; format, lint and types are among them"
+	@echo "make quick   run what is fast; with ROOM=passes, what a change to that room needs"
 	@echo "make bench   measure speed and memory against a hand-written loop and the peers"
 
 # The digits are too small to share between threads: two that wait for each other are slower than one.
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/anybatch train digits
 
-# Tests that look at one spawn of ranks are a group, and run in one worker: each spawn takes as long as a hundred others.
 test: $(READY) | $(CHROMIUM)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(PYTEST)
 
-check: $(READY)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(MAKE) test
+# Of one room: its tests, its examples, the structure, lint and types. Of all: every test that is not long.
+quick: $(READY)
+ifdef ROOM
+	$(PYTEST) $(wildcard tests/$(ROOM) tests/test_$(ROOM).py src/anybatch/$(ROOM) src/anybatch/$(ROOM).py) tests/house
+else
+	$(PYTEST) --quick
+endif
+
+check: test
 
 bench: $(BENCH_READY)
 	$(BIN)/python -m benchmarks

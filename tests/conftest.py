@@ -10,9 +10,16 @@ settings.register_profile("anybatch", deadline=None, max_examples=60)
 settings.load_profile("anybatch")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from tests.scheduling import turn
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the files that take long")
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from tests.scheduling import is_long, turn
+
+    if config.getoption("quick"):
+        config.hook.pytest_deselected(items=[item for item in items if is_long(item.nodeid)])
+        items[:] = [item for item in items if not is_long(item.nodeid)]
     items.sort(key=lambda item: turn(item.nodeid))
 
 

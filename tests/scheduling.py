@@ -56,6 +56,11 @@ def turn(test: str) -> int:
     return next((number for number, start in enumerate(LONG) if test.startswith(start)), len(LONG))
 
 
+def is_long(test: str) -> bool:
+    """Left out by `make quick`."""
+    return turn(test) < len(LONG) and not test.startswith("tests/house/")
+
+
 class ByUnit(LoadScopeScheduling):  # type: ignore[misc]
     """Hands whole units to workers, in the order in which they were collected."""
 

@@ -1,4 +1,4 @@
-"""The Python in docs/ragged.md, docs/dealing.md and docs/verify.md runs, and prints what is written below it."""
+"""The Python of every page in docs/ runs, block after block, and prints what is written below it."""
 
 import contextlib
 import io
@@ -7,16 +7,46 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.ranks import on_ranks
+
 DOCS = Path(__file__).parent.parent / "docs"
+BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
+ELSEWHERE = {"train.md"}
+"""Its blocks are task files; tests/cli/test_docs.py trains them."""
+PAGES = sorted(
+    path.name for path in DOCS.glob("*.md") if "```python" in path.read_text() and path.name not in ELSEWHERE
+)
+ON_TWO_RANKS = {"ranks.md"}
 
 
-@pytest.mark.parametrize("page", ["ragged.md", "dealing.md", "verify.md"])
-def test_the_examples_print_what_the_page_says(page):
+def run_page(page: str) -> list[tuple[str, str]]:
+    """(printed, written) of each block."""
     names: dict[str, object] = {}
-    examples = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    assert examples
-    for code, printed in examples:
+    found = []
+    for code, written in BLOCK.findall((DOCS / page).read_text()):
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             exec(compile(code, page, "exec"), names)
-        assert output.getvalue() == printed
+        found.append((output.getvalue(), written))
+    return found
+
+
+def test_the_pages_with_examples_are_found():
+    assert {"coupled.md", "dealing.md", "memory.md", "ragged.md", "ranks.md", "verify.md"} <= set(PAGES)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ON_TWO_RANKS])
+def test_the_examples_print_what_the_page_says(page):
+    blocks = run_page(page)
+    assert any(written for _, written in blocks)
+    for printed, written in blocks:
+        assert printed == written
+
+
+@pytest.mark.parametrize("page", sorted(ON_TWO_RANKS))
+def test_the_examples_for_ranks_print_what_the_page_says_on_each(page):
+    for blocks in on_ranks(2, run_page, page):
+        assert blocks
+        for printed, written in blocks:
+            assert written
+            assert printed == written
