@@ -20,6 +20,22 @@ def inside() -> ModuleType:
     return import_module("anybatch.torch_inside")
 
 
+# --- autograd
+
+
+def test_run_engine_adds_the_gradient_as_backward_does(inside: ModuleType):
+    rows, weight, other = torch.randn(5, 3), nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    share = torch.tensor(0.25)
+    for leaf in (weight, other):
+        leaf.grad = torch.ones(3)
+    torch.autograd.backward((rows @ other).square().mean(), share)
+    with torch.no_grad():
+        weight.copy_(other)
+    loss = (rows @ weight).square().mean()
+    inside.run_engine((loss,), (share,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert torch.equal(weight.grad, other.grad)
+
+
 # --- modules
 
 

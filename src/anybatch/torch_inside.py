@@ -59,6 +59,8 @@ dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 is_profiled: Callable[[], bool] = _profiler_enabled
 """True where a profiler of the user's is running, and wants names."""
 
+run_engine: Callable[..., Any] = _engine_run_backward
+"""What `torch.autograd.backward` does once it has compared shapes, which is 10 % of a tiny pass."""
 multiply_each_ = torch._foreach_mul_
 """A list of tensors times a number, in place, in a few kernels."""
 norm_of_each = torch._foreach_norm
@@ -81,11 +83,6 @@ def inside_compiled(model: nn.Module) -> nn.Module | None:
 def is_compiled_in_place(model: nn.Module) -> bool:
     """True after `model.compile()`, which wraps nothing."""
     return model._compiled_call_impl is not None
-
-
-def backward_from(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """What `torch.autograd.backward(roots, grads)` does once it has compared shapes, which is 10 % of a tiny pass."""
-    _engine_run_backward(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def is_in_backward() -> bool:

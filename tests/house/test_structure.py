@@ -64,27 +64,8 @@ LONG: dict[str, int] = {}
 UPWARD: set[tuple[str, str]] = {("batches.splits.micro_batch_option", "memory")}
 """The word "auto" is spelled out where `micro_batch=` is read, and stands for a split of a later room."""
 CIRCLES = {"cli"}
-SHARED = {
-    "class Arm",
-    "class ArmEpoch",
-    "class ArmRun",
-    "class Cause",
-    "class Comparison",
-    "class CutResult",
-    "class MemoryPoint",
-    "class ParameterError",
-    "class Plan",
-    "class Run",
-    "class Spread",
-    "class Step",
-    "class Timeline",
-    "module schedules",
-}
-NAMED_AS_SUBMODULES = {
-    "norms.lockstep exports pooled, and has a submodule pooled",
-    "report.charts exports comparison_charts, and has a submodule comparison_charts",
-    "report.charts exports proof_charts, and has a submodule proof_charts",
-}
+SHARED: set[str] = set()
+NAMED_AS_SUBMODULES: set[str] = set()
 
 
 @pytest.fixture(scope="module")

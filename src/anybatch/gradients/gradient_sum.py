@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anybatch.errors import WindowError
 from anybatch.low_precision import is_low
 from anybatch.parallel import is_sharded, own_part
-from anybatch.torch_inside import backward_from, multiply_each_
+from anybatch.torch_inside import multiply_each_, run_engine
 
 
 class GradientSum:
@@ -162,7 +162,7 @@ class GradientSum:
 
 def _backward(loss: Tensor | Sequence[Tensor], share: Tensor | Sequence[Tensor]) -> None:
     if isinstance(loss, Tensor) and isinstance(share, Tensor) and loss.dim() == 0:
-        backward_from((loss,), (share,))
+        run_engine((loss,), (share,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(loss, share)
 
