@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from anybatch.errors import ParallelError
 
 __all__ = ["FakeTensor", "FakeTensorMode", "StorageWeakRef", "TorchDispatchMode"]  # under torch's own names
-
 BatchNormLayer = _BatchNorm
 """What all BatchNorm layers are."""
 NormLayer = _NormBase
@@ -91,7 +90,7 @@ def is_in_backward() -> bool:
 
 
 def is_dynamo_loaded() -> bool:
-    """False where nothing can have been compiled, and asking torch about it would cost its import."""
+    """False where nothing can have been compiled."""
     return "torch._dynamo" in sys.modules
 
 

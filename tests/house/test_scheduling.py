@@ -9,7 +9,7 @@ from tests.scheduling import LONG, SINGLE, is_long, turn, unit
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("path", [*LONG, *SINGLE])
+@pytest.mark.parametrize("path", sorted({*LONG, *SINGLE}))
 def test_what_is_listed_is_there(path):
     assert (ROOT / path).exists()
 
