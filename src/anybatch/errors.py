@@ -18,7 +18,8 @@ AnybatchError
 ├── TaskError        a task that is not there, or is not one
 ├── SettingsError    a setting of a training run that makes no sense
 ├── CheckpointError  a checkpoint that cannot be read, or is of something else
-└── RunError         a folder that is no run, or is one of another kind
+├── RunError         a folder that is no run, or is one of another kind
+└── LessonError      a lesson that is not there
 
 Each message names the value, what was expected, and the fix.
 """
@@ -108,3 +109,7 @@ class CheckpointError(AnybatchError, ValueError):
 
 class RunError(AnybatchError, ValueError):
     """A folder that is no run, or is one of another kind."""
+
+
+class LessonError(AnybatchError, ValueError):
+    """A lesson that is not there."""

@@ -4,7 +4,7 @@ import { normal, uniform } from "ab/random";
 export const FEATURES = 10;
 const kept = new Map();
 
-// kind: rows | tokens | classes. Rows and classes have one sample a row; tokens one to twelve.
+// kind: rows | tokens | classes | outlier. Rows have one sample each; tokens one to twelve. The outlier is one bad row of training.
 export function dataset(kind, rows, seed) {
   const key = `${kind}/${rows}/${seed}`;
   if (!kept.has(key)) kept.set(key, make(kind, rows, seed));
@@ -26,6 +26,10 @@ function make(kind, rows, seed) {
       if (kind === "tokens") x[s * FEATURES] += 0.25 * (starts[r + 1] - starts[r] - 4);
       y[s] = sum > (kind === "classes" ? 4 : 0) ? 1 : 0;
       if (kind === "classes" && y[s]) unit[s] = 9;
+      if (kind === "outlier" && r === 990 && seed === 1) {
+        for (let f = 0; f < FEATURES; f++) x[s * FEATURES + f] *= 30;
+        y[s] = 1 - y[s];
+      }
     }
   }
   return { kind, rows, starts, x, y, unit };

@@ -20,10 +20,10 @@ export const BREAKS = {
   tail: { title: "divide by N, also in the short tail", change: swap("(loss * share(i))", "(loss / N)") },
   undivided: { title: "do not divide", change: swap("(loss * share(i))", "loss") },
   full: {
-    title: "step on full windows only, zero at the start of an epoch",
+    title: "step on full batches only, zero at the start of an epoch",
     change: (text) => swap("optimizer.zero_grad()\nfor epoch in range(epochs):\n", "for epoch in range(epochs):\n    optimizer.zero_grad()\n")(text).replace(" or i + 1 == len(loader)", ""),
   },
-  leak: { title: "step on full windows only, zero once at the very start", change: swap(" or i + 1 == len(loader)", "") },
+  leak: { title: "step on full batches only, zero once at the very start", change: swap(" or i + 1 == len(loader)", "") },
   early: { title: "zero before every micro-batch", change: swap(LOSS, "        optimizer.zero_grad()\n" + LOSS) },
   never: { title: "never zero", change: (text) => text.replace("\n" + ZERO, "") },
   every: {
