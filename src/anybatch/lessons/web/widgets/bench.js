@@ -19,7 +19,7 @@ export default function bench(root, spec) {
   const out = h("div", { class: "out" }), controls = h("div", { class: "knobs" });
   for (const name of spec.knobs ?? []) controls.append(knob(name, state, redraw));
   const breaks = h("fieldset", { class: "breaks" }, h("legend", {}, "Break it"), spec.breaks.map((name) => toggle(name, state, redraw)));
-  root.replaceChildren(breaks, controls, out);
+  root.replaceChildren(...(spec.breaks.length ? [breaks] : []), controls, out);
   redraw();
 
   function redraw() {
@@ -28,7 +28,7 @@ export default function bench(root, spec) {
     const plain = loop({ ...setting, breaks: [] });
     out.replaceChildren(
       listing(found.text, { changed: changedLines(found.text, plain) }),
-      h("p", { class: "verdict", role: "status", html: verdict(found, right) }),
+      h("p", { class: "verdict", role: "status", html: verdict(found, found === right ? null : right) }),
       h("h4", {}, "What each row counted for, in the first epoch"),
       rowsPicture({ counts: [...found.counts], micro: found.setting.micro, every: found.setting.every }),
       gradientPart(found, state),

@@ -40,8 +40,8 @@ function numbers(frame) {
 function gradPicture(frame, frames) {
   const most = Math.max(...frames.flatMap((other) => other.grad.map(Math.abs)), 1e-9);
   const width = (value) => `${Math.max(Math.abs(value) / most * 50, value ? 1 : 0).toFixed(1)}%`;
-  return h("div", { class: "gradbars" }, h("ul", {}, frame.grad.map((value) => h("li", {}, h("span", { class: value < 0 ? "bar minus" : "bar", style: `width:${width(value)}` }), h("code", {}, short(value))))),
-    h("div", { class: "lane", "aria-hidden": "true" }, Array.from({ length: frame.columns }, (_, k) => h("span", { class: frame.inSum.has(k) ? "cell sum" : `cell ${kindOf(frame.done.has(k) ? 1 : 0)}` }))));
+  return h("div", { class: "gradbars" }, h("ul", {}, frame.grad.map((value) => h("li", {}, h("span", { class: value < 0 ? "bar minus" : "bar", style: `width:${width(value)}` }), h("code", {}, frame.isEmpty ? "None" : short(value))))),
+    h("div", { class: "lane", "aria-hidden": "true", title: "micro-batches of this batch" }, Array.from({ length: frame.columns }, (_, k) => h("span", { class: frame.inSum.has(k) ? "cell sum" : `cell ${kindOf(frame.done.has(k) ? 1 : 0)}` }))));
 }
 
 const list = (values, n = 4) => `[${Array.from(values).slice(0, n).map(short).join(", ")}${values.length > n ? ", …" : ""}]`;
@@ -52,10 +52,10 @@ function record(spec) {
   const { micro, every } = self;
   let last = null, before = flat(self.net, "data");
   const push = (stage, line, said, shape, values) => frames.push({
-    stage, line, said, shape, values, grad: flat(self.net).slice(0, 6), rows: [...self.net.counted.keys()],
+    stage, line, said, shape, values, isEmpty: !self.net.parameters[0].grad, grad: flat(self.net).slice(0, 6), rows: [...self.net.counted.keys()],
     inSum: new Set([...self.net.counted.keys()].map((row) => Math.floor(row / self.setting.micro))), columns: every, done: new Set(done), micro,
   });
-  push("load", 0, "Nothing has run. The weights are as they were drawn.", "weights 2 × 10, bias 2", [["weight[0]", list(before)]]);
+  push("", -1, "Nothing has run yet. The weights are as they were drawn, and <code>.grad</code> is empty.", "weights 2 × 10, bias 2", [["weight[0]", list(before)]]);
   for (const { node, names, holds } of execute(parse(self.text), self)) {
     const { line, text } = node, number = (names.i ?? 0) + 1;
     if (text.startsWith("for i")) {

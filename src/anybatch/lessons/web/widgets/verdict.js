@@ -7,7 +7,7 @@ export function verdict(found, right) {
   if (!found.updates.length) return "<strong>No update at all:</strong> nothing is ever stepped, so nothing is learnt.";
   const said = [rows(found), updates(found), rates(found)].filter(Boolean);
   if (!said.length) return `<strong>Exact:</strong> every row counts once in each of ${count(found.updates.length)} updates, and every gradient is the whole batch's. ${losses(found, null)}`;
-  return `<strong>${said.join("; ")}.</strong> ${losses(found, right)}`;
+  return `<strong>${said.join("; ").replace("and yet;", "and yet")}.</strong> ${losses(found, right)}`;
 }
 
 function rows(found) {
