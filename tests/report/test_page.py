@@ -24,6 +24,9 @@ from tests.report.run_folders import (
     write_lines,
 )
 
+PATIENCE = 600_000
+"""Milliseconds: a busy machine takes its time to draw."""
+expect.set_options(timeout=PATIENCE)
 FOLDERS = {"train": train_folder, "compare": compare_folder, "trace": trace_folder, "verify": verify_folder}
 
 
@@ -43,6 +46,7 @@ def opened(browser):
 
     def opens(path, *, width=1200, **more):
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="light", **more)
+        context.set_default_timeout(PATIENCE)
         contexts.append(context)
         view = Opened(context.new_page())
         view.page.on("console", lambda message: view.complaints.append(message.text))
@@ -51,7 +55,7 @@ def opened(browser):
         view.page.on("request", lambda request: view.requests.append(request.url))
         view.page.goto(path.as_uri())
         if more.get("java_script_enabled", True):
-            view.page.wait_for_selector("html[data-drawn]", timeout=60_000)
+            view.page.wait_for_selector("html[data-drawn]")
         return view
 
     yield opens
