@@ -5,7 +5,8 @@ import pytest
 from anybatch.lessons.pages.web_modules import inline_import_map
 
 BARE = """<!doctype html><meta charset="utf-8"><script type="importmap">{map}</script><script type="module">
-Object.assign(window, {{ engine: {{ ...await import("ab/run"), ...await import("ab/loops"), ...await import("ab/interpreter") }} }});
+const names = ["ab/run", "ab/loops", "ab/interpreter"];
+window.engine = Object.assign({{}}, ...await Promise.all(names.map((name) => import(name))));
 document.documentElement.dataset.ready = "";
 </script>"""
 

@@ -11,9 +11,9 @@ CONTENT = Path(__file__).parents[2] / "src/anybatch/lessons/content"
 if __name__ == "__main__":
     from playwright.sync_api import sync_playwright
 
+    from anybatch.lessons.pages.web_modules import inline_import_map
     from tests.browsing import CHROMIUM
     from tests.lessons.conftest import BARE
-    from anybatch.lessons.pages.web_modules import inline_import_map
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -29,5 +29,5 @@ if __name__ == "__main__":
                 before = fields.pop("shown")
                 shown = measured(page, fields.pop("measure"), fields)
                 print(file.stem, name, before, "->", shown)
-                text = re.sub(rf'(?m)^({name} = \{{.*shown = )".*"( \}})$', lambda m: f'{m[1]}"{shown}"{m[2]}', text)
+                text = re.sub(rf'(?m)^({name} = \{{.*shown = )".*"( \}})$', rf'\g<1>"{shown}"\g<2>', text)
             file.write_text(text)

@@ -41,7 +41,7 @@ def percent(value: float) -> str:
 
 
 def factor(value: float) -> str:
-    return f"× {value:.0f}" if value >= 10 else f"× {f'{value:.2f}'.rstrip('0').rstrip('.')}"
+    return "\u00d7 " + (f"{value:.0f}" if value >= 10 else f"{value:.2f}".rstrip("0").rstrip("."))
 
 
 SHOWN = {
@@ -73,7 +73,9 @@ def of_a_run(measure: str, setting: dict[str, Any], text: str) -> float:
 
 def apart(setting: dict[str, Any], text: str) -> float:
     """How far weights differ between 64 rows at once and 4 x 16."""
-    cut, whole = (run(Setting(text=text, judged=False, micro=micro, every=64 // micro, **setting)) for micro in (16, 64))
+    cut, whole = (
+        run(Setting(text=text, judged=False, micro=micro, every=64 // micro, **setting)) for micro in (16, 64)
+    )
     return float((cut.weights - whole.weights).norm() / whole.weights.norm())
 
 

@@ -1,6 +1,6 @@
 """What the pages compute, computed by torch: the same numbers drawn, the same text executed by Python itself.
 
-What each row counts for is measured by autograd: a ledger with an entry per row, all zero, is added to the loss in such a way that
+What each row counts for is measured by autograd: a ledger with an entry per row, all zero, is added to the loss so that
 its gradient is the row's weight.
 """
 
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def dataset(kind: str, rows: int, seed: int) -> Data:
     for _ in range(rows):
         starts.append(starts[-1] + (1 + math.floor(12 * next(draw) ** 3) if kind == "tokens" else 1))
     x, y, unit = [], [], []
-    for first, last in zip(starts, starts[1:], strict=False):
+    for first, last in pairwise(starts):
         for _ in range(first, last):
             values = [normal(draw) for _ in range(FEATURES)]
             total = 0.0

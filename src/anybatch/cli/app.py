@@ -110,6 +110,7 @@ def compare(
     micro_batch: opt.MicroBatch = None,
     lr: opt.LR = None,
     lr_rule: opt.Rule = None,
+    clip_norm: opt.ClipNorm = None,
     epochs: opt.Epochs = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
@@ -131,6 +132,7 @@ def compare(
         epochs=epochs,
         lr=lr,
         lr_rule=lr_rule,
+        clip_norm=clip_norm,
         seed=seed,
         device=device,
     )
@@ -143,6 +145,7 @@ def trace(
     batch_size: opt.BatchSize = None,
     micro_batch: opt.MicroBatch = None,
     lr: opt.LR = None,
+    clip_norm: opt.ClipNorm = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     out: opt.Out = None,
@@ -155,7 +158,13 @@ def trace(
     from anybatch.cli.commands import trace_command
 
     settings = Settings(
-        batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), lr=lr, seed=seed, device=device, updates=2
+        batch_size=batch_size,
+        micro_batch=opt.rows_of(micro_batch),
+        lr=lr,
+        clip_norm=clip_norm,
+        seed=seed,
+        device=device,
+        updates=2,
     )
     return trace_command(task, settings, out=out, is_quiet=quiet)
 

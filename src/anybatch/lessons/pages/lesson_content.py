@@ -23,7 +23,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LessonPart:
     """A piece of a page: words, or a widget with what it needs."""
 
     kind: str
@@ -43,7 +43,7 @@ class Lesson:
     minutes: int
     answers: tuple[str, ...]
     """The numbered items that this page settles."""
-    parts: tuple[Part, ...]
+    parts: tuple[LessonPart, ...]
     claims: dict[str, Claim]
 
 
@@ -58,7 +58,7 @@ def read_lesson(name: str) -> Lesson:
 def _read(name: str) -> Lesson:
     raw = tomllib.loads(files("anybatch.lessons").joinpath("content", f"{name}.toml").read_text("utf-8"))
     parts = tuple(
-        Part(
+        LessonPart(
             kind=part["kind"],
             title=part.get("title", ""),
             text=part.get("text", ""),

@@ -90,15 +90,20 @@ def _article(lesson: Lesson, link: Link) -> str:
     number = ORDER.index(lesson.name) + 1
     parts = "".join(part_html(part, lesson, place) for place, part in enumerate(lesson.parts))
     after = ORDER[number] if number < len(ORDER) else None
-    address = link(after) if after else ""
-    onward = f'<p class="next"><a href="{address}">Next: {html.escape(read_lesson(after).title)}</a></p>' if after and address else ""  # fmt: skip
     return (
         f'<article class="lesson" id="{lesson.name}" aria-labelledby="{lesson.name}-title">'
         f'<p class="kicker">{number} of {len(ORDER)} · about {lesson.minutes} minutes</p>'
         f'<h2 id="{lesson.name}-title" tabindex="-1">{html.escape(lesson.title)}</h2>'
         f'<p class="lead">{inline(lesson.lead, lesson.claims)}</p>{parts}'
-        f'<aside class="insight" aria-label="In one sentence"><p>{inline(lesson.insight, lesson.claims)}</p></aside>{onward}</article>'
+        '<aside class="insight" aria-label="In one sentence">'
+        f"<p>{inline(lesson.insight, lesson.claims)}</p></aside>{_onward(after, link)}</article>"
     )
+
+
+def _onward(after: str | None, link: Link) -> str:
+    if after is None or not link(after):
+        return ""
+    return f'<p class="next"><a href="{link(after)}">Next: {html.escape(read_lesson(after).title)}</a></p>'
 
 
 def _small(style: str) -> str:

@@ -8,14 +8,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anybatch.lessons.pages.lesson_content import Claim, Lesson, Part, memory_table
+from anybatch.lessons.pages.lesson_content import Claim, Lesson, LessonPart, memory_table
 from anybatch.lessons.pages.words import inline, to_html
 from anybatch.sizes import show_bytes
 
 Claims = Mapping[str, Claim]
 
 
-def part_html(part: Part, lesson: Lesson, number: int) -> str:
+def part_html(part: LessonPart, lesson: Lesson, number: int) -> str:
     """The part; its words come before its widget."""
     claims = lesson.claims
     title = f"<h3>{inline(part.title, claims)}</h3>" if part.title else ""
@@ -30,7 +30,7 @@ def part_html(part: Part, lesson: Lesson, number: int) -> str:
     return f"<section>{title}{words}{figure}</section>"
 
 
-def _spec(part: Part, claims: Claims) -> dict[str, Any]:
+def _spec(part: LessonPart, claims: Claims) -> dict[str, Any]:
     """Texts of the spec as HTML, so that the scripts need no mark-up of their own."""
     made = {key: _rendered(key, value, claims) for key, value in part.spec.items() if key not in _STATIC}
     return made | {"table": memory_table()} if part.kind == "memory" else made

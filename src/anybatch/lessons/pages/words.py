@@ -1,4 +1,4 @@
-"""Words to HTML: paragraphs, lists, code, emphasis, and the claims, whose numbers are marked so that a test can read them off."""
+"""Words to HTML: paragraphs, lists, code, emphasis, and claims, whose numbers are marked so that a test can read them."""
 
 import html
 import re
