@@ -127,8 +127,26 @@ class Accumulator:
         scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` as it
         was before the call.
         """
+        forget = self.before_batch()
         for masks in self._row_masks():
-            masks.update += 1  # before anything that may have to start again, so that it starts with the same masks
+            masks.begin()
+        try:
+            return self._until_it_fits(batch, scaler)
+        except BaseException:
+            forget()
+            raise
+
+    def before_batch(self) -> Callable[[], None]:
+        """What to call if the next batch teaches nothing: given again, its rows draw from `row_dropout` what they drew."""
+        numbers = [(masks, masks.update) for masks in self._row_masks()]
+
+        def forget() -> None:
+            for masks, update in numbers:
+                masks.update = update
+
+        return forget
+
+    def _until_it_fits(self, batch: Batch, scaler: GradScaler | None) -> Accumulated:
         events = events_for(self.observer)
         before = once_more(self._buffers.snapshot)
         ran: MicroBatches | None = None
