@@ -1,7 +1,7 @@
 """`row_dropout`: dropout whose masks depend on the row of the batch, and on neither the cut nor the ranks."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -209,6 +209,17 @@ class RowDropout(DropoutLayer):
 def masks_of(model: nn.Module) -> Masks | None:
     """What the swapped layers of `model` share; None where there are none."""
     return next((module.masks for module in model.modules() if isinstance(module, RowDropout)), None)
+
+
+def hold_numbers(every: Iterable[Masks]) -> Callable[[], None]:
+    """What puts the numbers of updates back to what they are now."""
+    held = [(masks, masks.update) for masks in every]
+
+    def put_back() -> None:
+        for masks, update in held:
+            masks.update = update
+
+    return put_back
 
 
 def rows_running(model: nn.Module, row_numbers: Iterable[int]) -> AbstractContextManager[None]:

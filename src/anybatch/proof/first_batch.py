@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.batches import Batch, Dealt, MicroBatches, Tokens, num_rows, take_rows
+from anybatch.batches import Batch, Dealt, MicroBatches, Rows, Tokens, num_rows, take_rows
 from anybatch.errors import ExactnessError, VerifyError
 from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator, has_rows
@@ -90,6 +90,8 @@ def _spread_rows(accumulator: Accumulator, batch: Batch) -> Batch | None:
     if count < 2:
         return None
     chosen = [index * count // wanted for index in range(wanted)]
-    if isinstance(split, Tokens) and split.collate is not None:
+    if isinstance(split, Rows | Tokens) and split.collate is not None:
         return split.collate([batch[row] for row in chosen])
+    if isinstance(split, Rows) and not split.is_plain:
+        return None  # rows that cannot be taken one by one
     return take_rows(batch, chosen)

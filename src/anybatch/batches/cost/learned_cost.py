@@ -63,7 +63,9 @@ class LearnedCost:
             recent = [(int(rows), int(length), float(seconds)) for rows, length, seconds in state["recent"]]
             num_batches, num_new = int(state["batches"]), int(state["new"])
         except (KeyError, TypeError, ValueError) as error:
-            raise SplitError(f"{state!r:.80} is no saved cost of Tokens: give what its state_dict() returned.") from error
+            raise SplitError(
+                f"{state!r:.80} is no saved cost of Tokens: give what its state_dict() returned."
+            ) from error
         self.cost = Cost(fixed=fixed, per_token=per_token, per_square=per_square)
         self._recent = deque(recent, maxlen=REMEMBERED)
         self._num_batches, self._num_new = num_batches, num_new

@@ -5,7 +5,8 @@ from itertools import accumulate, pairwise
 
 from anybatch.batches.cost import Cut
 from anybatch.batches.nesting import Batch
-from anybatch.batches.splits.by_rows import MicroBatches, Rows, ShrinkingSplit, Split, near_equal
+from anybatch.batches.splits.by_rows import Rows, near_equal
+from anybatch.batches.splits.micro_batches import MicroBatches, ShrinkingSplit, Split
 from anybatch.errors import BatchError
 
 
@@ -34,6 +35,8 @@ class CutFurther:
     def cut(self, batch: Batch) -> MicroBatches:
         """Every micro-batch of the other split, in its order, in near-equal parts of at most `size` rows."""
         whole = self.split.cut(batch)
+        if whole.whole or whole.together > 1:
+            return whole
         parts = [part for micro_batch in whole for part in Rows(self.size).cut(micro_batch)]
         return MicroBatches(parts, None if whole.cut is None else self._further(whole.cut))
 
@@ -50,10 +53,12 @@ class CutFurther:
 def smaller(split: Split, ran: MicroBatches) -> Split | None:
     """The split to use after `ran`, which `split` cut, did not fit; None where no micro-batch can be made smaller.
 
-    A split that has `shrink` says itself; the micro-batches of any other are cut in half.
+    A split that has `shrink` says itself; the micro-batches of any other are cut in half, unless their rows belong together.
     """
+    if ran.whole:
+        return None
     shrunk = split.shrink(ran) if isinstance(split, ShrinkingSplit) else None
-    if shrunk is not None:
+    if shrunk is not None or ran.together > 1:
         return shrunk
     try:
         most = max(len(rows) for rows in ran.row_numbers)

@@ -138,7 +138,7 @@ class JoinedLoss:
         results.clear()
         is_alone = tools.ranks.size == 1
         leaves = own if is_alone else [map_tensors(part, leaf) for part in own]
-        loss, metrics = joined_loss(self.coupled, leaves, tools)
+        loss, metrics = joined_loss(self.coupled, plan, leaves, tools)
         if not tools.finite.accepts(loss) or not tools.backward(loss, tools.start.whole(loss)):
             return Outcome(spoilt=plan.micro_batches)
         if not is_alone:  # other ranks' rows have no graph here: the way back goes through this rank's leaves
