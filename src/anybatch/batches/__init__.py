@@ -2,7 +2,7 @@
 
 from anybatch.batches.cost import Cost, Cut
 from anybatch.batches.counting import move, num_rows, rows, take_rows
-from anybatch.batches.dealing import Dealt, GlobalBatches, deal_rows
+from anybatch.batches.dealing import Dealt, GlobalBatches, RepeatsWatch, deal_rows, repeated_rows
 from anybatch.batches.joining import join_rows, reorder_rows
 from anybatch.batches.lengths import RowLengths
 from anybatch.batches.nesting import Batch, children, is_array, map_tensors, tensors
@@ -37,6 +37,7 @@ __all__ = [
     "GlobalBatches",
     "MicroBatch",
     "MicroBatches",
+    "RepeatsWatch",
     "RowLengths",
     "Rows",
     "SampleList",
@@ -58,6 +59,7 @@ __all__ = [
     "num_rows",
     "padded_dims",
     "reorder_rows",
+    "repeated_rows",
     "rows",
     "smaller",
     "take_rows",

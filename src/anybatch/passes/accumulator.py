@@ -9,7 +9,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Split, Workload, as_split, tensors
+from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, RepeatsWatch, Split, Workload, as_split, tensors
 from anybatch.dropout import UNNUMBERED, Masks, RowNumbering, hold_numbers, masks_of, number_rows
 from anybatch.errors import MemoryLimitError
 from anybatch.events import SILENT, Events, Observer, Retry, events_for
@@ -116,6 +116,7 @@ class Accumulator:
         self._file = TensorFile()
         self._proven_size = 0
         self._masks: tuple[Masks, ...] | None = None
+        self._repeats = RepeatsWatch()
 
     def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
         """Add to `.grad` what one backward pass over the whole batch would add.
@@ -127,6 +128,7 @@ class Accumulator:
         scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` as it
         was before the call.
         """
+        self._repeats.look(rank=self.engine.ranks.rank, ranks=self.engine.ranks.size)
         forget = self.before_batch()
         for masks in self._row_masks():
             masks.begin()
