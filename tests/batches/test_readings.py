@@ -63,6 +63,7 @@ def test_a_list_of_like_samples_is_one_row_each(samples):
         ([torch.zeros(6, 2), torch.zeros(6), torch.zeros(6).long()], 6),
         ((torch.zeros(6, 2),) * 5, 6),
         ([{"ids": torch.zeros(6, 2)}, torch.zeros(6)], 6),
+        ([{"ids": torch.zeros(6, 2)}, {"ids": torch.zeros(6, 2)}], 6),
         ([[torch.zeros(6, 2), torch.zeros(6, 2)], torch.zeros(6)], 6),
         ([("a", "b"), torch.zeros(2)], 2),
         ({"views": [torch.zeros(6, 2), torch.zeros(6, 2)]}, 6),
@@ -91,6 +92,8 @@ def test_every_collation_of_torch_is_read_as_it_was_made():
         ([{"ids": torch.zeros(12), "labels": torch.zeros(12)}] * 8, 8, 12),
         ([(torch.zeros(12), torch.zeros(12))] * 8, 8, 12),
         ([[torch.zeros(12, 2), torch.zeros(12)]] * 2, 2, 12),
+        ([{"ids": torch.zeros(12)}, {"ids": torch.zeros(12)}], 2, 12),
+        ([{"ids": torch.zeros(12, 2)}] * 3, 3, 12),
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@ loader with `collate_fn=list` hands over is samples: alike in kind, each of its 
 12 tokens are eight samples, or eight columns of 12 rows. Nothing in them says which, so they are an error.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from anybatch.batches.nesting import Batch, children, is_array, is_sequence
@@ -66,14 +67,19 @@ def holds_samples(batch: Batch) -> bool:
     columns = _rows_as_columns(batch)
     if columns == 0:
         return True
-    if is_array(batch[0]) and len(batch) <= 2:
-        return False  # what a loader makes of single tensors, and of pairs of them
+    if len(batch) <= 2 and (is_array(batch[0]) or _is_encoding(batch[0])):
+        return False  # what loaders make of one tensor or encoding per sample, and of pairs of them
     raise BatchError(
         f"this list of {len(batch)} can be read in two ways: {len(batch)} samples, one per row; or {len(batch)} columns of "
         f"{columns} rows each. For samples, give Rows(n, collate=...) or Tokens(n, collate=...), which collates those of each "
         "micro-batch, or have the loader say so by collate_fn=anybatch.SampleList. For columns, give a tuple or a dict "
         "instead of a list: collate_fn=lambda samples: tuple(default_collate(samples))."
     )
+
+
+def _is_encoding(value: Batch) -> bool:
+    """True of a mapping of matrices: rows x tokens. A sample by itself has the tokens alone."""
+    return isinstance(value, Mapping) and all(is_array(held) and len(held.shape) > 1 for held in value.values())
 
 
 def _rows_as_columns(batch: Any) -> int:
