@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from anybatch import BatchError, MicroBatches, Rows, SampleList, SplitError, Stacked, num_rows, take_rows
 from anybatch.batches.readings import holds_samples
 from anybatch.batches.row_dim import check_row_dim
+from anybatch.batches.splits.shrinking import CutFurther
 
 TWO_WAYS = (
     r"can be read in two ways: {} samples, one per row; or {} columns of {} rows each.*collate=.*SampleList.*tuple"
@@ -231,3 +232,9 @@ def test_micro_batches_say_that_they_must_stay_whole():
     assert not MicroBatches([1]).whole
     assert MicroBatches([1], whole=True).whole
     assert not holds_samples(MicroBatches([1]))
+
+
+def test_micro_batches_that_are_cut_further_are_read_as_they_were_when_they_were_cut():
+    batch = {"x": torch.arange(6), "pair": [torch.arange(6), torch.arange(6)]}
+    cut = CutFurther(Rows(2), 1).cut(batch)
+    assert [part["pair"][1].tolist() for part in cut] == [[row] for row in range(6)]

@@ -141,6 +141,11 @@ class Fit:
         return self._last.split.cut(batch)
 
     @property
+    def reads_dim_0(self) -> bool:
+        """True where dim 0 is taken for the rows, and nobody said that it is."""
+        return self._last is not None and self._last.kind == "rows"
+
+    @property
     def learn(self) -> Callable[[MicroBatches, Sequence[float | None]], None] | None:
         """The `learn` of the split inside; None where that has none, so that micro-batches are not timed."""
         return None if self._last is None else getattr(self._last.split, "learn", None)

@@ -45,7 +45,7 @@ class Cutting:
         cut = self.split.cut(batch)
         if not self._is_row_dim_known and len(cut) > 1:
             self._is_row_dim_known = True
-            if getattr(self.split, "reads_dim_0", True):
+            if getattr(self.split, "reads_dim_0", False):
                 check_row_dim(workload().model, batch)
         return cut
 

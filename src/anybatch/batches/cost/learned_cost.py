@@ -30,8 +30,10 @@ class LearnedCost:
 
     @property
     def is_learning(self) -> bool:
-        """False where the cost stays as it is."""
-        return self._batches is None or self._num_batches < self._batches
+        """False where the cost stays as it is. Batches of few micro-batches do not end it before there is a fit."""
+        if self._batches is None or self._batches == 0:
+            return self._batches is None
+        return self._num_batches < self._batches or len(self._recent) < FEWEST
 
     def observe(self, observations: Iterable[Observation]) -> None:
         """Remember the micro-batches of one batch that ran, and fit again when it is time to, or at the last batch."""
@@ -43,7 +45,7 @@ class LearnedCost:
                 self._recent.append(observation)
                 self._num_new += 1
         is_time = self._num_new >= max(FEWEST, (len(self._recent) + 1) // 2)
-        if is_time or (not self.is_learning and self._num_new and len(self._recent) >= FEWEST):
+        if is_time or (not self.is_learning and self._num_new):
             self.cost = fit_cost(self._recent, self._prior)
             self._num_new = 0
 

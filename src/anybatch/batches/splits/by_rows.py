@@ -57,6 +57,10 @@ class Rows:
                 "what collate returns may have its rows in any dim."
             )
 
+    def __repr__(self) -> str:
+        said = {"size": self.size, "collate": self.collate, "batch_dim": self.batch_dim, "groups": self.groups}
+        return f"Rows({', '.join(f'{name}={value!r}' for name, value in said.items() if value is not None)})"
+
     @property
     def is_plain(self) -> bool:
         """True where rows are dim 0 and none belong together: any of them may be taken alone."""

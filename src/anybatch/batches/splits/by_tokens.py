@@ -95,11 +95,6 @@ class Tokens:
         return self._learned.cost
 
     @property
-    def reads_dim_0(self) -> bool:
-        """False: lengths, masks and samples say what a row is."""
-        return False
-
-    @property
     def learn(self) -> Learn | None:
         """Fit the cost to the times of micro-batches that this split cut; None where it stays, and nobody need time them."""
         return self._learn if self._learned.is_learning else None

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from anybatch.batches.cost import Cut
+from anybatch.batches.counting import num_rows, split_rows
 from anybatch.batches.nesting import Batch
-from anybatch.batches.splits.by_rows import Rows, near_equal
+from anybatch.batches.splits.by_rows import near_equal
 from anybatch.batches.splits.micro_batches import MicroBatches, ShrinkingSplit, Split
 from anybatch.errors import BatchError
 
@@ -37,8 +38,13 @@ class CutFurther:
         whole = self.split.cut(batch)
         if whole.whole or whole.together > 1:
             return whole
-        parts = [part for micro_batch in whole for part in Rows(self.size).cut(micro_batch)]
+        parts = [part for micro_batch in whole for part in self._parts(micro_batch)]
         return MicroBatches(parts, None if whole.cut is None else self._further(whole.cut))
+
+    def _parts(self, micro_batch: Batch) -> list[Batch]:
+        # not Rows.cut, which asks whether a batch can be read in two ways: this one was read when it was cut
+        count = num_rows(micro_batch)
+        return split_rows(micro_batch, near_equal(count, self.size)) if count > self.size else [micro_batch]
 
     def _further(self, cut: Cut) -> Cut:
         rows: list[tuple[int, ...]] = []

@@ -83,6 +83,11 @@ class Auto:
             num_updates=search.num_measured,
         )
 
+    @property
+    def reads_dim_0(self) -> bool:
+        """True where nobody said that dim 0 is the rows, and the last batch was cut by rows."""
+        return self._rows.reads_dim_0 and self._last is not None and self._last.kind == "rows"
+
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`, at the size to try next or at the best one."""
         is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
