@@ -21,6 +21,7 @@ from anybatch.batches.splits import (
     Workload,
     as_split,
     smaller,
+    why_rows_stay,
     windows,
 )
 from anybatch.batches.tuning import Auto, Choice, Doubling
@@ -64,5 +65,6 @@ __all__ = [
     "smaller",
     "take_rows",
     "tensors",
+    "why_rows_stay",
     "windows",
 ]

@@ -16,16 +16,18 @@ from anybatch.batches import (
     join_rows,
     num_rows,
     take_rows,
+    why_rows_stay,
 )
 from anybatch.errors import BatchError, SplitError, VerifyError
 
 
 def whole_batch(batch: Batch, micro_batch: MicroBatch | None) -> Batch:
     """All rows in one piece: micro-batches joined, raw samples collated."""
-    if isinstance(micro_batch, Rows) and (micro_batch.batch_dim or micro_batch.groups is not None):
+    why = why_rows_stay(micro_batch, batch)
+    if why is not None:
         raise VerifyError(
-            f"{micro_batch!r}: verify tries rows one by one, as dim 0 of the batch. Verify a batch with rows first, each row "
-            "by itself."
+            f"this batch cannot be verified: {why}, and verify takes rows one by one. Verify a batch with rows first, each by "
+            "itself."
         )
     try:
         if isinstance(batch, MicroBatches):

@@ -1,6 +1,6 @@
 """Splits: the policies that cut a batch into micro-batches, and what `micro_batch=` may be given as."""
 
-from anybatch.batches.splits.belonging import Stacked
+from anybatch.batches.splits.belonging import Stacked, why_rows_stay
 from anybatch.batches.splits.by_rows import Rows
 from anybatch.batches.splits.by_tokens import Tokens
 from anybatch.batches.splits.grouping import Windows, windows
@@ -20,5 +20,6 @@ __all__ = [
     "Workload",
     "as_split",
     "smaller",
+    "why_rows_stay",
     "windows",
 ]

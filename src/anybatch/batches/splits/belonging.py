@@ -65,3 +65,14 @@ def _check_even(count: int, size: int, spelled: str) -> None:
             f"{spelled}: a batch of {count} rows is no whole number of groups. Give batches of a multiple of {size} rows "
             "(drop_last=True in the loader), or groups=, a function of the batch that returns one number per row."
         )
+
+
+def why_rows_stay(split: Any, batch: Batch) -> str | None:
+    """Why single rows of `batch` cannot be taken out of it, in words; None where they can."""
+    if getattr(batch, "whole", False):
+        return "its micro-batches must stay whole"
+    if getattr(split, "groups", None) is not None:
+        return "its rows belong together (groups=)"
+    if getattr(split, "batch_dim", None):
+        return f"its rows are dim {split.batch_dim} (batch_dim=)"
+    return None
