@@ -21,7 +21,7 @@ def engine_page(browser, tmp_path_factory):
         path.write_text(BARE.format(map=change(inline_import_map())))
         pages.append(browser.new_page())
         pages[-1].goto(path.as_uri())
-        pages[-1].wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
+        pages[-1].wait_for_selector("html[data-ready]", state="attached", timeout=600_000)
         return pages[-1]
 
     yield opens

@@ -49,7 +49,7 @@ def opened(browser, learn_file):
         page.on("request", lambda request: found.requests.append(request.url))
         page.goto(f"{learn_file.as_uri()}#{name}{state}")
         if more.get("java_script_enabled", True):
-            page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
+            page.wait_for_selector(f"article#{name}[data-settled]", timeout=600_000)
         return found
 
     yield opens
@@ -64,7 +64,7 @@ def lesson_view(opened):
 
     def shows(name):
         view.page.goto(view.page.url.split("#")[0] + f"#{name}")
-        view.page.wait_for_selector(f"article#{name}:not([hidden])")
+        view.page.wait_for_selector(f"article#{name}[data-settled]:not([hidden])", timeout=600_000)
         return view
 
     return shows

@@ -13,16 +13,15 @@ export function linear(weight, bias, inputs, outputs) {
         }
       return { y, kept: x };
     },
-    backward(kept, gy, n, sums) {
-      const gx = new Float64Array(n * inputs), gw = sums.get(weight), gb = bias && sums.get(bias), w = weight.data;
+    // The first layer is not asked for the gradient of its input.
+    backward(kept, gy, n, sums, isFirst) {
+      const gx = isFirst ? null : new Float64Array(n * inputs), gw = sums.get(weight), gb = bias && sums.get(bias), w = weight.data;
       for (let i = 0; i < n; i++)
         for (let o = 0; o < outputs; o++) {
           const g = gy[i * outputs + o];
           if (gb) gb[o] += g;
-          for (let k = 0; k < inputs; k++) {
-            gw[o * inputs + k] += g * kept[i * inputs + k];
-            gx[i * inputs + k] += g * w[o * inputs + k];
-          }
+          for (let k = 0; k < inputs; k++) gw[o * inputs + k] += g * kept[i * inputs + k];
+          if (gx) for (let k = 0; k < inputs; k++) gx[i * inputs + k] += g * w[o * inputs + k];
         }
       return gx;
     },

@@ -57,7 +57,7 @@ export function gradients(loss, scale) {
   const { outputs, batch, probabilities } = loss;
   const sums = new Map(outputs.net.parameters.map((p) => [p, new Float64Array(p.data.length)]));
   let g = probabilities.map((p, k) => (p - (k % 2 === batch.y[k >> 1] ? 1 : 0)) * ((scale * batch.unit[k >> 1]) / batch.units));
-  for (let l = outputs.net.layers.length - 1; l >= 0; l--) g = outputs.net.layers[l].backward(outputs.kept[l], g, batch.n, sums);
+  for (let l = outputs.net.layers.length - 1; l >= 0; l--) g = outputs.net.layers[l].backward(outputs.kept[l], g, batch.n, sums, l === 0);
   return sums;
 }
 

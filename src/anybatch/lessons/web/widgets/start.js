@@ -26,11 +26,18 @@ function show(isFirst) {
     if (link.dataset.page === current.id) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  current.querySelectorAll("[data-widget]:not([data-alive])").forEach(bring);
+  settle(current, [...current.querySelectorAll("[data-widget]:not([data-alive])")]);
   if (!isFirst) {
     scrollTo(0, 0);
     current.querySelector("h2").focus({ preventScroll: true });
   }
+}
+
+// What is seen first comes to life at once, the rest one by one, so that the page answers in between.
+function settle(lesson, figures) {
+  figures.splice(0, 1).forEach(bring);
+  if (figures.length) setTimeout(() => settle(lesson, figures.filter((figure) => !("alive" in figure.dataset))));
+  else lesson.dataset.settled = "";
 }
 
 function bring(figure) {
@@ -48,3 +55,4 @@ addEventListener("hashchange", (event) => {
 show(true);
 window.anybatch = { measure };
 document.documentElement.dataset.ready = "";
+performance.mark("ready");
