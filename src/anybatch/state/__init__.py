@@ -1,5 +1,6 @@
 """What a forward or a step changes, and putting it back; out of memory; saved tensors kept elsewhere."""
 
+from anybatch.state.batch_state import BatchState
 from anybatch.state.buffers import MovingBuffers
 from anybatch.state.disk import TensorFile
 from anybatch.state.draw_finder import DrawFinder
@@ -9,8 +10,10 @@ from anybatch.state.per_thread import ThreadState, thread_state
 from anybatch.state.python_random import OuterRandom, outer_random
 from anybatch.state.snapshot import NOTHING, Snapshot, of_statistics, of_step, tracking_layers
 from anybatch.state.torch_random import RandomState, random_state
+from anybatch.state.written_inputs import WriteWatch
 
 __all__ = [
+    "BatchState",
     "DrawFinder",
     "MovingBuffers",
     "NOTHING",
@@ -20,6 +23,7 @@ __all__ = [
     "Snapshot",
     "TensorFile",
     "ThreadState",
+    "WriteWatch",
     "check_offload",
     "free_memory",
     "is_out_of_memory",
