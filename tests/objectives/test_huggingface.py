@@ -312,6 +312,51 @@ def test_clip_is_told_to_be_coupled_and_is_exact_so():
     assert relative_error(model, reference) > 0.1
 
 
+def log_probability(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    """Of each row's answer, the tokens that are not ignored."""
+    predicted, wanted = model(input_ids=ids).logits[:, :-1].log_softmax(-1), labels[:, 1:]
+    chosen = predicted.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+    return (chosen * (wanted != -100)).sum(1)
+
+
+def dpo_loss(model: nn.Module, batch: Any) -> Tensor:
+    """As a preference trainer's `compute_loss`: a mean over pairs."""
+    gains = [
+        log_probability(model, batch[f"{side}_input_ids"], batch[f"{side}_labels"]) - batch[f"{side}_reference"]
+        for side in ("chosen", "rejected")
+    ]
+    return -F.logsigmoid(0.1 * (gains[0] - gains[1])).mean()
+
+
+def sft_loss(model: nn.Module, batch: Any) -> Tensor:
+    """As a fine-tuning trainer's `compute_loss`: a mean over the tokens of answers."""
+    return model(**batch).loss
+
+
+def preferences() -> dict[str, Tensor]:
+    sides = {side: text()["input_ids"] for side in ("chosen", "rejected")}
+    batch = {f"{side}_input_ids": ids for side, ids in sides.items()}
+    batch |= {f"{side}_labels": token_labels() for side in sides}
+    return batch | {f"{side}_reference": -20 * torch.rand(ROWS) for side in sides}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_trainers_loss_is_given_as_it_is_and_has_its_units(kind):
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)).double()
+    batch = text() | {"labels": token_labels()} if kind == "sft" else preferences()
+    compute = sft_loss if kind == "sft" else dpo_loss
+    compute(model, batch).backward()
+    reference = gradient(model.parameters())
+    model.zero_grad()
+    result = Accumulator(model, huggingface(loss=compute), micro_batch=5).backward(batch)
+    assert result.units == (int((batch["labels"][:, 1:] != -100).sum()) if kind == "sft" else ROWS)
+    assert relative_error(model, reference) <= (1e-6 if kind == "sft" else 1e-12), "the head's own loss is fp32"
+    parts = [{key: value[start : start + 5] for key, value in batch.items()} for start in range(0, ROWS, 5)]
+    mean_of_means(model, compute, parts)
+    assert relative_error(model, reference) > 0.03
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_ctc_head_averages_or_sums_over_rows_as_its_configuration_says(reduction):
     torch.manual_seed(0)

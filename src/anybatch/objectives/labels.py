@@ -6,7 +6,7 @@ Units are the labels that the loss really averaged, never a promise read off a s
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -23,12 +23,17 @@ from anybatch.options import Reduction
 from anybatch.parallel import unwrapped
 from anybatch.torch_inside import FakeTensor, inside_compiled
 
+ModelLoss = Callable[[nn.Module, Batch], Tensor]
 IGNORED = -100
 _PREDICTS_NEXT_TOKEN = re.compile(r"CausalLM|LMHead|ForConditionalGeneration")
 
 
-def huggingface(*, units: Units | None = None) -> Objective:
+def huggingface(*, loss: ModelLoss | None = None, units: Units | None = None) -> Objective:
     """The objective `model(**batch).loss`, averaged over the labels that are not ignored.
+
+    `loss(model, batch)` stands for it where a trainer computes the loss, such as `trainer.compute_loss`: of supervised
+    fine-tuning it is averaged over the labels too; of preferences (DPO: a batch with `chosen_input_ids` and
+    `rejected_input_ids`) over pairs.
 
     Causal language models shift the labels by one inside; masked, sequence-to-sequence and classification heads do not. CTC
     heads average, or sum, over rows, as their configuration says. Which is the case is known from the model, and checked once
@@ -39,17 +44,17 @@ def huggingface(*, units: Units | None = None) -> Objective:
     # what has been checked is remembered so that it is checked once; it changes no result
     checked: WeakSet[nn.Module] = WeakSet()
 
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        if units is not None or model in checked or inside_compiled(model) is not None or _has_no_numbers(model):
-            return _loss_of(model, batch)
+    def compute(model: nn.Module, batch: Batch) -> Tensor:
+        _check_uncoupled(batch)
+        return _loss_of(model, batch) if loss is None else loss(model, batch)
+
+    def checked_once(model: nn.Module, batch: Batch) -> Tensor:
+        is_known = units is not None or model in checked or _are_pairs(batch)
+        if is_known or inside_compiled(model) is not None or _has_no_numbers(model):
+            return compute(model, batch)
         with ObservedMeans() as observed:
-            value = _loss_of(model, batch)
-        if _is_ctc(model):
-            _check_nothing_added(model, value, [])
-        else:
-            _check_units(model, batch, observed.units)
-            _check_nothing_added(model, value, observed.nodes)
-            _check_scale(model, value, observed.means)
+            value = compute(model, batch)
+        _check_means(model, batch, value, observed)
         if value.requires_grad:
             checked.add(model)
         return value
@@ -61,8 +66,8 @@ def huggingface(*, units: Units | None = None) -> Objective:
         return lambda batch: label_units(batch, is_shifted=is_shifted)
 
     if units is not None:
-        return Objective(loss, units, reduction_for=_reduction_of)
-    return Objective(loss, next_token_units, units_for=units_for, reduction_for=_reduction_of)
+        return Objective(checked_once, units, reduction_for=_reduction_of)
+    return Objective(checked_once, next_token_units, units_for=units_for, reduction_for=_reduction_of)
 
 
 def next_token_units(batch: Batch) -> Number:
@@ -79,6 +84,8 @@ def label_units(batch: Batch, *, is_shifted: bool) -> Number:
     """The labels that count: not ignored, and for next-token prediction not the first of a row, which nothing predicts."""
     batch = _mapping(batch)
     _check_uncoupled(batch)
+    if _are_pairs(batch):
+        return len(batch["chosen_input_ids"])
     if isinstance(batch.get("start_positions"), Tensor):
         return _answer_units(batch)
     is_ready = isinstance(batch.get("shift_labels"), Tensor)
@@ -124,8 +131,12 @@ def _answer_units(batch: Mapping[str, Any]) -> Number:
     return starts
 
 
+def _are_pairs(batch: Batch) -> bool:
+    """True of preferences, one chosen and one rejected answer per row: their loss is a mean over rows."""
+    return isinstance(batch, Mapping) and {"chosen_input_ids", "rejected_input_ids"} <= batch.keys()
+
+
 def _loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    _check_uncoupled(batch)
     value = getattr(model(**batch), "loss", None)
     if not isinstance(value, Tensor):
         raise LossError(
@@ -133,6 +144,16 @@ def _loss_of(model: nn.Module, batch: Batch) -> Tensor:
             "'labels' to the batch, or use supervised() or Objective() for a model that leaves the loss to you."
         )
     return value
+
+
+def _check_means(model: nn.Module, batch: Batch, loss: Tensor, observed: ObservedMeans) -> None:
+    """Refuse a loss that is not the one mean over labels that its units say."""
+    if _is_ctc(model):
+        _check_nothing_added(model, loss, [])
+        return
+    _check_units(model, batch, observed.units)
+    _check_nothing_added(model, loss, observed.nodes)
+    _check_scale(model, loss, observed.means)
 
 
 def _check_units(model: nn.Module, batch: Batch, observed: list[Number]) -> None:

@@ -1,6 +1,6 @@
 """The accumulator: a batch in, its exact gradient in `.grad`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +37,17 @@ from anybatch.passes.running import (
 from anybatch.passes.schedules import schedule_for
 from anybatch.passes.timing import laps_of
 from anybatch.passes.tools import TRUSTING, Dropping, Schedule, StartGradient, Tools
-from anybatch.state import BatchState, Snapshot, TensorFile, WriteWatch, once_more, tracking_layers, until_it_fits
+from anybatch.state import (
+    BatchState,
+    Held,
+    Slot,
+    Snapshot,
+    TensorFile,
+    WriteWatch,
+    once_more,
+    tracking_layers,
+    until_it_fits,
+)
 
 
 class Accumulator:
@@ -135,7 +145,7 @@ class Accumulator:
         try:
             return self._until_it_fits(batch, scaler, before)
         except BaseException:
-            self.forget_batch(before)
+            self.forget_batch(before.buffers)
             raise
 
     def before_batch(self) -> Snapshot:
@@ -146,9 +156,9 @@ class Accumulator:
             self.norms.look_at(self.model)
         return before
 
-    def forget_batch(self, before: Snapshot) -> None:
-        """Make buffers what they were before a batch that teaches nothing."""
-        self._state.forget(before)
+    def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
+        """Make buffers what they were, by the snapshot of before a batch that teaches nothing."""
+        self._state.forget(buffers)
 
     def _until_it_fits(self, batch: Batch, scaler: GradScaler | None, before: Snapshot) -> Accumulated:
         events = events_for(self.observer)

@@ -8,18 +8,20 @@ from anybatch.state.offload import SavedTensors, check_offload
 from anybatch.state.out_of_memory import free_memory, is_out_of_memory, once_more, until_it_fits
 from anybatch.state.per_thread import ThreadState, thread_state
 from anybatch.state.python_random import OuterRandom, outer_random
-from anybatch.state.snapshot import NOTHING, Snapshot, of_statistics, of_step, tracking_layers
+from anybatch.state.snapshot import NOTHING, Held, Slot, Snapshot, of_statistics, of_step, tracking_layers
 from anybatch.state.torch_random import RandomState, random_state
 from anybatch.state.written_inputs import WriteWatch
 
 __all__ = [
     "BatchState",
     "DrawFinder",
+    "Held",
     "MovingBuffers",
     "NOTHING",
     "OuterRandom",
     "RandomState",
     "SavedTensors",
+    "Slot",
     "Snapshot",
     "TensorFile",
     "ThreadState",

@@ -1,14 +1,13 @@
 """What a batch changes in a model beside its gradient: put back where it teaches nothing, and told where it goes wrong."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
 from anybatch.errors import levels_to_the_caller
 from anybatch.state.buffers import MovingBuffers
-from anybatch.state.snapshot import Slot, Snapshot
+from anybatch.state.snapshot import Held, Slot, Snapshot
 
 
 class BatchState:
@@ -33,9 +32,9 @@ class BatchState:
         """Make buffers and random draws what they were; the names of buffers of which there was no copy."""
         return self._buffers.put_back(before)
 
-    def forget(self, before: Snapshot) -> None:
+    def forget(self, buffers: Mapping[Slot, Held]) -> None:
         """Make buffers what they were before a batch that teaches nothing; random draws stay drawn."""
-        lost = self.put_back(replace(before, random=None))
+        lost = self.put_back(Snapshot(buffers=buffers))
         if lost:
             warnings.warn(
                 f"this batch was not learnt from, but it was the first to change {', '.join(lost)}, of which there is no copy: "

@@ -137,11 +137,13 @@ class Update:
             self._check_first(batch)
         events = events_for(self.observer)
         before = self.accumulator.before_batch()
+        buffers = before.buffers
         lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))
         is_applied = False
         try:
             self._zero(events)
             accumulated = self.accumulator.backward(batch, scaler=self.scaler, before=before)
+            del before  # its random state need not lie beside the step
             stepped = self._stepped()
             is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.running.on_empty == "skip")
             if is_learnable:
@@ -149,7 +151,7 @@ class Update:
             grad_norm = once_more(lambda: gradient_norm(stepped))
             is_finite = is_learnable and self._is_finite(grad_norm)
             if is_learnable and not is_finite and self._raises():
-                self.accumulator.forget_batch(before)  # buffers may hold the nan that is looked for
+                self.accumulator.forget_batch(buffers)  # buffers may hold the nan that is looked for
                 raise NonFiniteError(self._explain(batch, grad_norm))
             if is_finite:
                 self._clip(stepped, grad_norm, events)
@@ -168,7 +170,7 @@ class Update:
             events.close()
             if not is_applied:
                 self._scale.forget()
-                self.accumulator.forget_batch(before)
+                self.accumulator.forget_batch(buffers)
         return UpdateResult(
             loss=accumulated.loss,
             grad_norm=grad_norm,
