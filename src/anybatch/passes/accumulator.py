@@ -8,8 +8,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, MicroBatch, MicroBatches, Split, Workload, as_split
-from anybatch.dropout import Masks, masks_of
+from anybatch.batches import Batch, MicroBatch, MicroBatches, RepeatsWatch, Split, Workload, as_split
+from anybatch.dropout import Masks, hold_numbers, masks_of
 from anybatch.errors import MemoryLimitError
 from anybatch.events import SILENT, Events, Observer, Retry, events_for
 from anybatch.gradients import GradientSum, check_hooks
@@ -121,11 +121,12 @@ class Accumulator:
         self._optimizer = optimizer
         check_drops(self.running, objective, self.engine)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
-        self._state = BatchState([model, *own_loss])
+        self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
         self._file = TensorFile()
         self._proven_size = 0
         self._masks: tuple[Masks, ...] | None = None
-        self._num_layouts = 0
+        self._repeats = RepeatsWatch()
+        self._forget_masks: Callable[[], None] = hold_numbers(())
 
     def backward(
         self, batch: Batch, *, scaler: GradScaler | None = None, before: Snapshot | None = None
@@ -139,9 +140,10 @@ class Accumulator:
         scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` and
         buffers as they were before the call, which `before` says, where `before_batch` was asked already.
         """
+        self._repeats.look(rank=self.engine.ranks.rank, ranks=self.engine.ranks.size)
         before = before or self.before_batch()
         for masks in self._row_masks():
-            masks.update += 1  # before anything that may have to start again, so that it starts with the same masks
+            masks.begin()
         try:
             return self._until_it_fits(batch, scaler, before)
         except BaseException:
@@ -151,14 +153,13 @@ class Accumulator:
     def before_batch(self) -> Snapshot:
         """What a batch may change beside gradients, to go back to: buffers, and torch's random state."""
         before = once_more(self._state.snapshot)
-        if self._state.num_layouts != self._num_layouts:
-            self._num_layouts = self._state.num_layouts
-            self.norms.look_at(self.model)
+        self._forget_masks = hold_numbers(self._row_masks())
         return before
 
     def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
-        """Make buffers what they were, by the snapshot of before a batch that teaches nothing."""
+        """Make buffers what they were before a batch that teaches nothing, and let its rows draw the same masks again."""
         self._state.forget(buffers)
+        self._forget_masks()
 
     def _until_it_fits(self, batch: Batch, scaler: GradScaler | None, before: Snapshot) -> Accumulated:
         events = events_for(self.observer)

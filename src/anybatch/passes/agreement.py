@@ -9,10 +9,11 @@ from torch import nn
 
 from anybatch.batches import Batch, Cut, Dealt, MicroBatches, move, tensors
 from anybatch.errors import BatchError, ParallelError
-from anybatch.objectives import Coupled, Objective, count_units
+from anybatch.objectives import Coupled, Objective
 from anybatch.options import Reduction
 from anybatch.parallel import Engine, Ranks
 from anybatch.passes.batch_plan import BatchPlan, Layout, lay_out
+from anybatch.passes.cutting import units_of
 from anybatch.passes.tools import Schedule
 
 
@@ -64,7 +65,7 @@ def own_rows(
     if ranks.size > 1 and (is_stand_in or not has_rows(rows)):
         return OwnRows(cut=None, units=(), reduction=reduction)
     cut = cut_rows(rows)
-    units = count_units(objective, model, cut.micro_batches)
+    units = units_of(objective, model, cut)
     if is_stand_in:
         return OwnRows(cut=cut, units=[0] * len(units), reduction="mean")
     return OwnRows(cut=cut, units=units, reduction=reduction)

@@ -11,22 +11,25 @@ from anybatch.state.snapshot import Held, Slot, Snapshot
 
 
 class BatchState:
-    """The buffers of one model and its loss, from batch to batch."""
+    """The buffers of one model and its loss, from batch to batch.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    `look_again()` is called where modules have other buffers than before: a BatchNorm was put in, say.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], look_again: Callable[[], None]) -> None:
         self._modules = modules
+        self._look_again = look_again
         self._buffers = MovingBuffers(modules, aside=True)
         self._told: set[Slot] = set()
         self._num_told = -1
 
     def snapshot(self) -> Snapshot:
         """This moment, to go back to."""
-        return self._buffers.snapshot()
-
-    @property
-    def num_layouts(self) -> int:
-        """How often the modules were seen to have other buffers than before: once at the first snapshot."""
-        return self._buffers.num_layouts
+        num_layouts = self._buffers.num_layouts
+        before = self._buffers.snapshot()
+        if self._buffers.num_layouts != num_layouts:
+            self._look_again()
+        return before
 
     def put_back(self, before: Snapshot) -> list[str]:
         """Make buffers and random draws what they were; the names of buffers of which there was no copy."""

@@ -17,7 +17,7 @@ from anybatch.options import Offload
 from anybatch.parallel import Engine, Needs
 from anybatch.passes.batch_plan import BatchPlan, Layout
 from anybatch.passes.running import common_device
-from anybatch.passes.schedules.representations import leaf, no_rows, roots_of, share_out
+from anybatch.passes.schedules.representations import in_own_order, leaf, no_rows, roots_of, share_out
 from anybatch.passes.schedules.two_passes import loss_of_all
 from anybatch.passes.tools import Outcome, Part, Tools, part_of
 from anybatch.state import SavedTensors, TensorFile
@@ -141,7 +141,7 @@ class JoinedLoss:
 
     def backward(self, plan: BatchPlan, results: list[Batch], tools: Tools) -> Outcome:
         both = zip(plan.passes, results, strict=True)
-        own = join_rows([result if one.reports else no_rows(result) for one, result in both])
+        own = in_own_order(plan, join_rows([result if one.reports else no_rows(result) for one, result in both]))
         results.clear()
         is_alone = tools.ranks.size == 1
         leaves = own if is_alone else map_tensors(own, leaf)

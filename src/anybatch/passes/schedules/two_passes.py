@@ -23,6 +23,7 @@ from anybatch.passes.schedules.representations import (
     alone,
     check_graph,
     check_same_shapes,
+    in_own_order,
     leaf,
     no_rows,
     roots_of,
@@ -96,7 +97,7 @@ class TwoPasses:
             each.leaves = map_tensors(each.representations, leaf)
         tools.barrier.hold()
         seen = join_rows([each.leaves if each.one.reports else no_rows(each.leaves) for each in encoded])
-        loss, metrics = loss_of_all(self.coupled, seen, tools)
+        loss, metrics = loss_of_all(self.coupled, in_own_order(plan, seen), tools)
         tools.events.end_loss(loss, micro_batch=None, units=sum(plan.units), share=1.0)
         if not tools.finite.accepts(loss):
             return loss.detach(), metrics, False
