@@ -3,6 +3,7 @@
 import re
 import tomllib
 from pathlib import Path
+from tempfile import mkdtemp
 
 from tests.lessons.claims import measured
 
@@ -18,7 +19,7 @@ if __name__ == "__main__":
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page()
-        path = Path("/tmp/fill_claims.html")
+        path = Path(mkdtemp()) / "engine.html"
         path.write_text(BARE.format(map=inline_import_map()))
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-ready]", state="attached")

@@ -1,5 +1,6 @@
 """Every measure that a claim of a lesson names, taken by torch, and how it is written on a page."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,8 +68,14 @@ SHOWN = {
 
 
 def of_a_run(measure: str, setting: dict[str, Any], text: str) -> float:
-    given = {key: value for key, value in setting.items() if key != "breaks"}
-    return OF_A_RUN[measure](run(Setting(text=text, **given)))
+    given = tuple(sorted((key, value) for key, value in setting.items() if key != "breaks"))
+    return OF_A_RUN[measure](_run(text, given))
+
+
+@cache
+def _run(text: str, given: tuple[tuple[str, Any], ...]) -> Run:
+    """Claims that share a setting share its run."""
+    return run(Setting(text=text, **dict(given)))
 
 
 def apart(setting: dict[str, Any], text: str) -> float:
