@@ -15,7 +15,7 @@ from anybatch.errors import MemoryLimitError
 from anybatch.events import SILENT, Events, Observer, Retry, events_for
 from anybatch.gradients import GradientSum
 from anybatch.norms import Layers, NormPolicy
-from anybatch.objectives import Coupled, Objective, count_units
+from anybatch.objectives import Coupled, Objective, count_terms, count_units
 from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
@@ -201,6 +201,7 @@ class Accumulator:
             choose,
             underflows=scaler is None and passes_fp16(parameters, autocast),
             proven_size=self._proven_size,
+            num_terms=len(self.objective.terms),
         )
         self.norms.warn_once(layers, plan.cut, plan.num_micro_batches)
         needs = schedule.needs(self.engine)
@@ -258,9 +259,12 @@ class Accumulator:
             return OwnRows(cut=None, units=(), reduction=reduction)
         cut = self._cutting.cut(rows, lambda: self.workload)
         units = count_units(self.objective, self.model, cut.micro_batches)
+        terms = self.objective.terms
+        each = [count_terms(terms, part) for part in cut.micro_batches] if terms else []
         if is_stand_in:
-            return OwnRows(cut=cut, units=[0] * len(units), reduction="mean")
-        return OwnRows(cut=cut, units=units, reduction=reduction)
+            nothing = [[0.0] * len(terms) for _ in each]
+            return OwnRows(cut=cut, units=[0] * len(units), reduction="mean", terms=nothing)
+        return OwnRows(cut=cut, units=units, reduction=reduction, terms=each)
 
     def _row_masks(self) -> tuple[Masks, ...]:
         """What the model's swapped dropout layers share: nothing, or one. Looked for once, at the first batch."""

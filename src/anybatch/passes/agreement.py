@@ -10,7 +10,7 @@ from anybatch.batches import Batch, Cut, MicroBatches, move, tensors
 from anybatch.errors import BatchError, ParallelError
 from anybatch.options import Reduction
 from anybatch.parallel import Engine, Ranks
-from anybatch.passes.batch_plan import BatchPlan, Layout, lay_out
+from anybatch.passes.batch_plan import BatchPlan, Layout, TermUnits, lay_out
 from anybatch.passes.tools import Schedule
 
 
@@ -22,6 +22,8 @@ class OwnRows:
     """None where it has no rows."""
     units: Sequence[float]
     reduction: Reduction
+    terms: Sequence[Sequence[float]] = ()
+    """What each term of a loss of several means divides by, for each micro-batch."""
 
     def counted(self, layout: Layout) -> list[int]:
         """The micro-batches that count for something, and so run."""
@@ -40,6 +42,8 @@ class _Told:
     total: float
     largest: float
     is_proven: float
+    terms: Sequence[float] = ()
+    """What each term of the loss divides by, on this rank."""
 
 
 def has_rows(batch: Batch) -> bool:
@@ -60,6 +64,7 @@ def plan_batch(
     *,
     underflows: bool,
     proven_size: int,
+    num_terms: int = 0,
 ) -> tuple[BatchPlan, Schedule]:
     """Cut and count on every rank, sum the units in one small collective, and lay out this rank's passes.
 
@@ -78,7 +83,7 @@ def plan_batch(
         schedule = schedule_for(len(own.cut) > 1)
         return _planned(ranks, own, [_told(own, [], is_proven=True)], schedule.layout, 0, underflows), schedule
     schedule = schedule_for(True)
-    own, told = _ask_all(ranks, count, schedule.layout, proven_size)
+    own, told = _ask_all(ranks, count, schedule.layout, proven_size, num_terms)
     if not any(one.num_own for one in told):
         raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
     own = _with_borrowed(ranks, own, told, schedule.layout)
@@ -88,7 +93,8 @@ def plan_batch(
 
 def _told(own: OwnRows, counted: list[int], *, is_proven: bool) -> _Told:
     num_own = 0 if own.cut is None else len(own.cut)
-    return _Told(0.0, num_own, len(counted), sum(own.units), max(own.units, default=0), is_proven)
+    terms = [sum(column) for column in zip(*own.terms, strict=True)]
+    return _Told(0.0, num_own, len(counted), sum(own.units), max(own.units, default=0), is_proven, terms)
 
 
 def _planned(
@@ -112,11 +118,14 @@ def _planned(
         num_by_rank=num_by_rank,
         rank=ranks.rank,
         is_proven=all(one.is_proven for one in told),
+        terms=TermUnits(
+            each=own.terms, totals=[sum(each) for each in zip(*(one.terms for one in told), strict=True)], rows=total
+        ),
     )
 
 
 def _ask_all(
-    ranks: Ranks, count: Callable[[], OwnRows], layout: Layout, proven_size: int
+    ranks: Ranks, count: Callable[[], OwnRows], layout: Layout, proven_size: int, num_terms: int
 ) -> tuple[OwnRows, list[_Told]]:
     """This rank's rows, and what every rank tells of its own; an error where one failed."""
     own, error = OwnRows(cut=None, units=(), reduction="mean"), None
@@ -127,7 +136,10 @@ def _ask_all(
     counted = own.counted(layout)
     facts = _told(own, counted, is_proven=_is_proven(own, counted, proven_size))
     numbers = [float(error is not None), facts.num_own, facts.num_counted, facts.total, facts.largest, facts.is_proven]
-    told = [_Told(*every) for every in ranks.gather([float(number) for number in numbers])]
+    numbers += (
+        facts.terms or [0.0] * num_terms
+    )  # a rank with no row has none, and the collective carries as many of each
+    told = [_Told(*every[:6], terms=every[6:]) for every in ranks.gather([float(number) for number in numbers])]
     if error is not None:
         raise error
     failed = [rank for rank, one in enumerate(told) if one.has_failed]
@@ -160,7 +172,8 @@ def _with_borrowed(ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout
     lent = ranks.lend(lend, lenders.index(max(lenders)))
     if lenders[ranks.rank]:
         return own
-    return OwnRows(cut=_joined(own.cut, lent), units=(*own.units, 0.0), reduction=own.reduction)
+    terms = (*own.terms, (0.0,) * len(told[0].terms))
+    return OwnRows(cut=_joined(own.cut, lent), units=(*own.units, 0.0), reduction=own.reduction, terms=terms)
 
 
 def _joined(own: MicroBatches | None, lent: Batch) -> MicroBatches:

@@ -32,8 +32,9 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Accumulated:
 
 
 def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
-    """What the passes leave. Where rows look at each other, one that is not finite spoils all: they run again without it."""
-    before = tools.finite.before_all() if schedule.layout.runs_all else NOTHING
+    """What the passes leave. Where one that is not finite spoils all, they run again without it: where rows look at each
+    other, and where a loss has terms, each of which has to be divided by what is left of its units."""
+    before = tools.finite.before_all() if schedule.layout.runs_all or plan.terms.each else NOTHING
     dropped: list[int] = []
     while plan.passes:
         outcome = schedule.run(plan, tools)

@@ -47,6 +47,8 @@ class OneByOne:
                         parts.append(part)
                     else:
                         dropped.append(one.micro_batch)
+            if dropped and plan.terms.each:
+                return Outcome(spoilt=dropped)
             if has_metrics:
                 parts += [_metrics_alone(plan, index, tools) for index in plan.left_out]
         return Outcome(parts=parts, dropped=dropped, dtype=starts[0].dtype)
@@ -58,14 +60,14 @@ def _run_pass(
     """What one pass left, and False where it was dropped. Its graph dies here: the next forward must not find it alive."""
     before = tools.finite.before_pass()
     tools.statistics.begin()
-    loss, metrics = tools.loss_of(plan, one)
+    root, loss, metrics, units = tools.loss_of(plan, one)
     starts = starts or tools.start.each(plan, loss)
-    is_kept = tools.finite.accepts(loss) and tools.backward(loss, starts[number], one.micro_batch)
+    is_kept = tools.finite.accepts(loss) and tools.backward(root, starts[number], one.micro_batch)
     if not is_kept:
         before.put_back()
     if not is_kept or not one.reports:
         tools.statistics.forget()
-    return part_of(plan, one.micro_batch, loss, metrics), is_kept, starts
+    return part_of(one.micro_batch, units, loss, metrics), is_kept, starts
 
 
 def _metrics_alone(plan: BatchPlan, index: int, tools: Tools) -> Part:
@@ -73,4 +75,4 @@ def _metrics_alone(plan: BatchPlan, index: int, tools: Tools) -> Part:
     tools.statistics.begin()
     with torch.no_grad():
         _, metrics = loss_and_metrics(tools.quiet_forward()(plan.cut[index], index))
-    return part_of(plan, index, None, metrics)
+    return part_of(index, plan.units[index], None, metrics)
