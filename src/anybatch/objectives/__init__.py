@@ -8,7 +8,7 @@ from anybatch.objectives.metrics import Mean, Metric, Metrics, Number, PerRow, S
 from anybatch.objectives.objective import Objective, checked_loss, count_units, loss_and_metrics
 from anybatch.objectives.observed_means import ObservedMeans
 from anybatch.objectives.part_losses import PartLoss, Place, SeenLoss, TermLosses, part_loss
-from anybatch.objectives.seen_units import observed
+from anybatch.objectives.seen_units import WatchedLoss, observed
 from anybatch.objectives.sentence_losses import sentence_transformers
 from anybatch.objectives.terms import Terms, count_terms
 
@@ -29,6 +29,7 @@ __all__ = [
     "Sum",
     "TermLosses",
     "Terms",
+    "WatchedLoss",
     "checked_loss",
     "clip_loss",
     "combine",

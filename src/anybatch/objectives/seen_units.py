@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -97,16 +98,22 @@ def observed(loss: Loss) -> Objective:
     """
     if not callable(loss):
         raise LossError(f"observed({loss!r:.60}): expected a function loss(model, batch) that returns a mean loss.")
-    # the first pass that shows every unit says how the means in this loss relate; it changes no result
-    ratios: list[float] = []
+    return Objective(WatchedLoss(loss))  # type: ignore[arg-type]
 
-    def seen(model: nn.Module, batch: Batch) -> SeenLoss:
+
+@dataclass(frozen=True, eq=False)
+class WatchedLoss:
+    """A loss whose means are watched while it runs."""
+
+    loss: Loss
+    ratios: list[float] = field(default_factory=list)
+    """How the means in it relate, from the first pass in which all had something to average; it changes no result."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> SeenLoss:
         with SeenMeans() as means:
-            returned = loss(model, batch)
+            returned = self.loss(model, batch)
         value, metrics = loss_and_metrics(returned)
-        return SeenLoss(loss=value, units=_common(numbers_of(means.units), ratios), metrics=metrics)
-
-    return Objective(seen)  # type: ignore[arg-type]
+        return SeenLoss(loss=value, units=_common(numbers_of(means.units), self.ratios), metrics=metrics)
 
 
 def _common(units: list[float], ratios: list[float]) -> float:

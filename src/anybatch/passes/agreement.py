@@ -139,7 +139,7 @@ def _ask_all(
     numbers += (
         facts.terms or [0.0] * num_terms
     )  # a rank with no row has none, and the collective carries as many of each
-    told = [_Told(*every[:6], terms=every[6:]) for every in ranks.gather([float(number) for number in numbers])]
+    told = [_heard(every) for every in ranks.gather([float(number) for number in numbers])]
     if error is not None:
         raise error
     failed = [rank for rank, one in enumerate(told) if one.has_failed]
@@ -148,6 +148,11 @@ def _ask_all(
             f"rank {failed[0]} failed before its first forward (its own error says why); no rank ran this batch."
         )
     return own, told
+
+
+def _heard(numbers: list[float]) -> _Told:
+    has_failed, num_own, num_counted, total, largest, is_proven, *terms = numbers
+    return _Told(has_failed, num_own, num_counted, total, largest, is_proven, terms)
 
 
 def _is_proven(own: OwnRows, counted: list[int], proven_size: int) -> bool:

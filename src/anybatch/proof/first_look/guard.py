@@ -1,0 +1,196 @@
+"""The guard of an `Update`: do the losses of a few rows add up? Forwards only; where they do not, `verify` decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from anybatch.batches import Batch
+from anybatch.errors import ExactnessError, first_line
+from anybatch.passes import Accumulator
+from anybatch.proof.first_look.chosen_rows import Sample, choose_rows
+from anybatch.proof.first_look.forwards import Forwards, NotJudgedError
+from anybatch.proof.first_look.measured import Difference, Measured, differences
+from anybatch.state import free_memory, is_out_of_memory
+from anybatch.torch_inside import FakeTensor
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-5}
+"""Of the loss: what is further apart is looked at closely. Lower precisions: 1e-2."""
+COARSE = {torch.float64: 1e-9, torch.float32: 2e-4}
+"""What is further apart is wrong even where nothing closer can be looked at. Lower precisions: 3e-2."""
+
+Finding = Literal["pending", "off", "passed", "not judged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLook:
+    """What the guard of an `Update` found: `update.guard`. A loss that does not add up is an error, and is not told here."""
+
+    finding: Finding
+    """`"pending"` until a batch is cut, `"passed"`, `"not judged"`, or `"off"`."""
+    error: float | None = None
+    """How far the losses of the parts were from that of the whole, as a part of it."""
+    reason: str = ""
+    """Why it could not be judged."""
+
+
+PENDING = FirstLook(finding="pending")
+
+
+def look_first(accumulator: Accumulator, batch: Batch) -> FirstLook:
+    """Raise `ExactnessError`, with the likely cause, where the losses of a few rows are not those of their parts put together.
+
+        loss(A and B) * (units(A) + units(B)) = loss(A) * units(A) + loss(B) * units(B)
+
+    Rows are at most 8, at most those of one micro-batch, and run forward twice each, without a graph. BatchNorm uses the
+    statistics of all of them; random draws are drawn again by row. Where they are further apart than rounding explains,
+    `verify` judges their gradients, so that nothing is refused that is exact. What cannot be judged is told by the result. A
+    batch that is not cut is exact whatever its loss, and the next one is looked at. Everything is left as it was. Each rank
+    looks at its own rows, and all raise if one does.
+    """
+    if accumulator.engine.is_even:
+        return FirstLook(finding="not judged", reason="the model is sharded, and a forward of it takes all ranks")
+    found, problem = PENDING, None
+    try:
+        found = _look(accumulator, batch)
+    except ExactnessError as error:
+        problem = error
+    is_refused = accumulator.engine.ranks.any(problem is not None)
+    if problem is not None:
+        raise problem
+    if is_refused:
+        raise ExactnessError("the first batch did not add up on another rank, which says why; nothing was changed.")
+    return found
+
+
+def _look(accumulator: Accumulator, batch: Batch) -> FirstLook:
+    try:
+        if isinstance(next(accumulator.model.parameters(), None), FakeTensor):
+            return FirstLook(finding="not judged", reason="the model has no numbers")
+        sample = choose_rows(accumulator, batch)
+        if sample is None:
+            return PENDING
+        if isinstance(sample, str):
+            return FirstLook(finding="not judged", reason=sample)
+        return _judge(accumulator, Forwards(accumulator, sample))
+    except NotJudgedError as error:
+        return FirstLook(finding="not judged", reason=str(error))
+    except ExactnessError:
+        raise
+    except Exception as error:  # what is wrong with the batch or the model, the update itself will say
+        reason = first_line(error)
+        is_memory = is_out_of_memory(error)
+    if is_memory:
+        free_memory()
+    return FirstLook(finding="not judged", reason=reason)
+
+
+def _judge(accumulator: Accumulator, forwards: Forwards) -> FirstLook:
+    sample = forwards.sample
+    with forwards.undone():
+        whole = forwards.whole()
+        if not whole.is_finite:
+            raise NotJudgedError("the loss is not finite")
+        parts, order = _parts(forwards)
+        found = differences(whole, parts, order)
+        worst = max(found, key=lambda one: one.error, default=Difference(name="", error=0.0, whole=0.0, together=0.0))
+        tolerance = TOLERANCE.get(_dtype(accumulator, whole), 1e-2)
+        is_off = worst.error > tolerance or any(one.units_differ for one in found)
+        if not is_off and forwards.changed:
+            is_off = _has_state(forwards, whole, tolerance)
+        if not is_off:
+            return FirstLook(finding="passed", error=worst.error)
+        if _distance(whole, forwards.again(puts_back=True)) > tolerance / 10:
+            raise NotJudgedError(
+                "the same rows give another loss when they run again: something draws, or remembers, unseen"
+            )
+        message = _verdict(accumulator, forwards, worst, tolerance)
+    if message is None:
+        return FirstLook(finding="passed", error=worst.error)
+    raise ExactnessError(
+        "the first batch shows that the accumulated gradient is not the whole batch's; nothing was changed. "
+        f"{_looked(sample, worst, whole)} {message}\nMend the cause; verify(model, objective, batch) shows more. check='off' "
+        "trains as it is."
+    )
+
+
+def _parts(forwards: Forwards) -> tuple[list[Measured], list[int]]:
+    """The parts measured; others where one of the first is a mean over nothing, and nan."""
+    for rows in (forwards.sample.parts, forwards.sample.mixed_parts):
+        parts = [forwards.part(numbers) for numbers in rows]
+        if all(part.is_finite for part in parts):
+            return parts, [number for numbers in rows for number in numbers]
+    raise NotJudgedError("the loss of some of its rows is not finite")
+
+
+def _has_state(forwards: Forwards, whole: Measured, tolerance: float) -> bool:
+    """True where what Python code left behind in one forward changes the loss of the next."""
+    return _distance(whole, forwards.again(puts_back=False)) > tolerance
+
+
+def _distance(one: Measured, other: Measured) -> float:
+    pairs = [(a.value, b.value) for a, b in zip(one.values, other.values, strict=True)]
+    pairs += [(float(a.norm()), float((a - b).norm() + a.norm())) for a, b in zip(one.rows, other.rows, strict=True)]
+    return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b), default=0.0)
+
+
+def _verdict(accumulator: Accumulator, forwards: Forwards, worst: Difference, tolerance: float) -> str | None:
+    """What to say, by the gradients of these rows; None where they are exact, and only the loss is not."""
+    from anybatch.proof.comparing import verify
+
+    options: dict[str, Any] = {
+        "batch_norm": "exact" if accumulator.running.batch_norm == "exact" else "frozen",
+        "autocast": accumulator.running.autocast,
+    }
+    try:
+        verdict = verify(forwards.model, forwards.objective, forwards.sample.batch, **options)
+    except Exception as error:  # a model that cannot be copied, say
+        return _without_proof(forwards, worst, tolerance, first_line(error))
+    if verdict.is_exact:
+        return None
+    causes = [f"\ncause ({cause.kind}): {cause.explanation}\nfix: {cause.fix}" for cause in verdict.causes]
+    return f"The gradient of these rows is {verdict.error:.1e} off.{''.join(causes)}"
+
+
+def _without_proof(forwards: Forwards, worst: Difference, tolerance: float, why: str) -> str:
+    coarse = COARSE.get(torch.float64 if tolerance < 1e-6 else torch.float32, 2e-4) if tolerance < 1e-3 else 3e-2
+    backwards = forwards.part(range(forwards.sample.num_rows - 1, -1, -1))
+    noise = max(
+        (abs(a.value - b.value) for a, b in zip(forwards.whole().values, backwards.values, strict=True)), default=0.0
+    )
+    if worst.error <= coarse or abs(worst.whole - worst.together) <= 20 * noise:
+        raise NotJudgedError(f"the loss is {worst.error:.1e} off, and its gradient could not be compared ({why})")
+    kind, explanation = _likely(worst)
+    return f"\ncause, likely ({kind}): {explanation}"
+
+
+def _likely(worst: Difference) -> tuple[str, str]:
+    if worst.is_sum:
+        return "sum", "the loss is a sum over rows, not a mean: give reduction='sum', or return the mean."
+    if worst.is_between:
+        return (
+            "units",
+            "the loss is a mean over something other than the units given: give units=, a function of the batch.",
+        )
+    return "coupled", "rows look at each other, in the model or in the loss: give Coupled(encode, loss), or Terms."
+
+
+def _looked(sample: Sample, worst: Difference, whole: Measured) -> str:
+    sizes = " and ".join(str(len(rows)) for rows in sample.parts)
+    what = worst.name if worst.name == "loss" or whole.rows else f"term {worst.name!r}"
+    if whole.rows:
+        return f"Of {sample.num_rows} rows in one go {what} is {worst.error:.1e} away from that of {sizes} of them."
+    return (
+        f"Of {sample.num_rows} rows in one go the {what} is {worst.whole:.6g}; put together from {sizes} of them it is "
+        f"{worst.together:.6g}, {worst.error:.1e} off."
+    )
+
+
+def _dtype(accumulator: Accumulator, whole: Measured) -> torch.dtype:
+    """The coarsest precision that the loss passed through."""
+    cast = accumulator.running.autocast
+    fast = cast if isinstance(cast, torch.dtype) else getattr(cast, "fast_dtype", None)
+    held: Sequence[torch.dtype] = [parameter.dtype for parameter in accumulator.model.parameters()]
+    floats = [dtype for dtype in {*held, whole.dtype, *([fast] if fast else [])} if dtype.is_floating_point]
+    return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
