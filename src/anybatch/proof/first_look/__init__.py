@@ -2,4 +2,4 @@
 
 from anybatch.proof.first_look.guard import PENDING, FirstLook, look_first
 
-__all__ = ["PENDING", "FirstLook", "look_first"]
+__all__ = ["FirstLook", "PENDING", "look_first"]

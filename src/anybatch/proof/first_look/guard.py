@@ -149,8 +149,10 @@ def _verdict(accumulator: Accumulator, forwards: Forwards, worst: Difference, to
         return _without_proof(forwards, worst, tolerance, first_line(error))
     if verdict.is_exact:
         return None
-    causes = [f"\ncause ({cause.kind}): {cause.explanation}\nfix: {cause.fix}" for cause in verdict.causes]
-    return f"The gradient of these rows is {verdict.error:.1e} off.{''.join(causes)}"
+    known = [cause for cause in verdict.causes if cause.kind != "unknown"]
+    causes = [f"\ncause ({cause.kind}): {cause.explanation}\nfix: {cause.fix}" for cause in known]
+    told = "".join(causes) or f"\ncause, likely (coupled): {_COUPLED}"  # no count of units mends it
+    return f"The gradient of these rows is {verdict.error:.1e} off.{told}"
 
 
 def _without_proof(forwards: Forwards, worst: Difference, tolerance: float, why: str) -> str:
@@ -173,7 +175,14 @@ def _likely(worst: Difference) -> tuple[str, str]:
             "units",
             "the loss is a mean over something other than the units given: give units=, a function of the batch.",
         )
-    return "coupled", "rows look at each other, in the model or in the loss: give Coupled(encode, loss), or Terms."
+    return "coupled", _COUPLED
+
+
+_COUPLED = (
+    "what comes out for some rows depends on the others: a statistic of the batch, a ratio or a power of a mean, a "
+    "comparison of rows.\nfix: Give Coupled(encode, loss), with all that looks at several rows in loss(representations); "
+    "Terms(...) where means with different units are added up."
+)
 
 
 def _looked(sample: Sample, worst: Difference, whole: Measured) -> str:
