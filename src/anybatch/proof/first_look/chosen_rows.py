@@ -1,51 +1,74 @@
-"""A few rows of a batch, as different from each other as it has them, in two parts that differ most."""
+"""A few rows of a batch, as different from each other as it has them, in parts that differ most."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from anybatch.batches import Batch, Dealt, MicroBatches, Rows, Tokens, num_rows, take_rows, tensors
+from anybatch.batches import Batch, Dealt, MicroBatches, Rows, Tokens, join_rows, num_rows, take_rows, tensors
+from anybatch.errors import BatchError
 from anybatch.passes import Accumulator, has_rows
 
-MOST_ROWS = 8
+MOST_ROWS, FEWEST_ROWS = 8, 5
 IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some rows of a sample."""
+
+    rows: tuple[int, ...]
+    """Their numbers in the sample."""
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Some rows of a batch, in one piece, and how they are taken apart."""
+    """Some rows of a batch in one go, and ways to take them apart."""
 
     batch: Batch
     num_rows: int
-    parts: tuple[tuple[int, ...], ...]
-    """Numbers of its rows: two parts that differ, in size too."""
-    mixed_parts: tuple[tuple[int, ...], ...]
-    """Two others, each with rows of every kind."""
+    ways: tuple[tuple[Piece, ...], ...]
+    """The first is that which shows most; another is for where a part of it has nothing to show."""
 
 
 def choose_rows(accumulator: Accumulator, batch: Batch) -> Sample | str | None:
     """The rows to look at; what stands in the way, in words; None where the batch is not cut, and any loss is exact."""
-    if isinstance(batch, Dealt):
-        if batch.is_stand_in:
-            return "this rank has no rows"
-        batch = batch.batch
-    if not has_rows(batch):
+    given = batch.batch if isinstance(batch, Dealt) else batch
+    if (isinstance(batch, Dealt) and batch.is_stand_in) or not has_rows(given):
         return "this rank has no rows"
     is_alone = accumulator.engine.ranks.size == 1
-    if isinstance(batch, MicroBatches):
-        if len(batch) == 1 and is_alone:
-            return None
-        largest = max(batch, key=num_rows)
-        return _sample(largest, num_rows(largest)) or "its micro-batches have one row each"
-    size = _size_of_micro_batches(accumulator, batch)
+    if isinstance(given, MicroBatches):
+        if len(given) == 1:
+            return None if is_alone else "it has one micro-batch"
+        return whole_micro_batches(accumulator, given) or "its micro-batches cannot be joined to one"
+    size = _size_of_micro_batches(accumulator, given)
     if size is None and is_alone:
         return None
     split = accumulator.split
     if isinstance(split, Tokens) and split.collate is not None:
-        batch = split.collate([batch[row] for row in _spread(len(batch), max(2, min(size or MOST_ROWS, MOST_ROWS)))])
-    return _sample(batch, size or MOST_ROWS) or "the batch has one row"
+        samples = [given[row] for row in _spread(len(given), _num_wanted(len(given), size or MOST_ROWS))]
+        return _sample(split.collate(samples), len(samples)) or "the batch has one row"
+    return _sample(given, size or MOST_ROWS, split) or "the batch has one row"
+
+
+def whole_micro_batches(accumulator: Accumulator, batch: Batch) -> Sample | None:
+    """The first micro-batches as they will run, against one with all their rows; None where they cannot be joined."""
+    given = batch.batch if isinstance(batch, Dealt) else batch
+    cut = given if isinstance(given, MicroBatches) else copy.deepcopy(accumulator.split).cut(given)
+    first, *others = sorted(cut, key=num_rows)[:3]
+    if not others:
+        return None
+    try:
+        parts = [first, join_rows(others)]
+        whole = join_rows(parts)
+    except BatchError:
+        return None
+    few, count = num_rows(first), num_rows(whole)
+    pieces = (Piece(rows=tuple(range(few)), batch=first), Piece(rows=tuple(range(few, count)), batch=parts[1]))
+    return Sample(batch=whole, num_rows=count, ways=(pieces,))
 
 
 def _size_of_micro_batches(accumulator: Accumulator, batch: Batch) -> int | None:
@@ -60,22 +83,41 @@ def _size_of_micro_batches(accumulator: Accumulator, batch: Batch) -> int | None
     return len(rows[0]) if len(rows) > 1 else None
 
 
-def _sample(batch: Batch, size: int) -> Sample | None:
+def _num_wanted(count: int, size: int) -> int:
+    """Of a micro-batch the rows, 8 at most; of small ones more than they have, but never the half of the batch."""
+    wanted = max(FEWEST_ROWS, min(size, MOST_ROWS))
+    return min(count, max(2, min(wanted, 2 * count // 5)))
+
+
+def _sample(batch: Batch, size: int, split: object = None) -> Sample | None:
     count = num_rows(batch)
-    wanted = min(count, max(2, min(size, MOST_ROWS)))
+    wanted = _num_wanted(count, size) if split is not None else count
     if wanted < 2:
         return None
     order = _by_kind(batch, count)
-    chosen = [order[place] for place in _spread(count, wanted)]
-    few = max(1, wanted // 3)
+    chosen = take_rows(batch, [order[place] for place in _spread(count, wanted)])
+    few = 2 if wanted > 3 else 1
     numbers = range(wanted)
-    mixed = tuple(numbers[1::3]) or (0,)
+    mixed = tuple(numbers[1::3]) if wanted > 3 else (wanted - 1,)
+    rest = tuple(number for number in numbers if number not in mixed)
+    ways = [(tuple(numbers[:few]), tuple(numbers[few:])), (mixed, rest)]
     return Sample(
-        batch=take_rows(batch, chosen),
+        batch=chosen,
         num_rows=wanted,
-        parts=(tuple(numbers[:few]), tuple(numbers[few:])),
-        mixed_parts=(mixed, tuple(number for number in numbers if number not in mixed)),
+        ways=tuple(tuple(piece for rows in way for piece in _pieces(chosen, rows, split)) for way in ways),
     )
+
+
+def _pieces(sample: Batch, rows: Sequence[int], split: object) -> list[Piece]:
+    """These rows; cut by tokens, as the split trims them."""
+    part = take_rows(sample, list(rows))
+    if not isinstance(split, Tokens):
+        return [Piece(rows=tuple(rows), batch=part)]
+    split = copy.deepcopy(split)
+    split._has_warned = True
+    cut = split.cut(part)
+    places = zip(cut.row_numbers, cut, strict=True)
+    return [Piece(rows=tuple(rows[number] for number in numbers), batch=trimmed) for numbers, trimmed in places]
 
 
 def _spread(count: int, wanted: int) -> list[int]:
@@ -85,19 +127,20 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def _by_kind(batch: Batch, count: int) -> list[int]:
-    """The rows sorted by what a count may depend on: entries that are ignored or 0, then classes, then weights."""
+    """The rows sorted by what a count may depend on: entries that are ignored, that are 0, then classes, then weights."""
     columns = [column.detach().reshape(count, -1) for column in tensors(batch) if column.dim() and len(column) == count]
     columns = [column for column in columns if column.numel() and not column.is_complex()]
     whole = [column for column in columns if not column.is_floating_point()]
     narrow = [column for column in columns if column.is_floating_point() and column.shape[1] == 1]
-    keys = [_sum([((column == 0) | (column == IGNORED)).sum(1) for column in whole], count)]
+    keys = [_sum([(column == IGNORED).sum(1) for column in whole], count)]
+    keys += [_sum([(column == 0).sum(1) for column in whole], count)]
     keys += [_sum([column.sum(1) for column in whole], count), _sum([column.sum(1) for column in narrow], count)]
-    told = [key.double().cpu().tolist() for key in keys]
-    return sorted(range(count), key=lambda row: tuple(key[row] for key in told))
+    return sorted(range(count), key=list(zip(*keys, strict=True)).__getitem__)
 
 
-def _sum(each: list[Tensor], count: int) -> Tensor:
-    total = torch.zeros(count, dtype=torch.float64 if not each or each[0].device.type != "mps" else torch.float32)
-    for one in each:
-        total = total + one.cpu()
-    return total
+def _sum(each: list[Tensor], count: int) -> list[float]:
+    if not each:
+        return [0.0] * count
+    total = torch.stack([one.to(torch.float64 if one.device.type != "mps" else torch.float32) for one in each]).sum(0)
+    listed: list[float] = total.tolist()
+    return listed

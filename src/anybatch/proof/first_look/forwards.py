@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.batches import move, take_rows
+from anybatch.batches import Batch, move
 from anybatch.dropout import masks_of, rows_running
 from anybatch.errors import ExactnessError
 from anybatch.objectives import Coupled, Objective, ObservedMeans, WatchedLoss
 from anybatch.options import BatchNorm
 from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator, autocast_context, common_device
-from anybatch.proof.first_look.chosen_rows import Sample
+from anybatch.proof.first_look.chosen_rows import Piece, Sample
 from anybatch.proof.first_look.measured import Measured, measure, measure_rows
 from anybatch.proof.first_look.python_state import PythonState
 from anybatch.proof.first_look.remembered_norms import remembered_norms
@@ -38,7 +38,6 @@ class Forwards:
         self._mode: BatchNorm | None = accumulator.running.batch_norm
         self._autocast = accumulator.running.autocast
         self._device = common_device(self.model.parameters())
-        self._batch = sample.batch if self._device is None else move(sample.batch, self._device)
         self._norms = remembered_norms(self.model)
         own_loss = [self.objective.loss] if isinstance(self.objective.loss, nn.Module) else []
         self._buffers = MovingBuffers([self.model, *own_loss])
@@ -94,18 +93,19 @@ class Forwards:
         self._refuse_permutations()
         return measured
 
-    def again(self, *, puts_back: bool) -> Measured:
-        """All rows in one go once more; `puts_back=False` leaves what Python code changed as the first forward left it."""
-        if not puts_back:
-            self._run(None)
-            self._buffers.put_back(self._buffers_before)
-        measured = self._run(range(self.sample.num_rows))
-        self.put_back()
-        return measured
+    def again(self) -> Measured:
+        """All rows in one go once more."""
+        return self.part(Piece(rows=tuple(range(self.sample.num_rows)), batch=self.sample.batch))
 
-    def part(self, rows: Sequence[int]) -> Measured:
+    def after(self, first: Piece, second: Piece) -> Measured:
+        """Some rows, after others have run and Python code has kept what it changed; buffers are put back between."""
+        self._run(first.batch, first.rows)
+        self._buffers.put_back(self._buffers_before)
+        return self.part(second)
+
+    def part(self, piece: Piece) -> Measured:
         """Some of the rows."""
-        measured = self._run(rows)
+        measured = self._run(piece.batch, piece.rows)
         self.put_back()
         if self._draws is not None and self._draws.strange:
             raise NotJudgedError(f"random draws cannot be drawn again by row: {self._draws.strange[0]}")
@@ -113,17 +113,17 @@ class Forwards:
 
     def _run_whole(self) -> Measured:
         try:
-            return self._run(None)
+            return self._run(self.sample.batch, None)
         except RuntimeError:
             if self._has_graph:
                 raise
             self._has_graph = True  # a loss that takes gradients itself: no backward pass runs even so
             self.put_back()
-            return self._run(None)
+            return self._run(self.sample.batch, None)
 
-    def _run(self, rows: Sequence[int] | None) -> Measured:
+    def _run(self, given: Batch, rows: Sequence[int] | None) -> Measured:
         numbers = range(self.sample.num_rows) if rows is None else rows
-        batch = self._batch if rows is None else take_rows(self._batch, list(rows))
+        batch = given if self._device is None else move(given, self._device)
         objective = self.objective
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._has_graph or _needs_graph(objective)))

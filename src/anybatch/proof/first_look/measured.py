@@ -49,6 +49,11 @@ class Measured:
         """True where every loss that counts for something is a number."""
         return all(math.isfinite(one.value) for one in self.values if one.units > 0 or one.adds_up != "mean")
 
+    @property
+    def shows(self) -> bool:
+        """True where every loss is over something, and not zero by chance."""
+        return all(one.units > 0 and one.value != 0 for one in self.values)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
