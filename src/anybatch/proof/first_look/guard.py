@@ -147,9 +147,12 @@ def _is_exact_as_cut(accumulator: Accumulator, batch: Batch, tolerance: float) -
     if sample is None:
         return False
     forwards = Forwards(accumulator, sample)
+    (pieces,) = sample.ways
     with forwards.undone():
-        apart = _apart(forwards, forwards.whole())
-    return apart.error <= min(tolerance / 10, 1e-3) and not apart.units_differ
+        whole, parts = forwards.whole(), [forwards.part(piece) for piece in pieces]
+    found = differences(whole, parts, range(sample.num_rows))
+    is_near = all(one.error <= min(tolerance / 10, 1e-3) and not one.units_differ for one in found)
+    return is_near and whole.is_finite and all(part.is_finite and part.shows for part in parts)
 
 
 def _has_state(forwards: Forwards, tolerance: float) -> bool:
