@@ -140,7 +140,10 @@ def test_a_batch_with_nothing_for_any_term_leaves_zero_gradients():
         (lambda: Terms(terms, units={}), "expected a dict of functions"),
         (lambda: Terms(terms, units=rows), "expected a dict of functions"),
         (lambda: Terms(terms, units={"tags": 3}), "'tags': 3"),
-        (lambda: Terms(terms, units={"tags": rows}, weights={"kinds": 2.0}), "names 'kinds', which units do not: 'tags'"),
+        (
+            lambda: Terms(terms, units={"tags": rows}, weights={"kinds": 2.0}),
+            "names 'kinds', which units do not: 'tags'",
+        ),
         (lambda: Terms(terms, units={"tags": rows}, weights={"tags": "2"}), "expected a number"),
         (lambda: Terms(None, units={"tags": rows}), "expected a function"),
     ],
@@ -174,8 +177,8 @@ OBSERVED = {
         m(b["x"])[0].flatten(0, 1), b["tags"].flatten(), weight=torch.tensor([0.1, 1, 5, 20]).to(b["x"])
     ),
     "a plain mean": lambda m, b: (m(b["x"])[0] - 1).square().mean(),
-    "two means over the same": lambda m, b: tag_loss(m, b) + F.nll_loss(
-        m(b["x"])[0].flatten(0, 1).log_softmax(1), b["tags"].flatten()
+    "two means over the same": lambda m, b: (
+        tag_loss(m, b) + F.nll_loss(m(b["x"])[0].flatten(0, 1).log_softmax(1), b["tags"].flatten())
     ),
     "a penalty beside": lambda m, b: tag_loss(m, b) + 0.1 * m.token.weight.square().sum(),
     "elements and rows": lambda m, b: F.mse_loss(m(b["x"])[0], b["x"][..., :4]) + m(b["x"])[1].square().mean(),

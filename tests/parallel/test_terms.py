@@ -9,7 +9,19 @@ from torch import Tensor, nn
 
 from anybatch import Accumulator, Dealt, ExactnessError, Objective, Terms, Update, observed, rows
 from anybatch.batches import take_rows
-from tests.parallel.wrapped import BOTH, Wrap, ddp, error, largest, near_equal, network, num_targets, own, ragged, tokens
+from tests.parallel.wrapped import (
+    BOTH,
+    Wrap,
+    ddp,
+    error,
+    largest,
+    near_equal,
+    network,
+    num_targets,
+    own,
+    ragged,
+    tokens,
+)
 from tests.processes.ranks import on_ranks, raised_on_ranks
 from tests.reference import whole_batch_gradient
 

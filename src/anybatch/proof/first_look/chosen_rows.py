@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -54,21 +55,30 @@ def choose_rows(accumulator: Accumulator, batch: Batch) -> Sample | str | None:
     return _sample(given, size or MOST_ROWS, split) or "the batch has one row"
 
 
-def whole_micro_batches(accumulator: Accumulator, batch: Batch) -> Sample | None:
-    """The first micro-batches as they will run, against one with all their rows; None where they cannot be joined."""
+def whole_micro_batches(accumulator: Accumulator, batch: Batch, most: int = 3) -> Sample | None:
+    """The first micro-batches as they will run, against one with all their rows; None where they cannot be joined.
+
+    The first against all others, so that they differ in size; and each by itself.
+    """
     given = batch.batch if isinstance(batch, Dealt) else batch
     cut = given if isinstance(given, MicroBatches) else copy.deepcopy(accumulator.split).cut(given)
-    first, *others = sorted(cut, key=num_rows)[:3]
+    first, *others = sorted(cut, key=num_rows)[:most]
     if not others:
         return None
     try:
-        parts = [first, join_rows(others)]
-        whole = join_rows(parts)
+        ways = [[first, join_rows(others)], [first, *others]]
+        whole = join_rows(ways[0])
     except BatchError:
         return None
-    few, count = num_rows(first), num_rows(whole)
-    pieces = (Piece(rows=tuple(range(few)), batch=first), Piece(rows=tuple(range(few, count)), batch=parts[1]))
-    return Sample(batch=whole, num_rows=count, ways=(pieces,))
+    return Sample(batch=whole, num_rows=num_rows(whole), ways=tuple(_in_order(parts) for parts in ways))
+
+
+def _in_order(parts: Sequence[Batch]) -> tuple[Piece, ...]:
+    stops = [0, *accumulate(map(num_rows, parts))]
+    return tuple(
+        Piece(rows=tuple(range(start, stop)), batch=part)
+        for part, (start, stop) in zip(parts, pairwise(stops), strict=True)
+    )
 
 
 def _size_of_micro_batches(accumulator: Accumulator, batch: Batch) -> int | None:
