@@ -4,7 +4,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from anybatch.proof.first_look.measured import Measured, measure, measure_rows
 from anybatch.proof.first_look.python_state import PythonState
 from anybatch.proof.first_look.remembered_norms import remembered_norms
 from anybatch.state import MovingBuffers, outer_random, random_state
+from anybatch.torch_inside import DropoutLayer
 
 
 class NotJudgedError(ExactnessError):
@@ -39,6 +40,9 @@ class Forwards:
         self._autocast = accumulator.running.autocast
         self._device = common_device(self.model.parameters())
         self._norms = remembered_norms(self.model)
+        self._dropouts = [module for module in self.model.modules() if _is_stock_dropout(module)]
+        for module in self._dropouts:
+            module.training = False  # without it, rows that draw nothing else are compared as they are
         own_loss = [self.objective.loss] if isinstance(self.objective.loss, nn.Module) else []
         self._buffers = MovingBuffers([self.model, *own_loss])
         self._buffers_before = self._buffers.snapshot()
@@ -48,6 +52,8 @@ class Forwards:
         self._outer = outer_random()
         self._draws: Any = None
         self._has_graph = False
+        self._may_have_drawn = True
+        """From Python's and NumPy's generators: False once all rows have run and have not."""
         self.changed: list[str] = []
         """What Python code changed in the first forward."""
 
@@ -64,6 +70,10 @@ class Forwards:
                 yield
         finally:
             self.put_back()
+            if self._may_have_drawn:
+                self._outer.restore()
+            for module in self._dropouts:
+                module.training = True
             if masks is not None and kept is not None:
                 masks.strict, masks.is_watched, masks.last = kept
 
@@ -71,12 +81,12 @@ class Forwards:
         """Make buffers, generators and what Python code changed what they were."""
         self._python.put_back()
         self._buffers.put_back(self._buffers_before)
-        self._outer.restore()
 
     def whole(self) -> Measured:
         """All rows in one go. What they draw is kept, where it can be, for the parts to draw again."""
         measured = self._run_whole()
         drawn = self._outer.moved()
+        self._may_have_drawn = bool(drawn)
         if drawn:
             raise NotJudgedError(f"the loss draws from {' and '.join(drawn)}, which cannot be drawn again by row")
         if self._random.is_now():
@@ -127,9 +137,12 @@ class Forwards:
         objective = self.objective
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._has_graph or _needs_graph(objective)))
-            stack.enter_context(copy.copy(autocast_context(self._autocast, self._device)))
-            stack.enter_context(self._norms_for(rows))
-            stack.enter_context(self._drawing(rows))
+            if self._autocast is not None:
+                stack.enter_context(copy.copy(autocast_context(self._autocast, self._device)))
+            if self._norms.layers:
+                stack.enter_context(self._norms_for(rows))
+            if self._draws is not None:
+                stack.enter_context(self._drawing(rows))
             stack.enter_context(rows_running(self.model, numbers))
             if isinstance(objective, Coupled):
                 return measure_rows(objective.encode(self.model, batch))
@@ -137,15 +150,11 @@ class Forwards:
             return measure(objective, self.model, batch, objective.loss(self.model, batch), observed)
 
     def _norms_for(self, rows: Sequence[int] | None) -> AbstractContextManager[None]:
-        if not self._norms.layers:
-            return nullcontext()
         if self._mode == "frozen":
             return self._norms.frozen()
         return self._norms.first() if rows is None else self._norms.later()
 
     def _drawing(self, rows: Sequence[int] | None) -> AbstractContextManager[None]:
-        if self._draws is None:
-            return nullcontext()
         from anybatch.proof.cases import recording, replaying
 
         if rows is None:
@@ -166,6 +175,11 @@ class Forwards:
                 and draw.numbers.max() < self.sample.num_rows
             ):
                 raise NotJudgedError(f"{draw.operation} may draw numbers of rows")
+
+
+def _is_stock_dropout(module: nn.Module) -> bool:
+    """True of torch's own layers that draw; those that were swapped draw by row."""
+    return isinstance(module, DropoutLayer) and type(module).__module__.startswith("torch.nn.") and module.training
 
 
 def _needs_graph(objective: Objective | Coupled) -> bool:

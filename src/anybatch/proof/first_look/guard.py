@@ -136,7 +136,7 @@ def _apart(forwards: Forwards, whole: Measured) -> Difference:
             failure = None
             order = [number for piece in pieces for number in piece.rows]
             worst = max([worst, *differences(whole, parts, order)], key=lambda one: (one.units_differ, one.error))
-            if worst.error > 0 and all(part.shows for part in parts):
+            if all(part.shows for part in parts):
                 return worst
         else:
             failure = NotJudgedError("the loss of some of its rows is not finite")

@@ -41,7 +41,8 @@ class PythonState:
     def put_back(self) -> None:
         """Make everything what it was."""
         for module, mode in self._modes:
-            module.training = mode
+            if module.training != mode:
+                module.training = mode
         for owner, name, value in self._slots:
             if _read(owner, name) is not value:
                 _write(owner, name, value)
@@ -72,10 +73,15 @@ class PythonState:
         for path, module in top.named_modules():
             self._seen.add(id(module))
             self._modes.append((module, module.training))
-            own = {key: value for key, value in vars(module).items() if key not in _PRIVATE}
-            self._slot_all(module, own, depth, path or name)
+            if not type(module).__module__.startswith(
+                "torch.nn."
+            ):  # torch's own keep what they compute with in buffers
+                own = {key: value for key, value in vars(module).items() if key not in _PRIVATE}
+                self._slot_all(module, own, depth, path or name)
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
+        if function.__module__.startswith(("torch.", "anybatch.batches.")):
+            return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
