@@ -2,7 +2,8 @@
 
     python -m benchmarks.first_look
 
-Every update is the first of a new `Update`, the two kinds in turn, in one process and one thread; the median of processor times.
+Every update is the first of a new `Update`, the two kinds in turn, in one process and one thread: medians of processor
+times.
 """
 
 import copy

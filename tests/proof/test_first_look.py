@@ -350,7 +350,7 @@ def test_a_batch_that_is_not_cut_is_exact_whatever_its_loss_and_the_first_that_i
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), Objective(dice), micro_batch=ROWS)
     assert update(labelled()).applied
     assert update.guard.finding == "pending"
-    longer = tuple(torch.cat([column, column]) for column in labelled())
+    longer = tuple(torch.cat(columns) for columns in zip(labelled(), labelled(), strict=True))
     with pytest.raises(ExactnessError, match="not the whole batch's"):
         update(longer)
 

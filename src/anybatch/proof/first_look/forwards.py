@@ -39,6 +39,7 @@ class Forwards:
         self._mode: BatchNorm | None = accumulator.running.batch_norm
         self._autocast = accumulator.running.autocast
         self._device = common_device(self.model.parameters())
+        self._masks = masks_of(self.model)
         self._norms = remembered_norms(self.model)
         self._dropouts = [module for module in self.model.modules() if _is_stock_dropout(module)]
         for module in self._dropouts:
@@ -60,7 +61,7 @@ class Forwards:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """The block after which everything is as it was."""
-        masks = masks_of(self.model)
+        masks = self._masks
         kept = None if masks is None else (masks.strict, masks.is_watched, masks.last)
         try:
             if masks is not None:
@@ -143,7 +144,8 @@ class Forwards:
                 stack.enter_context(self._norms_for(rows))
             if self._draws is not None:
                 stack.enter_context(self._drawing(rows))
-            stack.enter_context(rows_running(self.model, numbers))
+            if self._masks is not None:
+                stack.enter_context(rows_running(self.model, numbers))
             if isinstance(objective, Coupled):
                 return measure_rows(objective.encode(self.model, batch))
             observed = stack.enter_context(ObservedMeans())

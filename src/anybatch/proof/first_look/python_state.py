@@ -73,11 +73,11 @@ class PythonState:
         for path, module in top.named_modules():
             self._seen.add(id(module))
             self._modes.append((module, module.training))
-            if not type(module).__module__.startswith(
-                "torch.nn."
-            ):  # torch's own keep what they compute with in buffers
-                own = {key: value for key, value in vars(module).items() if key not in _PRIVATE}
-                self._slot_all(module, own, depth, path or name)
+            own = {key: value for key, value in vars(module).items() if key not in _PRIVATE}
+            if type(module).__module__.startswith("torch.nn."):
+                # torch's own layers compute with constants; what others hang on them is a container
+                own = {key: value for key, value in own.items() if isinstance(value, (list, dict, set, deque))}
+            self._slot_all(module, own, depth, path or name)
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
         if function.__module__.startswith(("torch.", "anybatch.batches.")):
