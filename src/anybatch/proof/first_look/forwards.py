@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.batches import Batch, move
+from anybatch.batches import Batch, map_tensors, move
 from anybatch.dropout import masks_of, rows_running
 from anybatch.errors import ExactnessError
 from anybatch.objectives import Coupled, Objective, ObservedMeans, WatchedLoss
@@ -41,13 +41,10 @@ class Forwards:
         self._device = common_device(self.model.parameters())
         self._masks = masks_of(self.model)
         self._norms = remembered_norms(self.model)
-        self._dropouts = [module for module in self.model.modules() if _is_stock_dropout(module)]
-        for module in self._dropouts:
-            module.training = False  # without it, rows that draw nothing else are compared as they are
         own_loss = [self.objective.loss] if isinstance(self.objective.loss, nn.Module) else []
         self._buffers = MovingBuffers([self.model, *own_loss])
         self._buffers_before = self._buffers.snapshot()
-        self._python = PythonState(self.model, *_functions(self.objective))
+        self._python = PythonState()
         self._devices = {parameter.device for parameter in self.model.parameters()}
         self._random = random_state(self._devices)
         self._outer = outer_random()
@@ -63,7 +60,11 @@ class Forwards:
         """The block after which everything is as it was."""
         masks = self._masks
         kept = None if masks is None else (masks.strict, masks.is_watched, masks.last)
+        dropouts = [module for module in self.model.modules() if _is_stock_dropout(module)]
         try:
+            for module in dropouts:
+                module.training = False  # without it, rows that draw nothing else are compared as they are
+            self._python = PythonState(self.model, *_functions(self.objective))
             if masks is not None:
                 masks.strict = False  # who draws is seen here
             with warnings.catch_warnings(), _eagerly():
@@ -73,7 +74,7 @@ class Forwards:
             self.put_back()
             if self._may_have_drawn:
                 self._outer.restore()
-            for module in self._dropouts:
+            for module in dropouts:
                 module.training = True
             if masks is not None and kept is not None:
                 masks.strict, masks.is_watched, masks.last = kept
@@ -134,7 +135,8 @@ class Forwards:
 
     def _run(self, given: Batch, rows: Sequence[int] | None) -> Measured:
         numbers = range(self.sample.num_rows) if rows is None else rows
-        batch = given if self._device is None else move(given, self._device)
+        batch = map_tensors(given, lambda tensor: tensor.detach().clone())  # a forward may write into it
+        batch = batch if self._device is None else move(batch, self._device)
         objective = self.objective
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._has_graph or _needs_graph(objective)))
