@@ -131,6 +131,7 @@ def test_a_batch_with_nothing_for_any_term_leaves_zero_gradients():
     model = Tagger()
     result = Accumulator(model, objective, micro_batch=4).backward(given)
     assert result.units == 0
+    assert set(result.metrics) <= {"tags", "kinds"}
     assert float(gradient(model.parameters()).norm()) == 0
 
 

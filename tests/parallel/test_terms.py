@@ -44,7 +44,8 @@ TERMS = Terms(both, units={"tokens": num_targets, "rows": rows}, weights={"rows"
 def accumulated(wrap: Wrap, kind: str, count: int) -> dict[str, float]:
     alone, batch = network(torch.float64), ragged(count)
     batch = batch[0].double(), batch[1]
-    batch[1][-2:] = -100
+    if count > 2:
+        batch[1][-2:] = -100
     loss = whole if kind == "terms" else tokens
     reference = whole_batch_gradient(alone, loss, batch)
     model = wrap(copy.deepcopy(alone))

@@ -70,9 +70,9 @@ class TermLosses:
         """The share of these rows in each term, divided by the share that the micro-batch has, which backward starts from."""
         factors, told = {}, {}
         for name, own, total in zip(self.losses, place.terms, place.totals, strict=True):
+            told[name] = Mean(self.losses[name], own)
             if own > 0:  # a mean over nothing is nan, and so may its gradient be: it has no part in the graph
                 factors[name] = self.weights[name] * (own / total) * (place.total / place.units)
-                told[name] = Mean(self.losses[name], own)
         counted = {name: self.losses[name] for name in factors}
         # rows that count for nothing run for the other ranks' sake: with a graph, and from a gradient of zero
         root = _summed(counted, factors) if counted else _summed(self.losses, self.weights)
