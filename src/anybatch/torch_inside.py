@@ -1,8 +1,7 @@
 """Every private name of torch that anybatch uses, one alias or small function each.
 
 torch promises none of them. `tests/test_torch_inside.py` has a test for each, so that a new release of torch fails with a list
-of names rather than with a symptom, and no other module uses one. Where a release lacks what DDP or FSDP2 need, `check_ddp` and
-`check_fsdp` refuse the model, before its first forward.
+of names, and no other module uses one. Where a release lacks what DDP or FSDP2 need, the model is refused at once.
 """
 
 import sys
@@ -23,7 +22,9 @@ from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -33,6 +34,10 @@ from anybatch.errors import ParallelError
 __all__ = ["FakeTensor", "FakeTensorMode", "StorageWeakRef", "TorchDispatchMode"]  # under torch's own names
 BatchNormLayer = _BatchNorm
 """What all BatchNorm layers are."""
+InstanceNormLayer = _InstanceNorm
+"""What all InstanceNorm layers are."""
+SpectralNormWeight = _SpectralNorm
+"""The parametrization that steps its power iteration in every forward."""
 NormLayer = _NormBase
 """What all layers with running statistics are: BatchNorm and InstanceNorm."""
 DropoutLayer = _DropoutNd
@@ -41,12 +46,18 @@ children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_m
 """The table of a module's children, to put another in the place of one."""
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """The table of a module's buffers, to put back the very tensor that was there."""
-
+pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+"""What a module calls before its forward: the old form of spectral norm among it."""
+gradient_hooks_of: Callable[[Any], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""What backward calls with each gradient of a tensor, before and after it is added to `.grad`."""
+STEPPED_IN_BACKWARD = "_in_backward_optimizers"
+"""The attribute of parameters that torch's optimizer in backward steps."""
+op_name: Callable[[Any], str] = attrgetter("_schema.name")
+"""What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
 num_writes: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written to in place."""
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells one living storage from another."""
-
 without_dynamo = _disable_dynamo
 """A function that torch.compile must not look into."""
 without_modes = _disable_current_modes
@@ -57,7 +68,6 @@ dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 """The dispatch modes of this thread, outermost first, to enter them in another."""
 is_profiled: Callable[[], bool] = _profiler_enabled
 """True where a profiler of the user's is running, and wants names."""
-
 run_engine: Callable[..., Any] = _engine_run_backward
 """What `torch.autograd.backward` does once it has compared shapes, which is 10 % of a tiny pass."""
 multiply_each_ = torch._foreach_mul_
@@ -104,11 +114,6 @@ def profiler_events(profiler: Any) -> list[Any]:
     return list(profiler.profiler.kineto_results.events())
 
 
-def op_name(op: Any) -> str:
-    """What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
-    return str(op._schema.name)
-
-
 def overflows(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """What the scaler found of infinities in the gradients of this optimizer: a number on each device, to be written to."""
     return list(scaler._found_inf_per_device(optimizer).values())
@@ -135,10 +140,8 @@ def _lacking(thing: Any, name: str, wrapper: str) -> ParallelError:
 
 def _has(thing: Any, name: str) -> bool:
     """True of an attribute that is there, and of one that the class announces and sets later; properties are not called."""
-    kind = type(thing)
-    if hasattr(kind, name) or name in getattr(thing, "__dict__", ()):
-        return True
-    return any(name in get_annotations(base) for base in kind.__mro__)
+    is_there = hasattr(type(thing), name) or name in getattr(thing, "__dict__", ())
+    return is_there or any(name in get_annotations(base) for base in type(thing).__mro__)
 
 
 def check_ddp(module: DistributedDataParallel) -> None:
@@ -183,8 +186,7 @@ def active_ddp_put_back() -> Iterator[None]:
 
 def sharded_kind() -> type | None:
     """FSDP2's mark on a module; None where its package was never imported, so that no module can have it."""
-    package = sys.modules.get("torch.distributed.fsdp")
-    return None if package is None else package.FSDPModule
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
 def check_fsdp(root: nn.Module) -> None:
@@ -274,11 +276,13 @@ def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
     are repeated inside backward.
     """
     states = [state for root in roots for state in fsdp_states(root)]
-    _set_training_state(states, "PRE_BACKWARD")
+    for state in states:
+        state._training_state = type(state._training_state)["PRE_BACKWARD"]
     try:
         yield
     finally:
-        _set_training_state(states, "IDLE")
+        for state in states:
+            state._training_state = type(state._training_state)["IDLE"]
 
 
 def reduce_gathered(root: Any) -> None:
@@ -293,8 +297,3 @@ def forget_gathered_gradients(roots: Sequence[nn.Module]) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # gathered once, at least
                 parameter._unsharded_param.grad = None
-
-
-def _set_training_state(states: Sequence[Any], name: str) -> None:
-    for state in states:
-        state._training_state = type(state._training_state)[name]

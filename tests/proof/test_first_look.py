@@ -255,7 +255,7 @@ SOUND: dict[str, Setup] = {
         mlp,
         lambda: Objective(token_loss, num_labels),
         ragged,
-        {"micro_batch": Tokens(3 * LENGTH, cost=Cost())},
+        {"micro_batch": Tokens(3 * LENGTH, cost=Cost(), per_token=["x"])},
     ),
     "micro-batches": (
         mlp,

@@ -3,6 +3,7 @@
 from anybatch.norms.layers import Call, Layers, batch_norms, replaced, uses_batch_statistics
 from anybatch.norms.lockstep import Lockstep, pooled
 from anybatch.norms.policy import NormPolicy
+from anybatch.norms.spectral_norms import NO_POWER, PowerSteps
 from anybatch.norms.statistics import AS_IS, Statistics
 
 __all__ = [
@@ -10,7 +11,9 @@ __all__ = [
     "Call",
     "Layers",
     "Lockstep",
+    "NO_POWER",
     "NormPolicy",
+    "PowerSteps",
     "Statistics",
     "batch_norms",
     "pooled",

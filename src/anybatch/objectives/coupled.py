@@ -38,6 +38,7 @@ class Coupled:
     units: Units = rows
     reduction: Literal["mean"] = field(default="mean", init=False)
     units_for: None = field(default=None, init=False)
+    reduction_for: None = field(default=None, init=False)
     terms: Mapping[str, Units | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:

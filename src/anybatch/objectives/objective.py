@@ -33,6 +33,8 @@ class Objective:
     reduction: Reduction = "mean"
     units_for: Callable[[nn.Module], Units] | None = None
     """For objectives whose units depend on the model: the units of this model, used instead of `units`."""
+    reduction_for: Callable[[nn.Module], Reduction] | None = None
+    """For objectives whose reduction depends on the model: that of this model, used instead of `reduction`."""
     terms: Mapping[str, Units | None] = field(default_factory=dict)
     """For losses of several means (`Terms`): what each divides by; `units` are then those of the micro-batch as a whole."""
 

@@ -30,6 +30,8 @@ class Accumulated:
     """Numbers of the micro-batches that were not finite and left out."""
     retries: int = 0
     """How often memory ran out and the batch was started again, in smaller micro-batches."""
+    is_empty: bool = False
+    """True of a mean over no units: there was nothing to learn, and the gradient is zeros."""
 
     @property
     def has_gradient(self) -> bool:
@@ -58,6 +60,7 @@ def _result(
         micro_batches=plan.num_micro_batches,
         metrics=combine([part.metrics for part in outcome.parts], units, rows, kept),
         dropped=tuple(outcome.dropped),
+        is_empty=plan.is_empty,
     )
 
 
@@ -72,17 +75,18 @@ def _loss_of(plan: BatchPlan, outcome: Outcome) -> Tensor:
 
 
 def _rows_of_all(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> MicroBatches | None:
-    """Whose row is whose for a loss that saw the rows of all ranks joined: those it saw, as joined, then those it did not."""
+    """Whose row is whose for a loss that saw the rows of all ranks joined: those it saw, in order, then those it did not."""
     has_rows = any(isinstance(metric, PerRow) for part in outcome.parts for metric in part.metrics.values())
-    if not has_rows or (plan.cut.cut is None and ranks.size == 1 and not outcome.dropped):
+    if not has_rows or (ranks.size == 1 and not outcome.dropped):
         return None
     joined: list[int] = []
     unseen: list[int] = []
+    offset = 0
     for rows in ranks.gather_objects(plan.cut.row_numbers):
-        offset = len(joined)
         for index, numbers in enumerate(rows):
             (unseen if index in outcome.dropped else joined).extend(offset + row for row in numbers)
-    return MicroBatches((plan.cut, None), Cut(rows=(tuple(joined), tuple(unseen)), lengths=(0, 0)))
+        offset += sum(map(len, rows))
+    return MicroBatches((plan.cut, None), Cut(rows=(tuple(sorted(joined)), tuple(unseen)), lengths=(0, 0)))
 
 
 def _over_ranks(plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks) -> Accumulated:
@@ -107,6 +111,7 @@ def _over_ranks(plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks) -
         micro_batches=plan.num_micro_batches,
         metrics=metrics,
         dropped=dropped,
+        is_empty=plan.is_empty,
     )
 
 

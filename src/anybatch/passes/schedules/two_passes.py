@@ -23,6 +23,7 @@ from anybatch.passes.schedules.representations import (
     alone,
     check_graph,
     check_same_shapes,
+    in_own_order,
     leaf,
     no_rows,
     roots_of,
@@ -30,7 +31,7 @@ from anybatch.passes.schedules.representations import (
     share_out,
 )
 from anybatch.passes.tools import Outcome, Part, Tools
-from anybatch.state import MovingBuffers, Snapshot
+from anybatch.state import MovingBuffers, Snapshot, WriteWatch
 
 
 @dataclass(slots=True)
@@ -80,8 +81,10 @@ class TwoPasses:
     def _first(self, plan: BatchPlan, one: Pass, buffers: MovingBuffers, tools: Tools) -> _Encoded:
         tools.statistics.begin()
         before = None if one.is_last else buffers.snapshot()
+        watch = WriteWatch.of(plan.cut[one.micro_batch])
         with torch.set_grad_enabled(one.is_last and torch.is_grad_enabled()), tools.sync.passing(is_last=False):
             representations = tools.forward(plan.cut[one.micro_batch], one.micro_batch)
+        watch.check("a coupled loss runs every forward twice, the second time")
         if not one.reports:
             tools.statistics.forget()
         return _Encoded(one, before, representations if one.is_last else map_tensors(representations, alone))
@@ -94,7 +97,7 @@ class TwoPasses:
             each.leaves = map_tensors(each.representations, leaf)
         tools.barrier.hold()
         seen = join_rows([each.leaves if each.one.reports else no_rows(each.leaves) for each in encoded])
-        loss, metrics = loss_of_all(self.coupled, seen, tools)
+        loss, metrics = loss_of_all(self.coupled, in_own_order(plan, seen), tools)
         tools.events.end_loss(loss, micro_batch=None, units=sum(plan.units), share=1.0)
         if not tools.finite.accepts(loss):
             return loss.detach(), metrics, False

@@ -49,9 +49,14 @@ def choose_rows(accumulator: Accumulator, batch: Batch) -> Sample | str | None:
     if size is None and is_alone:
         return None
     split = accumulator.split
-    if isinstance(split, Tokens) and split.collate is not None:
+    if getattr(split, "batch_dim", 0):
+        return "its rows are not in dim 0"
+    if getattr(split, "groups", None) is not None:
+        return whole_micro_batches(accumulator, given) or "its groups cannot be joined to one micro-batch"
+    collate = getattr(split, "collate", None)
+    if collate is not None:
         samples = [given[row] for row in _spread(len(given), _num_wanted(len(given), size or MOST_ROWS))]
-        return _sample(split.collate(samples), len(samples)) or "the batch has one row"
+        return _sample(collate(samples), len(samples)) or "the batch has one row"
     return _sample(given, size or MOST_ROWS, split) or "the batch has one row"
 
 
@@ -84,7 +89,7 @@ def _in_order(parts: Sequence[Batch]) -> tuple[Piece, ...]:
 def _size_of_micro_batches(accumulator: Accumulator, batch: Batch) -> int | None:
     """How many rows the first micro-batch will have; None where it has all of them."""
     split = accumulator.split
-    if type(split) is Rows:
+    if split == Rows(getattr(split, "size", 1)):  # with nothing that says what a row is
         return split.size if num_rows(batch) > split.size else None
     choose_for = getattr(split, "choose_for", None)
     if choose_for is not None:

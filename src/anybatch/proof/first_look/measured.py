@@ -92,8 +92,9 @@ def measure(objective: Objective, model: nn.Module, batch: Batch, returned: Any,
     seen = None
     if len(observed.means) == 1 and value == float(observed.means[0]):
         seen = float(observed.units[0])
+    reduction = objective.reduction if objective.reduction_for is None else objective.reduction_for(model)
     return Measured(
-        values=(Value(name="loss", value=value, units=units, adds_up=objective.reduction, seen=seen),), dtype=loss.dtype
+        values=(Value(name="loss", value=value, units=units, adds_up=reduction, seen=seen),), dtype=loss.dtype
     )
 
 

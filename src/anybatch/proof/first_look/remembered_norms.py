@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.norms import Call, Layers, batch_norms, replaced, uses_batch_statistics
-from anybatch.torch_inside import BatchNormLayer
+from anybatch.torch_inside import NormLayer
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class RememberedNorms:
         """The forward whose statistics are kept."""
         self._statistics.clear()
 
-        def compute(name: str, layer: BatchNormLayer, call: Call) -> Tensor:
+        def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
             dims = [dim for dim in range(call.input.dim()) if dim != 1]
             var, mean = torch.var_mean(
                 call.input.float() if call.input.itemsize < 4 else call.input, dims, correction=0
@@ -44,7 +44,7 @@ class RememberedNorms:
     def frozen(self) -> Iterator[None]:
         """A forward that normalises by the running statistics."""
 
-        def compute(name: str, layer: BatchNormLayer, call: Call) -> Tensor:
+        def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
             assert call.running_mean is not None
             assert call.running_var is not None
             return _normalised(call, call.running_mean, call.running_var)
@@ -57,7 +57,7 @@ class RememberedNorms:
         """A forward of some of those rows."""
         left = {name: iter(kept) for name, kept in self._statistics.items()}
 
-        def compute(name: str, layer: BatchNormLayer, call: Call) -> Tensor:
+        def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
             return _normalised(call, *next(left[name]))
 
         with replaced(self.layers, compute):
