@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Accumulator, Coupled, Update, UpdateError, info_nce, supervised
+from anybatch import Accumulator, Coupled, Update, UpdateError, info_nce, supervised, verify
 from tests.reference import relative_error, whole_batch_gradient
 
 
@@ -46,6 +46,13 @@ def test_a_hook_on_a_parameter_is_refused_by_name_before_anything_runs(register)
     with pytest.raises(UpdateError, match=rf"'2\.weight' has a hook \({register}: halve_if_large\).*call 3 times"):
         accumulated(model)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_verify_refuses_it_too_because_its_copies_would_lose_it():
+    model = network()
+    model[2].weight.register_hook(sharpen)
+    with pytest.raises(UpdateError, match=r"'2\.weight' has a hook"):
+        verify(model, supervised(nn.CrossEntropyLoss()), rows())
 
 
 def test_the_way_out_is_exact_and_the_hook_was_not():
