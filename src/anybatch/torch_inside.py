@@ -1,8 +1,7 @@
-"""Every private name of torch that anybatch uses, one alias or small function each.
+"""Every private name of torch that anybatch uses, one alias or small function each; no other module uses one.
 
-torch promises none of them. `tests/test_torch_inside.py` has a test for each, so that a new release of torch fails with a list
-of names rather than with a symptom, and no other module uses one. Where a release lacks what DDP or FSDP2 need, `check_ddp` and
-`check_fsdp` refuse the model, before its first forward.
+torch promises none of them: each has a test, so that a new release fails with a list of names rather than with a symptom. Where
+a release lacks what DDP or FSDP2 need, `check_ddp` and `check_fsdp` refuse the model, before its first forward.
 """
 
 import sys
@@ -41,12 +40,10 @@ children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_m
 """The table of a module's children, to put another in the place of one."""
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """The table of a module's buffers, to put back the very tensor that was there."""
-
 num_writes: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written to in place."""
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells one living storage from another."""
-
 without_dynamo = _disable_dynamo
 """A function that torch.compile must not look into."""
 without_modes = _disable_current_modes
@@ -57,7 +54,6 @@ dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 """The dispatch modes of this thread, outermost first, to enter them in another."""
 is_profiled: Callable[[], bool] = _profiler_enabled
 """True where a profiler of the user's is running, and wants names."""
-
 run_engine: Callable[..., Any] = _engine_run_backward
 """What `torch.autograd.backward` does once it has compared shapes, which is 10 % of a tiny pass."""
 multiply_each_ = torch._foreach_mul_
@@ -70,8 +66,20 @@ lower_each_ = torch._foreach_clamp_max_
 """A list of tensors, none of their numbers above a bound, in place."""
 COPY_ELSEWHERE = torch.ops.aten._to_copy.default
 """The op that copies a tensor to another device."""
+op_name: Callable[[Any], str] = attrgetter("_schema.name")
+"""What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
 read_layout = torch.serialization._get_layout
 """What a pickled layout, such as `torch.strided`, is read with."""
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What a node of the graph keeps for its backward, such as "target"; None where it keeps nothing of that name."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+def output_sizes(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of what a node of the graph computed."""
+    return [tuple(of.shape) for of in node._input_metadata]
 
 
 def inside_compiled(model: nn.Module) -> nn.Module | None:
@@ -102,11 +110,6 @@ def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 def profiler_events(profiler: Any) -> list[Any]:
     """Every event of a finished profile, allocations with their bytes among them."""
     return list(profiler.profiler.kineto_results.events())
-
-
-def op_name(op: Any) -> str:
-    """What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
-    return str(op._schema.name)
 
 
 def overflows(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
@@ -274,11 +277,13 @@ def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
     are repeated inside backward.
     """
     states = [state for root in roots for state in fsdp_states(root)]
-    _set_training_state(states, "PRE_BACKWARD")
     try:
+        for state in states:
+            state._training_state = type(state._training_state)["PRE_BACKWARD"]
         yield
     finally:
-        _set_training_state(states, "IDLE")
+        for state in states:
+            state._training_state = type(state._training_state)["IDLE"]
 
 
 def reduce_gathered(root: Any) -> None:
@@ -293,8 +298,3 @@ def forget_gathered_gradients(roots: Sequence[nn.Module]) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # gathered once, at least
                 parameter._unsharded_param.grad = None
-
-
-def _set_training_state(states: Sequence[Any], name: str) -> None:
-    for state in states:
-        state._training_state = type(state._training_state)[name]

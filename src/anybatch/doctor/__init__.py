@@ -1,0 +1,1 @@
+"""Watching somebody else's loop."""
