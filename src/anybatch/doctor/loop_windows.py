@@ -89,6 +89,8 @@ class _Reader:
         for number in numbers:
             for serial in self.contents.pop(number, ()):
                 self.removed[serial] = (index, spot)
+                if self.stepping:  # a closure: what step() clears is its own affair
+                    self.used.add(serial)
         self.assigned -= numbers
         if not self.stepping:
             self.happenings.append(_happening("cleared", index, line))

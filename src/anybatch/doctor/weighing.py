@@ -53,6 +53,8 @@ class Weighing:
     """Terms of each."""
     ratio: float
     """What `.grad` was multiplied with by hand."""
+    num_terms: int = 1
+    """Losses that were added up; with several, a factor may be meant."""
 
     @property
     def total(self) -> float:
@@ -93,10 +95,26 @@ def weigh(update: LoopUpdate) -> Weighing | None:
     if not readable:
         return None
     best = max(readable, key=lambda key: (key[1].startswith(CRITERIA), abs(_share(roles[0][key], 0))))
-    terms = [found[best] for found in roles]
     scales = [lane[0].scale or 1.0 for lane in lanes]
-    choices = [_weighing(best[1], terms, scales, ratio, choice) for choice in range(min(len(t.counts) for t in terms))]
+    together = [key for key in readable if key[:2] == best[:2]]
+    choices = []
+    for keys in {(best,), tuple(together)} if _are_equal([roles[0][key] for key in together]) else {(best,)}:
+        terms = [_merged([found[key] for key in keys]) for found in roles]
+        ways = min(len(term.counts) for term in terms) if terms[0].kind == "sum" else 1
+        choices += [_weighing(best[1], terms, scales, ratio, way, len(common)) for way in range(ways)]
     return min(choices, key=_distance)
+
+
+def _are_equal(terms: Sequence[LossTerm]) -> bool:
+    """Means of the same kind and weight: perhaps one mean of them all."""
+    return all(term.kind == "mean" and near(term.weight, terms[0].weight) for term in terms)
+
+
+def _merged(terms: Sequence[LossTerm]) -> LossTerm:
+    if len(terms) == 1:
+        return terms[0]
+    counts = (math.fsum(term.counts[0] for term in terms),)
+    return LossTerm(role=terms[0].role, kind="mean", weight=math.fsum(term.weight for term in terms), counts=counts)
 
 
 def _distance(one: Weighing) -> float:
@@ -107,9 +125,12 @@ def _distance(one: Weighing) -> float:
     return min(abs(math.log(total)), abs(math.log(total / len(one.shares))) + 0.1)
 
 
-def _weighing(role: str, terms: list[LossTerm], scales: list[float], ratio: float, choice: int) -> Weighing:
+def _weighing(
+    role: str, terms: Sequence[LossTerm], scales: Sequence[float], ratio: float, choice: int, num_terms: int
+) -> Weighing:
     shares = tuple(_share(term, choice) / scale * ratio for term, scale in zip(terms, scales, strict=True))
-    return Weighing(role=role, kind=terms[0].kind, shares=shares, counts=tuple(t.counts[choice] for t in terms), ratio=ratio)
+    counts = tuple(term.counts[choice] for term in terms)
+    return Weighing(role=role, kind=terms[0].kind, shares=shares, counts=counts, ratio=ratio, num_terms=num_terms)
 
 
 def _share(term: LossTerm, choice: int) -> float:

@@ -65,6 +65,8 @@ class Tape:
         self.probes: dict[int, Tensor] = {}
         self.arrived: dict[int, Tensor] = {}
         self.num_passes = self.num_updates = self.depth = 0
+        self.steps: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
         self.is_ended = self.is_broken = self.is_inside_scaler = False
         self.reason = "finished"
         self.current: dict[str, Any] = {}
@@ -125,18 +127,14 @@ class Tape:
         is_known = known is not None and known[0]() is optimizer
         number = known[1] if known is not None and is_known else len(self.optimizers)
         numbers = [self.number(parameter) for parameter in own]
-        if not is_known or len(numbers) != self._sizes.get(number):
+        if not is_known or len(numbers) != self.sizes.get(number):
             if not is_known:
                 self.optimizers[id(optimizer)] = (weakref.ref(optimizer), number)
-            self._sizes[number] = len(numbers)
+            self.sizes[number] = len(numbers)
             self._probe(own)
             self.write("optimizer", optimizer=number, kind=type(optimizer).__name__, parameters=packed(numbers),
                        lr=[float(group.get("lr", 0.0)) for group in optimizer.param_groups], place=here().as_json())  # fmt: skip
         return number
-
-    @property
-    def _sizes(self) -> dict[int, int]:
-        return self.__dict__.setdefault("sizes", {})  # type: ignore[no-any-return]
 
     def _probe(self, parameters: list[Tensor]) -> None:
         wanted = [p for p in parameters if isinstance(p, Tensor) and p.requires_grad and type(p.data) is Tensor]
@@ -166,7 +164,7 @@ class Tape:
 
     def look(self, cleared_by: str = "", place: Any = None) -> None:
         """Compare every gradient with what it was, and write down what changed since."""
-        now = [_signature(reference()) for reference in self.parameters]
+        now = self._now()
         changed = [number for number, (one, other) in enumerate(zip(self.signatures, now, strict=True)) if one != other]
         cleared = [n for n in changed if now[n] is None or (not cleared_by and self._is_zero(n)) or cleared_by == "zero_grad"]
         rest = sorted(set(changed) - set(cleared))
@@ -184,10 +182,18 @@ class Tape:
 
     def forget_changes(self) -> list[int]:
         """Take the gradients as they are, and say which changed."""
-        now = [_signature(reference()) for reference in self.parameters]
+        now = self._now()
         changed = [number for number, (one, other) in enumerate(zip(self.signatures, now, strict=True)) if one != other]
         self.signatures = now
         return changed
+
+    def _now(self) -> list[Signature]:
+        """What is gone has not been cleared."""
+        found = [reference() for reference in self.parameters]
+        return [
+            before if parameter is None else _signature(parameter)
+            for parameter, before in zip(found, self.signatures, strict=True)
+        ]
 
 
 class _Arrival:
@@ -212,6 +218,6 @@ def _taken(gradient: Tensor, places: Tensor | None) -> list[float]:
     return [float(f"{value:.10g}") for value in values.tolist()]
 
 
-def _signature(parameter: Tensor | None) -> Signature:
-    gradient = None if parameter is None else parameter.grad
+def _signature(parameter: Tensor) -> Signature:
+    gradient = parameter.grad
     return None if gradient is None else (id(gradient), num_writes(gradient))

@@ -68,8 +68,8 @@ class _Steps:
         rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         tape.write("step", optimizer=number, holding=packed(holding), lr=rates, scaler=tape.is_inside_scaler,
                    probe=tape.probe_values(own), place=here().as_json())  # fmt: skip
-        if number == 0 or len(tape.optimizers) == 1:
-            tape.num_updates += 1
+        tape.steps[number] = tape.steps.get(number, 0) + 1
+        tape.num_updates = max(tape.steps.values())
 
 
 def _clipping(tape: Tape, name: str) -> Any:
@@ -206,12 +206,12 @@ class _Scalers:
         def step(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
             self.tape.safely(self.tape.look)()
             self.tape.is_inside_scaler = scaler.is_enabled()
-            before = self.tape.num_updates
+            before = sum(self.tape.steps.values())
             try:
                 result = original(scaler, optimizer, *arguments, **named)
             finally:
                 self.tape.is_inside_scaler = False
-            if scaler.is_enabled() and self.tape.num_updates == before and isinstance(optimizer, Optimizer):
+            if scaler.is_enabled() and sum(self.tape.steps.values()) == before and isinstance(optimizer, Optimizer):
                 self.tape.safely(self._skipped)(optimizer)
             return result
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from anybatch.doctor.finding import Finding
-from anybatch.doctor.loop_case import LoopCase, first_spot, plural
+from anybatch.doctor.loop_case import LoopCase, plural
 from anybatch.doctor.loop_facts import Loop, Lost, LossPass
 
 
@@ -132,5 +132,3 @@ def _spans(passes: tuple[LossPass, ...]) -> bool:
     batches = {one.batch[:2] for one in passes if one.batch is not None}
     return len(batches) > len({loader for loader, _ in batches})
 
-
-_ = first_spot

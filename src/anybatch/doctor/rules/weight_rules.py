@@ -16,7 +16,7 @@ def weight_rules(case: LoopCase) -> Iterator[Finding]:
     if case.size == 1:
         yield from _stepped_every(case, pairs)
     for update, weighing in pairs:
-        if len(weighing.shares) > 1 and not weighing.is_plain_sum and not update.stale:
+        if max(case.size, len(weighing.shares)) > 1 and not weighing.is_plain_sum and not update.stale:
             yield from _division(case, update, weighing)
     yield from _uneven(case, pairs)
 
@@ -47,7 +47,7 @@ def _division(case: LoopCase, update: LoopUpdate, weighing: Weighing) -> Iterato
     if is_constant and near(share, 1.0):
         text = f"{start}: the loss is not divided, so the step is {n} times as large as that of one batch.{told}"
         yield case.finding("not-divided", "error", spot, text, facts)
-    elif is_constant and near(total, 1.0 / n):
+    elif is_constant and n > 1 and near(total, 1.0 / n) and weighing.num_terms == 1:
         text = f"{start}: the loss is divided by {n} twice, so the step is {n} times too small.{told}"
         yield case.finding("divided-twice", "error", spot, text, facts)
     elif n < case.size and is_constant and near(share, 1.0 / case.size):
@@ -65,7 +65,7 @@ def _other(
     whole = round(divisor)
     is_whole = whole >= 2 and abs(divisor - whole) < 0.01 * divisor
     is_meant = whole in case.loop.intended.values() or near(weighing.total, 1.0 / n**2) or whole > 2 * n or n in (whole - 1, whole + 1)
-    if is_whole and (is_meant or case.loop.intended):
+    if is_whole and (is_meant or case.loop.intended) and weighing.num_terms == 1:
         text = f"{start}: each loss is divided by {whole}, and there are {n} of them.{told}"
         yield case.finding("other-divisor", "error", spot, text, facts)
         return
@@ -80,6 +80,8 @@ def _stepped_every(case: LoopCase, pairs: list[tuple[LoopUpdate, Weighing]]) -> 
     meant = {value: name for name, value in case.loop.intended.items() if value > 1}
     if not pairs or not meant or len(case.updates) < 2:
         return
+    if sum(not one.is_left for one in case.loop.lost) >= len(case.updates):
+        return  # they are cleared, which is told elsewhere
     update, weighing = pairs[-1]
     divisor = round(1.0 / weighing.total) if weighing.total else 0
     spot = update.spot

@@ -17,5 +17,4 @@ for i, (x, y) in enumerate(list(loader)[:12]):
     scaler.scale(F.cross_entropy(model(x), y) / accumulation_steps).backward()
     if (i + 1) % accumulation_steps == 0:
         optimizer.step()  # <- scaler-misuse
-        scaler.update()
         optimizer.zero_grad()
