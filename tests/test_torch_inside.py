@@ -36,6 +36,27 @@ def test_run_engine_adds_the_gradient_as_backward_does(inside: ModuleType):
     assert torch.equal(weight.grad, other.grad)
 
 
+def test_a_node_of_the_graph_tells_what_it_saved_and_the_shape_that_it_computed(inside: ModuleType):
+    scores, target = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 2, -100, 1])
+    node = nn.functional.cross_entropy(scores, target).grad_fn
+    assert torch.equal(inside.saved_by(node, "target"), target)
+    assert (inside.saved_by(node, "ignore_index"), inside.saved_by(node, "reduction")) == (2**64 - 100, 1)
+    assert float(inside.saved_by(node, "total_weight")) == 3.0
+    assert inside.saved_by(node, "no_such_name") is None
+    assert inside.output_sizes(node) == [()]
+    assert inside.output_sizes(node.next_functions[0][0]) == [(4, 3)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_graph_keeps_what_criteria_and_reductions_took_together(inside: ModuleType, reduction: str):
+    scores = torch.randn(4, 3, requires_grad=True)
+    node = nn.functional.mse_loss(scores, torch.zeros(4, 3), reduction=reduction).grad_fn
+    assert inside.saved_by(node, "reduction") == {"mean": 1, "sum": 2}[reduction]
+    assert tuple(inside.saved_by(node, "self").shape) == (4, 3)
+    assert tuple(inside.saved_by(getattr(scores, reduction)().grad_fn, "self_sym_sizes")) == (4, 3)
+    assert torch.equal(inside.saved_by((scores * torch.ones(4, 3)).grad_fn, "other"), torch.ones(4, 3))
+
+
 # --- modules
 
 

@@ -7,13 +7,40 @@ from typing import Any, Literal
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 KINDS = (
-    "cleared-before-use", "stepped-every-micro-batch", "not-divided", "divided-twice", "other-divisor", "tail-dropped",
-    "tail-leaks", "left-at-end", "uneven-micro-batches", "clip-early", "clip-scaled", "clip-after-step",
-    "schedule-per-micro-batch", "schedule-before-step", "schedule-horizon", "scaler-misuse", "ddp-every-pass",
-    "ddp-backward-only", "ddp-never", "batch-norm", "never-cleared", "kept-graph", "unowned-parameters",
-    "low-precision-sum", "off-by-one", "negatives-missing", "rows-repeated",
-    "windows-differ", "eval-left-on", "learning-rate", "by-hand", "opaque-loss", "recorder-trouble",
-)  # fmt: skip
+    "cleared-before-use",
+    "stepped-every-micro-batch",
+    "not-divided",
+    "divided-twice",
+    "other-divisor",
+    "tail-dropped",
+    "tail-leaks",
+    "left-at-end",
+    "uneven-micro-batches",
+    "clip-early",
+    "clip-scaled",
+    "clip-after-step",
+    "schedule-per-micro-batch",
+    "schedule-before-step",
+    "schedule-horizon",
+    "scaler-misuse",
+    "ddp-every-pass",
+    "ddp-backward-only",
+    "ddp-never",
+    "batch-norm",
+    "never-cleared",
+    "kept-graph",
+    "unowned-parameters",
+    "low-precision-sum",
+    "off-by-one",
+    "negatives-missing",
+    "rows-repeated",
+    "windows-differ",
+    "eval-left-on",
+    "learning-rate",
+    "by-hand",
+    "opaque-loss",
+    "recorder-trouble",
+)
 """Every kind, the same in text, JSON and docs."""
 
 

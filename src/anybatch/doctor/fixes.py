@@ -51,7 +51,8 @@ OWN = {
     "never-cleared": "clear after every step:\n    optimizer.step()\n    optimizer.zero_grad()",
     "kept-graph": "keep the number, not the graph:\n    total += loss.item()      # or losses.append(loss.detach())",
     "unowned-parameters": "give them to the optimizer, or freeze them:\n    parameter.requires_grad_(False)",
-    "low-precision-sum": "sum in fp32, before the first backward:\n    for p in model.parameters(): p.grad_dtype = torch.float32",
+    "low-precision-sum": "sum in fp32, before the first backward:\n    for p in model.parameters(): p.grad_dtype "
+    "= torch.float32",
     "off-by-one": "count from one:\n    if (i + 1) % {n} == 0:",
     "negatives-missing": (
         "accumulating does not bring the negatives of other micro-batches back; cache the representations:\n"

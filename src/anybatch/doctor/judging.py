@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.finding import SEVERITIES, Finding, in_order
-from anybatch.doctor.log_lines import Log, read_logs
 from anybatch.doctor.loop_case import LoopCase
-from anybatch.doctor.loop_facts import Loop, LoopUpdate
-from anybatch.doctor.loop_windows import loop_of
+from anybatch.doctor.loops import Lane, Log, LoopUpdate, Lost, WatchedLoop, lanes_of, loop_of, read_logs, weigh
 from anybatch.doctor.rules import (
     loop_rules,
     lost_rules,
@@ -19,8 +17,10 @@ from anybatch.doctor.rules import (
     tail_rules,
     weight_rules,
 )
-from anybatch.doctor.weighing import Lane, lanes_of, weigh
 
+TOLD = ("clip", "schedule", "unscale", "scaler-update", "zero")
+SHOWN_EVENTS = 44
+"""Events of the time line."""
 PER_OPTIMIZER = (weight_rules, tail_rules, order_rules, rank_rules, model_rules)
 
 
@@ -29,7 +29,7 @@ class Diagnosis:
     """What was found, and what was seen."""
 
     findings: tuple[Finding, ...]
-    loops: tuple[Loop, ...]
+    loops: tuple[WatchedLoop, ...]
 
     @property
     def has_errors(self) -> bool:
@@ -43,9 +43,14 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """For `--json`: `findings`, and `updates` of rank 0."""
-        updates = [described for loop in self.loops[:1] for described in described_updates(loop)]
-        reasons = [loop.reason for loop in self.loops]
-        return {"findings": [finding.as_json() for finding in self.findings], "updates": updates, "ended": reasons}
+        first = self.loops[:1]
+        return {
+            "findings": [finding.as_json() for finding in self.findings],
+            "updates": [described for loop in first for described in described_updates(loop)],
+            "lost": [_lost(one) for loop in first for one in loop.lost],
+            "timeline": [event for loop in first for event in timeline(loop)],
+            "ended": [loop.reason for loop in self.loops],
+        }
 
 
 def judge_folder(folder: Path) -> Diagnosis:
@@ -59,7 +64,7 @@ def judge(logs: list[Log]) -> Diagnosis:
     return Diagnosis(in_order([finding for loop in loops for finding in findings_of(loop)]), loops)
 
 
-def findings_of(loop: Loop) -> list[Finding]:
+def findings_of(loop: WatchedLoop) -> list[Finding]:
     """Of one process."""
     cases = [LoopCase(loop, optimizer) for optimizer in sorted(loop.optimizers)]
     stepped = [case for case in cases if loop.updates_of(case.optimizer)]
@@ -69,9 +74,44 @@ def findings_of(loop: Loop) -> list[Finding]:
     return [*found, *loop_rules(loop, stepped)]
 
 
-def described_updates(loop: Loop) -> list[dict[str, Any]]:
+def described_updates(loop: WatchedLoop) -> list[dict[str, Any]]:
     """What each update was made of."""
     return [_described(update) for update in loop.updates]
+
+
+def _lost(one: Lost) -> dict[str, Any]:
+    lost = one.loss_pass
+    return {"serial": lost.serial, "line": lost.spot.line, "rows": lost.rows, "cleared_at": one.spot.line}
+
+
+def timeline(loop: WatchedLoop) -> list[dict[str, Any]]:
+    """Everything in the order in which it came, of the first updates."""
+    lanes = {
+        one.serial: (lane, weight)
+        for update in loop.updates
+        for lane, (passes, weight) in enumerate(zip(lanes_of(update.passes), _weights(update), strict=True))
+        for one in passes
+    }
+    happened = [(one.index, {"what": one.kind, "line": one.spot.line}) for one in loop.happenings if one.kind in TOLD]
+    happened += [(update.index, {"what": "step", "line": update.spot.line}) for update in loop.updates]
+    lost_lane = 0
+    for one in loop.passes:
+        lane, weight = lanes.get(one.serial, (lost_lane, one.terms[0].weight if one.terms else None))
+        lost_lane = lane + 1 if one.serial not in lanes else 0
+        facts = {
+            "what": "backward",
+            "line": one.spot.line,
+            "lane": min(lane, 15),
+            "weight": weight,
+            "is_used": one.serial in lanes,
+        }
+        happened.append((one.index, facts))
+    return [event for _, event in sorted(happened, key=lambda one: one[0])][:SHOWN_EVENTS]
+
+
+def _weights(update: LoopUpdate) -> tuple[float | None, ...]:
+    weighing = weigh(update)
+    return weighing.shares if weighing is not None else (None,) * len(lanes_of(update.passes))
 
 
 def _described(update: LoopUpdate) -> dict[str, Any]:
@@ -91,7 +131,7 @@ def _described(update: LoopUpdate) -> dict[str, Any]:
         "events": [
             {"what": one.kind, "line": one.spot.line, "seconds": one.seconds}
             for one in update.happenings
-            if one.kind in ("clip", "schedule", "unscale", "scaler-update", "zero")
+            if one.kind in TOLD
         ],
     }
 

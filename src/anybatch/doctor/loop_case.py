@@ -8,15 +8,25 @@ from typing import Any
 
 from anybatch.doctor.finding import Finding, Severity
 from anybatch.doctor.fixes import fix_for
-from anybatch.doctor.loop_facts import Happening, Loop, LossPass, LoopUpdate, Spot
-from anybatch.doctor.weighing import Lane, Weighing, lanes_of, ratio_by_hand, weigh
+from anybatch.doctor.loops import (
+    Happening,
+    Lane,
+    LoopUpdate,
+    LossPass,
+    Spot,
+    WatchedLoop,
+    Weighing,
+    lanes_of,
+    ratio_by_hand,
+    weigh,
+)
 
 
 @dataclass(frozen=True)
 class LoopCase:
     """One optimizer of one loop."""
 
-    loop: Loop
+    loop: WatchedLoop
     optimizer: int
 
     @cached_property
@@ -51,7 +61,9 @@ class LoopCase:
     def is_by_hand(self) -> bool:
         """Its gradients are not what backward brought."""
         steps = self.loop.updates_of(self.optimizer)
-        assigned = [update for update in steps if update.is_assigned and (not update.passes or ratio_by_hand(update) is None)]
+        assigned = [
+            update for update in steps if update.is_assigned and (not update.passes or ratio_by_hand(update) is None)
+        ]
         return 2 * len(assigned) >= len(steps) > 0
 
     @cached_property
@@ -73,7 +85,13 @@ class LoopCase:
         """With the fix."""
         fix = fix_for(kind, n=self.size, rows=self.rows)
         return Finding(
-            kind=kind, severity=severity, file=spot.file, line=spot.line, message=message, evidence=evidence or {}, fix=fix
+            kind=kind,
+            severity=severity,
+            file=spot.file,
+            line=spot.line,
+            message=message,
+            evidence=evidence or {},
+            fix=fix,
         )
 
 

@@ -15,15 +15,26 @@ from anybatch.torch_inside import output_sizes, saved_by
 MOST_NODES = 400
 MEAN, SUM = 1, 2
 """How torch's criteria number their reductions."""
-CRITERIA = ("NllLoss", "MseLoss", "BinaryCrossEntropy", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "MultiMarginLoss",
-            "MultilabelMarginLoss", "CtcLoss", "KlDiv")  # fmt: skip
+CRITERIA = (
+    "NllLoss",
+    "MseLoss",
+    "BinaryCrossEntropy",
+    "SmoothL1Loss",
+    "HuberLoss",
+    "SoftMarginLoss",
+    "MultiMarginLoss",
+    "MultilabelMarginLoss",
+    "CtcLoss",
+    "KlDiv",
+)
 
 
 class TermHook:
     """One such node of one loss, and the weight that it was given."""
 
     def __init__(self, node: Any) -> None:
-        self.node, self.weight = node, None
+        self.node = node
+        self.weight: float | None = None
         self.facts = _facts(node)
         self.handle = node.register_prehook(self._arrive)
 
@@ -45,7 +56,8 @@ def watch_terms(loss: Tensor) -> list[TermHook]:
 
 def _reducing(root: Any) -> Iterator[Any]:
     """From one number down to where many become one."""
-    waiting, seen = [root], set()
+    waiting: list[Any] = [root]
+    seen: set[Any] = set()
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
         if node is None or node in seen or "AccumulateGrad" in node.name():
@@ -105,7 +117,12 @@ def _facts(node: Any) -> dict[str, Any]:
         sizes = tuple(saved_by(node, "self_sym_sizes") or ())
         share, marks = _kept(node)
         counts = [share] if share is not None and name != "Mean" else []
-        return {"role": name, "kind": "mean" if name == "Mean" else "sum", "counts": counts + _counts(sizes, 1.0), **marks}
+        return {
+            "role": name,
+            "kind": "mean" if name == "Mean" else "sum",
+            "counts": counts + _counts(sizes, 1.0),
+            **marks,
+        }
     return {"role": name, "kind": "opaque", "counts": []}
 
 
@@ -120,13 +137,24 @@ def _counts(sizes: tuple[int, ...], share: float) -> list[float]:
 def _nll(node: Any) -> dict[str, Any]:
     target, own = saved_by(node, "target"), saved_by(node, "self")
     total = saved_by(node, "total_weight")
-    counted = float((target != saved_by(node, "ignore_index")).sum())
+    counted = float((target != _signed(saved_by(node, "ignore_index"))).sum())
     units = float(total) if total is not None and total.numel() else counted
     rows = int(target.shape[0]) if target.dim() else 1
     square = own.dim() == 2 and own.shape[0] == own.shape[1] and rows > 1
     is_pairs = square and bool((target.sort().values == torch.arange(rows, device=target.device)).all())
     counts = list(dict.fromkeys([units or counted, counted, float(rows)]))
     return {"counts": counts, **({"pairs": rows} if is_pairs else {})}
+
+
+def _signed(number: int) -> int:
+    """The graph keeps -100 as a number without a sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _is_mask(tensor: Any) -> bool:
+    """Weights from outside, none below 0."""
+    is_given = isinstance(tensor, Tensor) and not tensor.requires_grad and tensor.numel() > 1
+    return is_given and bool((tensor >= 0).all())
 
 
 def _kept(node: Any) -> tuple[float | None, dict[str, Any]]:
@@ -144,9 +172,10 @@ def _kept(node: Any) -> tuple[float | None, dict[str, Any]]:
         if name.startswith("MulBackward"):
             for side in ("other", "self"):
                 mask = saved_by(node, side)
-                if isinstance(mask, Tensor) and not mask.requires_grad and mask.numel() > 1:
-                    if bool((mask >= 0).all()):
-                        return float(mask.sum()), marks
-        elif not name.startswith(("View", "Reshape", "Neg", "Squeeze", "Unsqueeze", "ToCopy", "UnsafeView", "Sum", "Div")):
+                if _is_mask(mask):
+                    return float(mask.sum()), marks
+        elif not name.startswith(
+            ("View", "Reshape", "Neg", "Squeeze", "Unsqueeze", "ToCopy", "UnsafeView", "Sum", "Div")
+        ):
             return None, marks
     return None, marks

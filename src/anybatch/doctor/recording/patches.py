@@ -1,6 +1,7 @@
 """Functions of torch replaced while a doctor watches, and put back."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -17,10 +18,8 @@ class Patches:
         original = getattr(owner, name)
         is_own = name in vars(owner)
         replacement = make(original)
-        try:
+        with suppress(AttributeError):
             replacement = wraps(original)(replacement)
-        except AttributeError:
-            pass
         replacement.is_doctors = True
         self._before.append((owner, name, vars(owner).get(name), is_own))
         setattr(owner, name, replacement)

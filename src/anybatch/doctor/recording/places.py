@@ -1,19 +1,18 @@
 """Where in the user's code something happened."""
 
+import linecache
 import os
+import re
 import sys
-import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
-_STDLIB = tuple(
-    path + os.sep for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)}
-)
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,17 @@ def user_frames(most: int = 200) -> Iterator[FrameType]:
         if is_users(frame.f_code.co_filename):
             yield frame
         frame, most = frame.f_back, most - 1
+
+
+_CLEARS = re.compile(r"\.grad\s*=\s*None|\.grad\.(zero_|detach_)\(|\.grad\.data\.zero_\(|\.grad\.fill_\(")
+
+
+def cleared_above(place: Place, most: int = 40) -> Place:
+    """The line above that clears gradients by hand, which is seen only when backward comes; `place` where there is none."""
+    for line in range(place.line - 1, max(0, place.line - most), -1):
+        if _CLEARS.search(linecache.getline(place.file, line)):
+            return replace(place, line=line)
+    return place
 
 
 def here() -> Place:

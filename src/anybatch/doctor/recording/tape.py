@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anybatch.doctor.log_lines import SUFFIX, packed
-from anybatch.doctor.recording.places import here
+from anybatch.doctor.loops import SUFFIX, packed
+from anybatch.doctor.recording.places import cleared_above, here
 from anybatch.torch_inside import num_writes
 
 VARIABLE = "ANYBATCH_DOCTOR"
@@ -70,8 +70,14 @@ class Tape:
         self.is_ended = self.is_broken = self.is_inside_scaler = False
         self.reason = "finished"
         self.current: dict[str, Any] = {}
-        self.write("start", rank=int(os.environ.get("RANK", 0)), world=int(os.environ.get("WORLD_SIZE", 1)),
-                   updates=watch.updates, short_epochs=watch.short_epochs, torch=torch.__version__)  # fmt: skip
+        self.write(
+            "start",
+            rank=int(os.environ.get("RANK", 0)),
+            world=int(os.environ.get("WORLD_SIZE", 1)),
+            updates=watch.updates,
+            short_epochs=watch.short_epochs,
+            torch=torch.__version__,
+        )
 
     def write(self, event: str, **facts: Any) -> None:
         """One line."""
@@ -132,8 +138,14 @@ class Tape:
                 self.optimizers[id(optimizer)] = (weakref.ref(optimizer), number)
             self.sizes[number] = len(numbers)
             self._probe(own)
-            self.write("optimizer", optimizer=number, kind=type(optimizer).__name__, parameters=packed(numbers),
-                       lr=[float(group.get("lr", 0.0)) for group in optimizer.param_groups], place=here().as_json())  # fmt: skip
+            self.write(
+                "optimizer",
+                optimizer=number,
+                kind=type(optimizer).__name__,
+                parameters=packed(numbers),
+                lr=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+                place=here().as_json(),
+            )
         return number
 
     def _probe(self, parameters: list[Tensor]) -> None:
@@ -166,12 +178,21 @@ class Tape:
         """Compare every gradient with what it was, and write down what changed since."""
         now = self._now()
         changed = [number for number, (one, other) in enumerate(zip(self.signatures, now, strict=True)) if one != other]
-        cleared = [n for n in changed if now[n] is None or (not cleared_by and self._is_zero(n)) or cleared_by == "zero_grad"]
+        cleared = [
+            n for n in changed if now[n] is None or (not cleared_by and self._is_zero(n)) or cleared_by == "zero_grad"
+        ]
         rest = sorted(set(changed) - set(cleared))
         assigned = [n for n in rest if self.signatures[n] is None or self.signatures[n][0] != now[n][0]]  # type: ignore[index]
         self.signatures = now
-        where = (place or here()).as_json() if changed else {}
-        for how, numbers in (("cleared", cleared), ("assigned", assigned), ("modified", sorted(set(rest) - set(assigned)))):
+        spot = (place or here()) if changed else None
+        if spot is not None and cleared and not cleared_by:
+            spot = cleared_above(spot)
+        where = {} if spot is None else spot.as_json()
+        for how, numbers in (
+            ("cleared", cleared),
+            ("assigned", assigned),
+            ("modified", sorted(set(rest) - set(assigned))),
+        ):
             if numbers:
                 self.write("changed", how=how, parameters=packed(numbers), by=cleared_by, place=where)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.doctor.log_lines import packed
+from anybatch.doctor.loops import packed
 from anybatch.doctor.recording.intent import intended, keeper
 from anybatch.doctor.recording.loss_terms import watch_terms
 from anybatch.doctor.recording.patches import Patches
@@ -79,9 +79,12 @@ class BackwardWatch:
         tape = self.tape
         place, hooks, flag = state
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+        nodes = [hook.node for hook in hooks][:4]
         terms = [term for term in (hook.close() for hook in hooks) if term is not None]
         touched = tape.forget_changes()
-        low = sorted({str(p.grad.dtype)[6:] for n in touched if (p := tape.parameters[n]()) is not None and p.grad is not None})
+        low = sorted(
+            {str(p.grad.dtype)[6:] for n in touched if (p := tape.parameters[n]()) is not None and p.grad is not None}
+        )
         current = tape.current
         scale = current.pop("scale", None)
         forward = current.get("sync", current.get("fsdp"))
@@ -105,25 +108,28 @@ class BackwardWatch:
         )
         tape.num_passes += 1
         current.pop("sync", None)
-        self._note_alive(loss, place)
+        self._note_alive(loss, place, nodes)
         self._tell_unowned()
 
-    def _note_alive(self, loss: Tensor, place: Place) -> None:
+    def _note_alive(self, loss: Tensor, place: Place, nodes: list[Any]) -> None:
         self._alive = [reference for reference in self._alive if reference() is not None]
-        if loss.grad_fn is not None:
+        node: Any = nodes[0] if nodes else loss.grad_fn
+        if node is not None:
             sentinel = _Sentinel()
-            loss.grad_fn.metadata["anybatch doctor"] = sentinel
+            node.metadata["anybatch doctor"] = sentinel
             self._alive.append(weakref.ref(sentinel))
         if len(self._alive) > KEPT and not self._is_kept_told:
             self._is_kept_told = True
-            name = keeper(loss)
-            self.tape.write("kept", alive=len(self._alive), variable=name, place=place.as_json())
+            name, file, line = keeper(loss)
+            where = {**place.as_json(), **({"file": file, "line": line} if line else {})}
+            self.tape.write("kept", alive=len(self._alive), variable=name, place=where)
 
     def _walk(self, loss: Tensor, place: Place) -> None:
         if self._walked.get(place.chain, 0) >= WALKED:
             return
         self._walked[place.chain] = self._walked.get(place.chain, 0) + 1
-        waiting, seen = [loss.grad_fn], set()
+        waiting: list[Any] = [loss.grad_fn]
+        seen: set[Any] = set()
         while waiting and len(seen) < MOST_NODES:
             node = waiting.pop()
             if node is None or node in seen:
@@ -148,7 +154,9 @@ class BackwardWatch:
         if lost and tape.num_passes > 3:
             self._told_unowned |= {key for key, _, _ in lost}
             shapes = [list(leaf.shape) for _, leaf, _ in lost]
-            self.tape.write("unowned", shapes=shapes[:8], count=len(shapes), owned=len(owned), place=lost[0][2].as_json())
+            self.tape.write(
+                "unowned", shapes=shapes[:8], count=len(shapes), owned=len(owned), place=lost[0][2].as_json()
+            )
 
 
 def _flag(tape: Tape) -> bool | None:

@@ -71,7 +71,9 @@ class _Loaders:
             whole: int | None = self._length(loader)
         except TypeError:
             whole = None
-        self.tape.write("epoch", loader=known[1], number=known[2], whole=whole, **_sampling(loader), place=here().as_json())
+        self.tape.write(
+            "epoch", loader=known[1], number=known[2], whole=whole, **_sampling(loader), place=here().as_json()
+        )
         return [known[1], known[2]]
 
 
@@ -85,7 +87,7 @@ def _sampling(loader: Any) -> dict[str, Any]:
     if isinstance(sampler, DistributedSampler):
         facts |= {"replicas": sampler.num_replicas, "dealt": sampler.total_size, "drop_last": sampler.drop_last}
     facts["is_plain"] = type(sampler) in (RandomSampler, SequentialSampler) and type(loader) is DataLoader
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     if type(batches).__name__ == "BatchSamplerShard":
         facts |= {"replicas": batches.num_processes, "is_even": bool(getattr(batches, "even_batches", False))}
         facts["is_plain"] = False
@@ -116,7 +118,9 @@ class Fetching:
                 raise StopIteration
             batch = next(self._inner)
         except StopIteration:
-            self._tape.safely(self._tape.write)("epoch-end", loader=self._epoch[0], number=self._epoch[1], fetched=self._fetched)
+            self._tape.safely(self._tape.write)(
+                "epoch-end", loader=self._epoch[0], number=self._epoch[1], fetched=self._fetched
+            )
             raise
         self._tape.current["batch"] = [*self._epoch, self._fetched]
         self._tape.current["rows"] = _num_rows(batch)
@@ -145,8 +149,13 @@ class _Modules:
             self.first = weakref.ref(layer)
         if self.first() is layer and "norms" not in current and batch.dim() >= 2:
             rows = batch.detach()[:, :CHANNELS].transpose(0, 1).reshape(min(CHANNELS, batch.shape[1]), -1).double()
-            current["norms"] = {"mean": rows.mean(1).tolist(), "var": rows.var(1, unbiased=False).tolist(),
-                                "count": rows.shape[1], "momentum": layer.momentum, "batch": True}  # fmt: skip
+            current["norms"] = {
+                "mean": rows.mean(1).tolist(),
+                "var": rows.var(1, unbiased=False).tolist(),
+                "count": rows.shape[1],
+                "momentum": layer.momentum,
+                "batch": True,
+            }
 
     def trained(self, _: Any, module: nn.Module, mode: bool = True, *__: Any, **___: Any) -> None:
         if here().function and _calls_itself():
@@ -156,7 +165,7 @@ class _Modules:
             self.tape.current["is_eval"] = not mode
 
     def spread(self, module: Any, *_: Any, **__: Any) -> None:
-        if module.training and torch.is_grad_enabled() or module.training:
+        if (module.training and torch.is_grad_enabled()) or module.training:
             self.tape.current["sync"] = bool(module.require_backward_grad_sync)
             self.tape.current["ddp"] = weakref.ref(module)
 

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from anybatch.doctor.log_lines import packed
+from anybatch.doctor.loops import packed
 from anybatch.doctor.recording.patches import Patches, around, nothing
 from anybatch.doctor.recording.places import here
 from anybatch.doctor.recording.tape import Ending, Tape
@@ -29,8 +29,8 @@ def install_step_watch(tape: Tape, patches: Patches) -> None:
     patches.handles.append(register_optimizer_step_pre_hook(lambda one, *_: safely(steps.begin)(one)))
     patches.handles.append(register_optimizer_step_post_hook(lambda one, *_: steps.end(one)))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        for owner in (nn.utils.clip_grad, nn.utils):
-            patches.replace(owner, name, _clipping(tape, name))
+        for module in (nn.utils.clip_grad, nn.utils):
+            patches.replace(module, name, _clipping(tape, name))
     _Schedules(tape).install(patches)
     _Scalers(tape).install(patches)
 
@@ -66,18 +66,27 @@ class _Steps:
         holding = [n for n in own if (p := tape.parameters[n]()) is not None and p.grad is not None]
         tape.forget_changes()
         rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
-        tape.write("step", optimizer=number, holding=packed(holding), lr=rates, scaler=tape.is_inside_scaler,
-                   probe=tape.probe_values(own), place=here().as_json())  # fmt: skip
+        tape.write(
+            "step",
+            optimizer=number,
+            holding=packed(holding),
+            lr=rates,
+            scaler=tape.is_inside_scaler,
+            probe=tape.probe_values(own),
+            place=here().as_json(),
+        )
         tape.steps[number] = tape.steps.get(number, 0) + 1
         tape.num_updates = max(tape.steps.values())
 
 
 def _clipping(tape: Tape, name: str) -> Any:
     def make(original: Any) -> Any:
-        def clip(parameters: Any, limit: float, *arguments: Any, **named: Any) -> Any:
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        def clip(*arguments: Any, **named: Any) -> Any:
+            given = arguments[0] if arguments else named.pop("parameters")
+            parameters = [given] if isinstance(given, Tensor) else list(given)  # a generator is read once
             tape.safely(tape.look)()
-            result = original(parameters, limit, *arguments, **named)
+            result = original(parameters, *arguments[1:], **named)
+            limit = arguments[1] if len(arguments) > 1 else named.get("max_norm", named.get("clip_value", math.inf))
             tape.safely(clipped)(result, parameters, limit)
             return result
 
@@ -86,8 +95,14 @@ def _clipping(tape: Tape, name: str) -> Any:
             numbers = [tape.number(p) for p in parameters if isinstance(p, Tensor) and p.requires_grad]
             norm = float(result) if isinstance(result, Tensor) and result.numel() == 1 else None
             limit = float(limit)
-            tape.write("clip", parameters=packed(numbers), limit=limit if math.isfinite(limit) else None,
-                       norm=norm if norm is not None and math.isfinite(norm) else None, kind=name, place=here().as_json())  # fmt: skip
+            tape.write(
+                "clip",
+                parameters=packed(numbers),
+                limit=limit if math.isfinite(limit) else None,
+                norm=norm if norm is not None and math.isfinite(norm) else None,
+                kind=name,
+                place=here().as_json(),
+            )
 
         return clip
 
@@ -135,8 +150,16 @@ class _Schedules:
         optimizer = getattr(scheduler, "optimizer", None)
         number = self.tape.optimizer(optimizer) if isinstance(optimizer, Optimizer) else None
         rates = [float(group["lr"]) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
-        self.tape.write("schedule", scheduler=known[1], optimizer=number, kind=type(scheduler).__name__, lr=rates,
-                        horizon=_horizon(scheduler), by=_function(scheduler), place=here().as_json())  # fmt: skip
+        self.tape.write(
+            "schedule",
+            scheduler=known[1],
+            optimizer=number,
+            kind=type(scheduler).__name__,
+            lr=rates,
+            horizon=_horizon(scheduler),
+            by=_function(scheduler),
+            place=here().as_json(),
+        )
 
 
 def _horizon(scheduler: Any) -> int | None:
@@ -153,7 +176,11 @@ def _horizon(scheduler: Any) -> int | None:
     inner = getattr(scheduler, "_schedulers", None) or []
     horizons = [_horizon(one) for one in inner]
     if horizons and all(horizons):
-        return sum(horizon for horizon in horizons if horizon) if hasattr(scheduler, "_milestones") else max(filter(None, horizons))
+        return (
+            sum(horizon for horizon in horizons if horizon)
+            if hasattr(scheduler, "_milestones")
+            else max(filter(None, horizons))
+        )
     return None
 
 
@@ -220,4 +247,3 @@ class _Scalers:
     def _skipped(self, optimizer: Optimizer) -> None:
         self.tape.forget_changes()
         self.tape.write("skipped", optimizer=self.tape.optimizer(optimizer), place=here().as_json())
-

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
@@ -20,7 +19,9 @@ for rollout in range(2):
     gains = torch.randn(32)
     for epoch in range(3):
         for rows in torch.randperm(32).split(8):
-            ratio = (torch.distributions.Categorical(logits=model(states[rows])).log_prob(actions[rows]) - old[rows]).exp()
+            ratio = (
+                torch.distributions.Categorical(logits=model(states[rows])).log_prob(actions[rows]) - old[rows]
+            ).exp()
             loss = -torch.min(ratio * gains[rows], ratio.clamp(0.8, 1.2) * gains[rows]).mean()
             optimizer.zero_grad()
             loss.backward()

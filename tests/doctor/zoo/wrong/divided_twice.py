@@ -12,6 +12,7 @@ model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 accumulation_steps = 4
 
+
 def loss_of(x, y):
     return F.cross_entropy(model(x), y) / accumulation_steps
 

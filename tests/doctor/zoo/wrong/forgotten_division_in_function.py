@@ -12,6 +12,7 @@ model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 accumulation_steps = 4
 
+
 def learn(x, y):
     loss = F.mse_loss(model(x), F.one_hot(y, 3).float())
     loss.backward()  # <- not-divided

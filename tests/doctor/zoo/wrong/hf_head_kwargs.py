@@ -15,6 +15,7 @@ model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 accumulation_steps = 4
 
+
 class Head(nn.Module):
     def __init__(self):
         super().__init__()

@@ -107,7 +107,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
+class WatchedLoop:
     """Everything that one process told."""
 
     rank: int
@@ -121,6 +121,8 @@ class Loop:
     intended: Mapping[str, int]
     """Variables that look like the number of micro-batches."""
     intended_epochs: Mapping[str, int]
+    lengths: Mapping[str, int]
+    """Of lists in the user's variables: perhaps batches."""
     others: Mapping[str, tuple[Mapping[str, Any], ...]]
     """Lines that are taken as they are: kept, unowned, trouble."""
     reason: str

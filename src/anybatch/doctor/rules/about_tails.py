@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from anybatch.doctor.finding import Finding
+from anybatch.doctor.finding import Finding, Severity
 from anybatch.doctor.loop_case import LoopCase, plural
-from anybatch.doctor.loop_facts import Loop, Lost, LossPass
+from anybatch.doctor.loops import LossPass, Lost, WatchedLoop
 
 
 def tail_rules(case: LoopCase) -> Iterator[Finding]:
@@ -16,7 +16,7 @@ def tail_rules(case: LoopCase) -> Iterator[Finding]:
     yield from _sizes(case)
 
 
-def lost_rules(loop: Loop, cases: list[LoopCase]) -> Iterator[Finding]:
+def lost_rules(loop: WatchedLoop, cases: list[LoopCase]) -> Iterator[Finding]:
     """Passes that no optimizer used, of the whole loop."""
     if not loop.updates or any(case.is_by_hand for case in cases):
         return
@@ -33,9 +33,14 @@ def lost_rules(loop: Loop, cases: list[LoopCase]) -> Iterator[Finding]:
         yield _dropped(case, tails)
     left = [one for one in lost if one.is_left]
     if left and loop.reason == "finished" and not early:
-        told = f"{_rows(left)} never reached a step: {plural(len(left), 'micro-batch')} left in the gradients when the script ended."
+        told = (
+            f"{_rows(left)} never reached a step: {plural(len(left), 'micro-batch')} left in the gradients when the "
+            "script ended."
+        )
         spot = case.updates[-1].spot if case.updates else left[0].spot
-        yield case.finding("left-at-end", "error", spot, told, {"micro_batches": len(left), "of": total})
+        only = _without_tail(case)
+        severity: Severity = "warning" if only else "error"
+        yield case.finding("left-at-end", severity, spot, told + only, {"micro_batches": len(left), "of": total})
 
 
 def _cleared(case: LoopCase, lost: list[Lost], total: int) -> Finding:
@@ -55,7 +60,28 @@ def _dropped(case: LoopCase, lost: list[Lost]) -> Finding:
         f"{_rows(lost)} never reached a step: the last {plural(max(1, len(lost) // epochs), 'micro-batch')} of an epoch "
         f"are fewer than {max(case.size, 2)} and are cleared when the next one begins."
     )
-    return case.finding("tail-dropped", "error", spot, text, {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line})
+    only = _without_tail(case)
+    return case.finding(
+        "tail-dropped",
+        "warning" if only else "error",
+        spot,
+        text + only,
+        {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line},
+    )
+
+
+def _without_tail(case: LoopCase) -> str:
+    """What to add where only our cutting of the epochs left a tail; empty where there is a real one."""
+    used = {one.batch[0] for update in case.updates for one in update.passes if one.batch is not None}
+    begun = [
+        line for line in case.loop.epochs if line["event"] == "epoch" and line["loader"] in used and line.get("whole")
+    ]
+    ended = [line["fetched"] for line in case.loop.epochs if line["event"] == "epoch-end" and line["loader"] in used]
+    if not begun or case.size < 2 or any(line["whole"] % case.size for line in begun):
+        return ""
+    if all(fetched % case.size == 0 for fetched in ended):
+        return ""
+    return f" The whole epoch of {begun[0]['whole']} micro-batches has no such rest today; another number of rows would have."
 
 
 def _rows(lost: list[Lost]) -> str:
@@ -63,7 +89,7 @@ def _rows(lost: list[Lost]) -> str:
     return f"{rows:,} rows" if rows else plural(len(lost), "micro-batch")
 
 
-def _is_tail(one: Lost, loop: Loop, case: LoopCase) -> bool:
+def _is_tail(one: Lost, loop: WatchedLoop, case: LoopCase) -> bool:
     """Cleared after its epoch had ended, and nothing of that epoch after it was used."""
     batch = one.loss_pass.batch
     if batch is None or batch[0] < 0:
@@ -71,7 +97,9 @@ def _is_tail(one: Lost, loop: Loop, case: LoopCase) -> bool:
         usual = clearings.most_common(1)[0][0] if clearings else ""
         return case.size > 1 and one.spot.chain != usual
     ended = [e["index"] for e in loop.epochs if e["event"] == "epoch-end" and (e["loader"], e["number"]) == batch[:2]]
-    begun = [e["index"] for e in loop.epochs if e["event"] == "epoch" and e["loader"] == batch[0] and e["number"] > batch[1]]
+    begun = [
+        e["index"] for e in loop.epochs if e["event"] == "epoch" and e["loader"] == batch[0] and e["number"] > batch[1]
+    ]
     after = min([*ended, *begun], default=None)
     if after is None or one.index < after:
         return False
@@ -123,7 +151,8 @@ def _sizes(case: LoopCase) -> Iterator[Finding]:
                 f"lies in the gradients when the next begins."
             )
             facts = {"update": update.number, "sizes": sizes[:12]}
-            yield case.finding("tail-leaks", "error", update.spot, text, facts)
+            only = _without_tail(case)
+            yield case.finding("tail-leaks", "warning" if only else "error", update.spot, text + only, facts)
             return
 
 
@@ -131,4 +160,3 @@ def _spans(passes: tuple[LossPass, ...]) -> bool:
     """Two epochs of one loader."""
     batches = {one.batch[:2] for one in passes if one.batch is not None}
     return len(batches) > len({loader for loader, _ in batches})
-

@@ -4,14 +4,24 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from anybatch.doctor.log_lines import Line, Log, unpacked
-from anybatch.doctor.loop_facts import Happening, Loop, LossPass, LossTerm, Lost, LoopUpdate, Probe, Spot, spot_of
+from anybatch.doctor.loops.log_lines import Line, Log, unpacked
+from anybatch.doctor.loops.loop_facts import (
+    Happening,
+    LoopUpdate,
+    LossPass,
+    LossTerm,
+    Lost,
+    Probe,
+    Spot,
+    WatchedLoop,
+    spot_of,
+)
 
 KEPT_AS_THEY_ARE = ("kept", "unowned", "trouble")
 BETWEEN = ("clip", "schedule", "unscale", "scaler-update", "zero")
 
 
-def loop_of(log: Log) -> Loop:
+def loop_of(log: Log) -> WatchedLoop:
     """The loop that a log tells of."""
     reader = _Reader()
     for index, line in enumerate(log.lines):
@@ -98,6 +108,7 @@ class _Reader:
     def _read_skipped(self, _: int, line: Line) -> None:
         """An overflow: its passes were looked at and rightly left alone."""
         self.used |= self._held(line["optimizer"])
+        self.others["skipped"].append(line)
 
     def _read_step(self, index: int, line: Line) -> None:
         self.stepping = max(0, self.stepping - 1)
@@ -131,7 +142,7 @@ class _Reader:
         own = self.optimizers.get(optimizer, {}).get("numbers", frozenset())
         return {serial for number in own for serial in self.contents.get(number, ())}
 
-    def loop(self, rank: int) -> Loop:
+    def loop(self, rank: int) -> WatchedLoop:
         """What came of it."""
         left = {serial for serials in self.contents.values() for serial in serials}
         owned = {number for one in self.optimizers.values() for number in one["numbers"]}
@@ -141,7 +152,7 @@ class _Reader:
                 continue
             index, spot = self.removed.get(serial, (one.index, one.spot))
             lost.append(Lost(loss_pass=one, spot=spot, index=index, is_left=serial in left))
-        return Loop(
+        return WatchedLoop(
             rank=rank,
             world=self.world,
             optimizers=self.optimizers,
@@ -152,6 +163,7 @@ class _Reader:
             epochs=tuple(self.epochs),
             intended=dict(self.intent.get("steps", {})),
             intended_epochs=dict(self.intent.get("epochs", {})),
+            lengths=dict(self.intent.get("lengths", {})),
             others={kind: tuple(lines) for kind, lines in self.others.items()},
             reason=self.reason,
         )
@@ -159,8 +171,14 @@ class _Reader:
 
 def _happening(kind: str, index: int, line: Line) -> Happening:
     parameters = unpacked(line.get("parameters", ""))
-    return Happening(kind=kind, index=index, seconds=float(line.get("t", 0)), spot=spot_of(line.get("place")),
-                     parameters=parameters, facts=line)  # fmt: skip
+    return Happening(
+        kind=kind,
+        index=index,
+        seconds=float(line.get("t", 0)),
+        spot=spot_of(line.get("place")),
+        parameters=parameters,
+        facts=line,
+    )
 
 
 def _probe(values: Any) -> Probe:
@@ -192,5 +210,10 @@ def _pass(index: int, line: Line) -> LossPass:
 
 
 def _term(term: Mapping[str, Any]) -> LossTerm:
-    return LossTerm(role=str(term["role"]), kind=str(term["kind"]), weight=float(term["weight"]),
-                    counts=tuple(map(float, term.get("counts", ()))), pairs=int(term.get("pairs", 0)))  # fmt: skip
+    return LossTerm(
+        role=str(term["role"]),
+        kind=str(term["kind"]),
+        weight=float(term["weight"]),
+        counts=tuple(map(float, term.get("counts", ()))),
+        pairs=int(term.get("pairs", 0)),
+    )

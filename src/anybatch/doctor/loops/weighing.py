@@ -3,11 +3,20 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from anybatch.doctor.loop_facts import LossPass, LossTerm, LoopUpdate, Probe
+from anybatch.doctor.loops.loop_facts import LoopUpdate, LossPass, LossTerm, Probe
 
-CRITERIA = ("NllLoss", "MseLoss", "BinaryCrossEntropy", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "MultiMarginLoss", "CtcLoss")
+CRITERIA = (
+    "NllLoss",
+    "MseLoss",
+    "BinaryCrossEntropy",
+    "SmoothL1Loss",
+    "HuberLoss",
+    "SoftMarginLoss",
+    "MultiMarginLoss",
+    "CtcLoss",
+)
 SAME = 0.02
 """Relative difference below which two weights are the same."""
 BY_HAND = 0.05
@@ -53,6 +62,8 @@ class Weighing:
     """Terms of each."""
     ratio: float
     """What `.grad` was multiplied with by hand."""
+    all_terms: float = 0.0
+    """What all readable losses together add up to."""
     num_terms: int = 1
     """Losses that were added up; with several, a factor may be meant."""
 
@@ -102,7 +113,10 @@ def weigh(update: LoopUpdate) -> Weighing | None:
         terms = [_merged([found[key] for key in keys]) for found in roles]
         ways = min(len(term.counts) for term in terms) if terms[0].kind == "sum" else 1
         choices += [_weighing(best[1], terms, scales, ratio, way, len(common)) for way in range(ways)]
-    return min(choices, key=_distance)
+    whole = math.fsum(
+        _share(found[key], -1) / scale for found, scale in zip(roles, scales, strict=True) for key in readable
+    )
+    return replace(min(choices, key=_distance), all_terms=whole * ratio)
 
 
 def _are_equal(terms: Sequence[LossTerm]) -> bool:
@@ -190,7 +204,7 @@ def _sum(parts: Sequence[tuple[Probe, float]]) -> dict[str, list[float]]:
 
 
 def gradient_error(update: LoopUpdate, weighing: Weighing) -> float | None:
-    """|what the step got − what one batch would give| / |what one batch would give|, on the probed numbers."""
+    """|what the step got - what one batch would give| / |what one batch would give|, on the probed numbers."""
     lanes = lanes_of(update.passes)
     units = math.fsum(weighing.counts)
     if not units or any(not share for share in weighing.shares) or any(len(lane) != 1 for lane in lanes):

@@ -4,9 +4,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from anybatch.doctor.finding import Finding
+from anybatch.doctor.finding import Finding, Severity
 from anybatch.doctor.loop_case import LoopCase, plural
-from anybatch.doctor.loop_facts import Happening, LoopUpdate
+from anybatch.doctor.loops import Happening, LoopUpdate
 
 
 def order_rules(case: LoopCase) -> Iterator[Finding]:
@@ -35,7 +35,13 @@ def _clipping(case: LoopCase) -> Iterator[Finding]:
                     f"Gradients are clipped to {clip.facts['limit']:g} between the micro-batches of update {update.number}: "
                     f"what is clipped is a part of the sum, and each micro-batch is cut by another factor."
                 )
-                yield case.finding("clip-early", "error", clip.spot, text, {"limit": clip.facts["limit"], "norm": clip.facts.get("norm")})
+                yield case.finding(
+                    "clip-early",
+                    "error",
+                    clip.spot,
+                    text,
+                    {"limit": clip.facts["limit"], "norm": clip.facts.get("norm")},
+                )
         yield from _clip_scaled(case, update, clips)
     yield from _clip_late(case, clips)
 
@@ -44,14 +50,18 @@ def _clip_scaled(case: LoopCase, update: LoopUpdate, clips: list[Happening]) -> 
     scales = [one.scale for one in update.passes if one.scale not in (None, 1.0)]
     if not scales:
         return
-    unscaled = [h.index for h in update.happenings if h.kind == "unscale" and h.facts.get("optimizer") == case.optimizer]
+    unscaled = [
+        h.index for h in update.happenings if h.kind == "unscale" and h.facts.get("optimizer") == case.optimizer
+    ]
     for clip in clips:
         if update.passes[0].index < clip.index < update.index and not any(i < clip.index for i in unscaled):
             text = (
                 f"Gradients are clipped to {clip.facts['limit']:g} while they are still multiplied with the loss scale "
                 f"{scales[-1]:g}: the limit on the real gradient is {clip.facts['limit'] / scales[-1]:.3g}."
             )
-            yield case.finding("clip-scaled", "error", clip.spot, text, {"scale": scales[-1], "norm": clip.facts.get("norm")})
+            yield case.finding(
+                "clip-scaled", "error", clip.spot, text, {"scale": scales[-1], "norm": clip.facts.get("norm")}
+            )
 
 
 def _clip_late(case: LoopCase, clips: list[Happening]) -> Iterator[Finding]:
@@ -64,7 +74,10 @@ def _clip_late(case: LoopCase, clips: list[Happening]) -> Iterator[Finding]:
         if step is not None and not any(step < index < clip.index for index in touching):
             late.append(clip)
     if late and 2 * len(late) >= len(steps) - 1:
-        text = f"Gradients are clipped to {late[0].facts['limit']:g} after the step that they were meant for: no update is clipped."
+        text = (
+            f"Gradients are clipped to {late[0].facts['limit']:g} after the step that they were meant for: no update "
+            "is clipped."
+        )
         yield case.finding("clip-after-step", "error", late[0].spot, text, {"clips": len(late), "steps": len(steps)})
 
 
@@ -75,9 +88,16 @@ def _scaling(case: LoopCase) -> Iterator[Finding]:
             continue
         for one in update.happenings:
             if one.kind == "scaler-update" and _between_lanes(case, place, one):
-                text = f"scaler.update() runs between the micro-batches of update {update.number}: parts of one sum may have different scales."
+                text = (
+                    f"scaler.update() runs between the micro-batches of update {update.number}: parts of one sum may "
+                    "have different scales."
+                )
                 yield case.finding("scaler-misuse", "error", one.spot, text, {"scale": one.facts.get("scale")})
-            if one.kind == "unscale" and _between_lanes(case, place, one) and one.facts.get("optimizer") == case.optimizer:
+            if (
+                one.kind == "unscale"
+                and _between_lanes(case, place, one)
+                and one.facts.get("optimizer") == case.optimizer
+            ):
                 text = (
                     f"scaler.unscale_() runs between the micro-batches of update {update.number}: what comes after is added "
                     f"with the scale {scales[-1]:g} to gradients without it."
@@ -88,7 +108,10 @@ def _scaling(case: LoopCase) -> Iterator[Finding]:
             yield case.finding("scaler-misuse", "error", update.passes[-1].spot, text, {"scales": scales[:8]})
         unscaled = any(one.kind == "unscale" for one in update.happenings)
         if not update.is_in_scaler and not unscaled and scales[-1] not in (None, 1.0):
-            text = f"The optimizer steps on gradients that are multiplied with the loss scale {scales[-1]:g}: it was not stepped by scaler.step()."
+            text = (
+                f"The optimizer steps on gradients that are multiplied with the loss scale {scales[-1]:g}: it was not "
+                "stepped by scaler.step()."
+            )
             yield case.finding("scaler-misuse", "error", update.spot, text, {"scale": scales[-1]})
 
 
@@ -119,9 +142,13 @@ def _schedule(case: LoopCase, steps: list[Happening]) -> Iterator[Finding]:
         if update.passes and any(update.passes[-1].index < one.index < update.index for one in steps)
     ]
     first = case.updates[0].index if case.updates else -1
-    is_before_first = steps[0].index < first and len(steps) > 1 and per_update > 0.7
+    ahead = sum(one.index < first for one in steps)
+    is_before_first = ahead == 1 and len(steps) > 1 and not case.loop.others.get("skipped")
     if case.updates and (2 * len(early) > len(case.updates) or is_before_first):
-        text = "The schedule is stepped before the optimizer: the first learning rate is never used, and every later one an update early."
+        text = (
+            "The schedule is stepped before the optimizer: the first learning rate is never used, and every later "
+            "one an update early."
+        )
         yield case.finding("schedule-before-step", "error", steps[0].spot, text, facts)
     if per_update > 1.5 and len(case.updates) > 2:
         text = (
@@ -139,15 +166,17 @@ def _horizon(case: LoopCase, steps: list[Happening], per_update: float) -> Itera
         return
     whole = _epoch_lengths(case)
     epochs = set(case.loop.intended_epochs.values())
-    planned = {length * count: (length, count) for length in whole for count in epochs}
+    planned = {length * count for length in {*whole, *case.loop.lengths.values()} for count in epochs}
     seen = [number for number in planned if abs(number - horizon) <= 0.02 * number]
     finished = case.loop.reason == "finished" and abs(horizon / len(steps) / case.size - 1) < 0.25
-    multiple = next((length for length in whole if length > case.size and horizon % length == 0 and horizon // length <= 200), None)
+    multiple = next(
+        (length for length in whole if length > case.size and horizon % length == 0 and horizon // length <= 200), None
+    )
     if not seen and not finished and multiple is None:
         return
     gets = len(steps) if finished else math.ceil(horizon / case.size)
     left = _rate_left(str(steps[0].facts.get("kind")), str(steps[0].facts.get("by")), gets / horizon)
-    severity = "error" if seen or finished else "warning"
+    severity: Severity = "error" if seen or finished else "warning"
     text = (
         f"The schedule was made for {horizon:,} steps and gets {gets:,}, one per update of {case.size} micro-batches: "
         f"it will end at {100 * gets / horizon:.0f} % of its course{left}."

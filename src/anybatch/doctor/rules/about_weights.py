@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.finding import Finding
 from anybatch.doctor.loop_case import LoopCase, first_spot
-from anybatch.doctor.loop_facts import LoopUpdate
-from anybatch.doctor.weighing import Weighing, gradient_error, near
+from anybatch.doctor.loops import LoopUpdate, Weighing, gradient_error, near
 
 
 def weight_rules(case: LoopCase) -> Iterator[Finding]:
@@ -47,14 +46,22 @@ def _division(case: LoopCase, update: LoopUpdate, weighing: Weighing) -> Iterato
     if is_constant and near(share, 1.0):
         text = f"{start}: the loss is not divided, so the step is {n} times as large as that of one batch.{told}"
         yield case.finding("not-divided", "error", spot, text, facts)
-    elif is_constant and n > 1 and near(total, 1.0 / n) and weighing.num_terms == 1:
+    elif is_constant and n > 1 and near(total, 1.0 / n) and _is_surely(case, weighing, n):
         text = f"{start}: the loss is divided by {n} twice, so the step is {n} times too small.{told}"
         yield case.finding("divided-twice", "error", spot, text, facts)
     elif n < case.size and is_constant and near(share, 1.0 / case.size):
-        text = f"{start}: it has {n}, and each loss is divided by {case.size}. A short update at the end counts for too little.{told}"
+        text = (
+            f"{start}: it has {n}, and each loss is divided by {case.size}. A short update at the end counts for too "
+            f"little.{told}"
+        )
         yield case.finding("other-divisor", "error", spot, text, facts)
     elif n == case.size:
         yield from _other(case, update, weighing, start, told, facts)
+
+
+def _is_surely(case: LoopCase, weighing: Weighing, n: int) -> bool:
+    """With several losses a factor may be meant, unless their sum says otherwise too."""
+    return weighing.num_terms == 1 or (n in case.loop.intended.values() and not near(weighing.all_terms, 1.0))
 
 
 def _other(
@@ -64,7 +71,12 @@ def _other(
     divisor = 1.0 / weighing.shares[0] if weighing.shares[0] else 0.0
     whole = round(divisor)
     is_whole = whole >= 2 and abs(divisor - whole) < 0.01 * divisor
-    is_meant = whole in case.loop.intended.values() or near(weighing.total, 1.0 / n**2) or whole > 2 * n or n in (whole - 1, whole + 1)
+    is_meant = (
+        whole in case.loop.intended.values()
+        or near(weighing.total, 1.0 / n**2)
+        or whole > 2 * n
+        or n in (whole - 1, whole + 1)
+    )
     if is_whole and (is_meant or case.loop.intended) and weighing.num_terms == 1:
         text = f"{start}: each loss is divided by {whole}, and there are {n} of them.{told}"
         yield case.finding("other-divisor", "error", spot, text, facts)
@@ -113,8 +125,11 @@ def _uneven(case: LoopCase, pairs: list[tuple[LoopUpdate, Weighing]]) -> Iterato
     counts = ", ".join(f"{count:,.4g}" for count in weighing.counts[:8])
     text = (
         f"The micro-batches of update {update.number} have {counts} terms, and each counts for the same "
-        f"{weighing.shares[0]:.3g}: a term of the smallest weighs {max(weighing.per_term) / max(min(weighing.per_term), 1e-30):.3g} "
+        f"{weighing.shares[0]:.3g}: a term of the smallest weighs "
+        f"{max(weighing.per_term) / max(min(weighing.per_term), 1e-30):.3g} "
         f"times one of the largest. This is a mean of means.{told}"
     )
     is_usual = 2 * len(uneven) > len(several)
-    yield case.finding("uneven-micro-batches", "error" if is_usual else "warning", first_spot(update.passes), text, facts)
+    yield case.finding(
+        "uneven-micro-batches", "error" if is_usual else "warning", first_spot(update.passes), text, facts
+    )

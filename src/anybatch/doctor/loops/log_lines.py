@@ -1,4 +1,4 @@
-"""The log of one watched process: a JSON object a line, written by the recorder and read by everything after it. No torch here."""
+"""The log of one watched process: a JSON object a line, written by the recorder, read by all after it. No torch here."""
 
 import json
 from collections.abc import Iterable, Iterator
