@@ -68,7 +68,7 @@ def _reducing(root: Any) -> Iterator[Any]:
             waiting += children
         elif scalars := _stacked(node):
             waiting += scalars
-        elif not _is_of_weights(node):
+        elif _is_criterion(node) or not _is_of_weights(node):
             yield node
 
 

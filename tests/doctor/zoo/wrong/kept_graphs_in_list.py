@@ -15,8 +15,8 @@ accumulation_steps = 4
 history = []
 for i, (x, y) in enumerate(list(loader)[:12]):
     loss = F.cross_entropy(model(x), y) / accumulation_steps
-    loss.backward()  # <- kept-graph
-    history.append(loss)
+    loss.backward()
+    history.append(loss)  # <- kept-graph
     if (i + 1) % accumulation_steps == 0:
         optimizer.step()
         optimizer.zero_grad()
