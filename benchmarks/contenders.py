@@ -63,7 +63,7 @@ class Contender(ABC):
 class Anybatch(Contender):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.split = Tokens(1, collate=collate)
+        self.split = Tokens(1, collate=collate, learn=True)
         self.update = Update(self.model, self.optimizer, huggingface(), micro_batch=self.split)
 
     def run(self, samples: list[Sample]) -> float:

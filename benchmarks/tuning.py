@@ -84,7 +84,7 @@ def main() -> None:
         rounds,
     )
     print("GPT 4 x 256, 32 rows of log-normal length, by tokens")
-    most = Tokens(4096)
+    most = Tokens(4096, learn=True)
     by_tokens = tune(
         ByteGPTForCausalLM(),
         huggingface(),

@@ -8,7 +8,17 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from anybatch import Accumulator, BatchError, CheckpointError, Cost, Dealt, GlobalBatches, supervised
+from anybatch import (
+    Accumulator,
+    BatchError,
+    CheckpointError,
+    Cost,
+    Dealt,
+    GlobalBatches,
+    repeated_rows,
+    supervised,
+)
+from anybatch.batches import RepeatsWatch
 from anybatch.batches.cost.cheapest_cut import best_cut
 from anybatch.batches.dealing.dealt import deal_by_cost, deal_rows
 
@@ -197,3 +207,27 @@ def test_an_update_takes_a_dealt_batch_and_a_stand_in_counts_for_nothing(reducti
     result = accumulator.backward(Dealt((x[:1, :1], x[:1, 1:]), (), 5))
     assert result.units == 0
     assert model.weight.grad.item() == 0
+
+
+@pytest.mark.parametrize(("rows", "ranks", "repeated"), [(1001, 2, 1), (1001, 4, 3), (1000, 4, 0), (3, 8, 5)])
+def test_rows_that_a_distributed_sampler_deals_twice_are_counted(rows, ranks, repeated):
+    samplers = [DistributedSampler(range(rows), num_replicas=ranks, rank=rank) for rank in range(ranks)]
+    dealt_rows = [row for sampler in samplers for row in sampler]
+    assert len(dealt_rows) - len(set(dealt_rows)) == repeated, "what torch does"
+    assert repeated_rows(samplers[0]) == repeated
+    assert repeated_rows(DataLoader(range(rows), sampler=samplers[0])) == repeated
+    assert repeated_rows(DistributedSampler(range(rows), num_replicas=ranks, rank=0, drop_last=True)) == 0
+    assert repeated_rows(DataLoader(range(rows))) == 0
+
+
+def test_a_sampler_that_repeats_rows_is_seen_and_said_once_by_the_first_rank():
+    loader = DataLoader(range(35), sampler=DistributedSampler(range(35), num_replicas=3, rank=0))
+    watch = RepeatsWatch()
+    with pytest.warns(
+        UserWarning, match=r"deals 35 rows to 3 ranks and repeats 1 of them.*GlobalBatches.*leaves 2 out"
+    ):
+        watch.look(rank=0, ranks=3)
+    watch.look(rank=0, ranks=3)  # warnings are errors
+    for rank, ranks in ((1, 3), (0, 2), (0, 1)):
+        RepeatsWatch().look(rank=rank, ranks=ranks)
+    assert len(loader) == 12

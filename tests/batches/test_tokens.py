@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anybatch import Cost, SplitError, Tokens, num_rows
-from anybatch.batches.splits.micro_batch_option import as_split
+from anybatch import Cost, SplitError, Stacked, Tokens, num_rows
 
 FINE = Cost(fixed=1.0)
 
@@ -40,7 +39,7 @@ def test_every_token_of_every_row_comes_out_once_and_padding_only_up_to_the_long
     assert sorted(row for rows in cut.row_numbers for row in rows) == list(range(len(lengths)))
 
 
-def test_every_tensor_that_carries_the_padded_dimension_is_trimmed_and_no_other():
+def test_what_has_an_entry_per_token_is_trimmed_and_nothing_else():
     lengths = [2, 6, 2, 6]
     batch = padded(lengths) | {
         "position_ids": torch.arange(6).expand(4, 6),
@@ -54,7 +53,8 @@ def test_every_tensor_that_carries_the_padded_dimension_is_trimmed_and_no_other(
         "scale": 0.5,
         "nested": {"token_types": torch.zeros(4, 6), "features": torch.zeros(4, 6)},
     }
-    short = Tokens(12, cost=FINE, keep=["features", "image_mask"]).cut(batch)[1]
+    per_token = ["embeddings", "token_types"]
+    short = Tokens(12, cost=FINE, keep=["features", "image_mask"], per_token=per_token).cut(batch)[1]
     assert short["input_ids"].shape == (2, 2)
     assert short["position_ids"].shape == (2, 2)
     assert short["embeddings"].shape == (2, 2, 6)
@@ -254,10 +254,80 @@ def test_a_row_longer_than_the_budget_names_the_row_and_the_fix():
         Tokens(5).cut(padded([2, 6]))
 
 
-def test_a_given_cost_is_kept_and_a_learnt_one_changes():
-    batch = padded([3] * 20 + [7] * 20)
-    for split, learns in ((Tokens(7, cost=FINE), False), (Tokens(7), True)):
-        before = split.cost
-        cut = as_split(split).cut(batch)
+def test_what_is_as_wide_as_the_padding_and_nobody_named_is_refused_by_name():
+    batch = padded([2, 6, 2, 6]) | {"classes": torch.zeros(4, 6)}
+    with pytest.raises(SplitError, match=r"batch\['classes'\] is 6 wide.*per_token=\['classes'\].*keep=\['classes'\]"):
+        Tokens(12, cost=FINE).cut(batch)
+    assert Tokens(12, cost=FINE, keep=["classes"]).cut(batch)[1]["classes"].shape == (2, 6)
+    assert Tokens(12, cost=FINE, per_token=["classes"]).cut(batch)[1]["classes"].shape == (2, 2)
+
+
+def test_a_width_of_its_own_in_an_earlier_batch_proves_that_a_field_is_not_per_token():
+    split = Tokens(20, cost=FINE)
+    split.cut(padded([2, 5, 2, 5]) | {"features": torch.zeros(4, 6)})
+    assert split.cut(padded([2, 6, 2, 6]) | {"features": torch.zeros(4, 6)})[1]["features"].shape == (2, 6)
+
+
+def test_where_no_row_is_shorter_nothing_is_trimmed_and_nothing_refused():
+    cut = Tokens(12, cost=FINE).cut(padded([6, 6, 6, 6]) | {"classes": torch.zeros(4, 6)})
+    assert {part["classes"].shape for part in cut} == {(2, 6)}
+
+
+def test_a_name_that_no_field_of_this_width_has_is_refused():
+    with pytest.raises(SplitError, match=r"per_token=\.\.\.\) names 'frames', and the batch has no such field"):
+        Tokens(12, per_token=["frames"]).cut(padded([2, 6]))
+
+
+def timed(split: Tokens, batch: dict[str, Any]) -> None:
+    cut = split.cut(batch)
+    if split.learn is not None:
         split.learn(cut, [0.1 * num_rows(part) for part in cut])
+
+
+def test_a_cost_is_kept_unless_learning_was_asked_for():
+    batch = padded([3] * 20 + [7] * 20)
+    for split, learns in ((Tokens(7), False), (Tokens(7, cost=FINE), False), (Tokens(7, learn=True), True)):
+        before = split.cost
+        timed(split, batch)
         assert (split.cost != before) is learns
+        assert (split.learn is not None) is learns
+
+
+def test_a_cost_learnt_from_some_batches_stays_as_it_is_afterwards():
+    batch, split = padded([3] * 20 + [7] * 20), Tokens(7, learn=2)
+    for _ in range(2):
+        timed(split, batch)
+    assert split.cost != Cost()
+    assert split.learn is None
+
+
+def test_what_was_learnt_goes_on_in_another_run():
+    batch, split, other = padded([3] * 20 + [7] * 20), Tokens(7, learn=3), Tokens(7, learn=3)
+    timed(split, batch)
+    other.load_state_dict(split.state_dict())
+    for run in (split, other):
+        for _ in range(2):
+            timed(run, batch)
+    assert other.cost == split.cost != Cost()
+    assert other.learn is None
+    given = Tokens(7, cost=FINE)
+    given.load_state_dict(split.state_dict())
+    assert given.cost == FINE
+
+
+@pytest.mark.parametrize(("learn", "cost"), [(-1, None), (0.5, None), (True, FINE), (10, FINE)])
+def test_learning_that_makes_no_sense_is_refused(learn, cost):
+    with pytest.raises(SplitError, match=r"Tokens\(learn=.*expected True, False, or a number of batches"):
+        Tokens(7, learn=learn, cost=cost)
+
+
+def test_rows_that_belong_together_are_cut_together_and_padded_alike():
+    batch = padded([2, 6, 2, 6, 5, 3, 1, 2])
+    cut = Tokens(12, cost=FINE, groups=Stacked(2)).cut(batch)
+    assert all((row + 4) % 8 in rows for rows in cut.row_numbers for row in rows)
+    assert sorted(row for rows in cut.row_numbers for row in rows) == list(range(8))
+    assert max(part["input_ids"].numel() for part in cut) <= 12
+    with pytest.raises(SplitError, match=r"2 rows of up to 6 tokens belong together.*Use Tokens\(12, groups"):
+        Tokens(11, groups=2).cut(batch)
+    with pytest.raises(SplitError, match=r"groups of 1 to 2 rows; expected all of one size"):
+        Tokens(12, groups=lambda batch: [0, 0, 1, 2, 3, 4, 5, 6]).cut(batch)

@@ -16,6 +16,7 @@ from anybatch import (
     Dealt,
     DropoutError,
     MicroBatches,
+    NonFiniteError,
     Objective,
     Tokens,
     Update,
@@ -25,6 +26,7 @@ from anybatch import (
     supervised,
     take_rows,
 )
+from anybatch.dropout.keyed_dropout import masks_of
 from anybatch.dropout.row_masks import keep_mask, key_of
 from anybatch.state.torch_random import RandomState
 from tests.reference import relative_error
@@ -454,3 +456,63 @@ def test_the_gradient_is_that_of_the_masked_whole_batch_in_float64():
         next_token(twin, batch).backward()
     reference = torch.cat([parameter.grad.flatten() for parameter in twin.parameters()])
     assert relative_error(model, reference) < 5e-7
+
+
+def learnt(spoil, **options):
+    """The weights after three batches, of which the second is given twice because `spoil` made its first time fail."""
+    model = row_dropout(SmallGPT())
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.3), GPT, micro_batch=4, **options)
+    first, second, third = batches(3)
+    update(first)
+    spoil(update, second)
+    for batch in (second, third):
+        assert update(batch).applied
+    return flat(model)
+
+
+def nothing(update, batch):
+    pass
+
+
+def interrupted(update, batch):
+    handle = update.model.head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        update(batch)
+    handle.remove()
+
+
+def refused_before_it_began(update, batch):
+    update.observer = lambda event: (_ for _ in ()).throw(RuntimeError("no zeroing"))
+    with pytest.raises(RuntimeError, match="no zeroing"):
+        update(batch)
+    update.observer = None
+
+
+def not_finite(update, batch):
+    handle = update.model.head.register_forward_hook(lambda layer, given, output: output * torch.nan)
+    if update.on_nonfinite == "skip":
+        assert not update(batch).applied
+    else:
+        with pytest.raises(NonFiniteError):
+            update(batch)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options"),
+    [
+        (interrupted, {}),
+        (refused_before_it_began, {}),
+        (not_finite, {}),
+        (not_finite, {"on_nonfinite": "skip"}),
+    ],
+)
+def test_a_batch_given_again_after_an_error_or_a_skip_draws_the_same_masks(spoil, options):
+    assert torch.equal(learnt(spoil, **options), learnt(nothing))
+
+
+def test_a_batch_that_counted_twice_would_draw_others():
+    def counted(update, batch):
+        masks_of(update.model).begin()
+
+    assert off(learnt(counted), learnt(nothing)) > 1e-3

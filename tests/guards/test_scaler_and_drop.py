@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Coupled, Objective, Update
+from anybatch import Accumulator, Coupled, Objective, Update
 from tests.reference import gradient
 
 OVERFLOWS = 2.0**126
@@ -160,3 +160,17 @@ def test_a_scaler_that_is_switched_off_is_none():
     batch[3] = torch.inf
     assert update(batch).dropped == twin(batch).dropped == (1,)
     assert torch.equal(gradient(update.parameters()), gradient(twin.parameters()))
+
+
+def test_what_is_left_of_a_sum_after_a_drop_is_the_sum_of_the_rest_not_scaled_up():
+    torch.manual_seed(1)
+    x = torch.randn(12, 3)
+    x[6, 1] = torch.inf
+    rest = x[[0, 1, 2, 3, 8, 9, 10, 11]]
+    model = nn.Linear(3, 2)
+    reference = copy.deepcopy(model).double()
+    reference(rest.double()).square().sum().backward()
+    summed = Objective(lambda model, rows: model(rows).square().sum(), reduction="sum")
+    result = Accumulator(model, summed, micro_batch=4, drop_nonfinite=True).backward(x)
+    assert result.dropped == (1,)
+    torch.testing.assert_close(model.weight.grad.double(), reference.weight.grad, rtol=1e-5, atol=0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anybatch import Cost, Coupled, Objective, Rows, Tokens, Update, info_nce, measure_peak, supervised
 from anybatch.memory.tracing.meter import bytes_of, standing_tensors
 
-WIDTH = 256
+WIDTH = 128
 LENGTH = 64
 
 

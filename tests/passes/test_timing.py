@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Auto, MicroBatches, Objective, Rows, Tokens
-from anybatch.batches.splits.by_rows import LearningSplit
+from anybatch.batches.splits.micro_batches import LearningSplit
 from anybatch.passes import timing
 
 
@@ -80,9 +80,10 @@ def test_splits_that_do_not_learn_are_not_timed():
     batch = torch.zeros(4, 2)
     ran = Rows(2).cut(batch)
     assert timing.laps_of(Rows(2), batch, ran, None) is timing.UNTIMED
-    assert timing.laps_of(Tokens(2), batch, ran, None) is not timing.UNTIMED
+    assert timing.laps_of(Tokens(2), batch, ran, None) is timing.UNTIMED
+    assert timing.laps_of(Tokens(2, learn=True), batch, ran, None) is not timing.UNTIMED
     assert not isinstance(Rows(2), LearningSplit)
-    assert isinstance(Tokens(2), LearningSplit)
+    assert isinstance(Tokens(2, learn=True), LearningSplit)
     assert isinstance(Auto(), LearningSplit)
 
 
@@ -118,7 +119,7 @@ def test_on_a_device_events_are_read_once_at_the_end(monkeypatch):
 
 
 def test_a_cost_learnt_in_training_is_in_seconds():
-    split = Tokens(64, length=lambda batch: torch.arange(1, 33))
+    split = Tokens(64, length=lambda batch: torch.arange(1, 33), learn=True)
     before = split.cost
     each = Objective(lambda model, part: model(part.unsqueeze(2)).square().mean(), units=torch.numel)
     accumulator = Accumulator(nn.Linear(1, 1), each, micro_batch=split)

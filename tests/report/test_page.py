@@ -24,6 +24,9 @@ from tests.report.run_folders import (
     write_lines,
 )
 
+PATIENCE = 600_000
+"""Milliseconds: a busy machine takes its time to draw."""
+expect.set_options(timeout=PATIENCE)
 FOLDERS = {"train": train_folder, "compare": compare_folder, "trace": trace_folder, "verify": verify_folder}
 
 
@@ -38,21 +41,35 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def opened(browser):
-    """Opens a page from disk and waits until its charts are drawn."""
-    contexts = []
+    """Opens a page from disk and waits until its charts are drawn, in a tab that was used before where there is one.
 
-    def opens(path, *, width=1200, **more):
+    A new tab takes longer than all else, a second of the processor and more. `is_kept` opens one that nobody else gets.
+    """
+    contexts, tabs = [], {}
+
+    def new_tab(width, more):
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="light", **more)
+        context.set_default_timeout(PATIENCE)
         contexts.append(context)
-        view = Opened(context.new_page())
-        view.page.on("console", lambda message: view.complaints.append(message.text))
-        view.page.on("pageerror", lambda error: view.complaints.append(str(error)))
-        view.page.on("dialog", lambda dialog: (view.complaints.append(dialog.message), dialog.dismiss()))
-        view.page.on("request", lambda request: view.requests.append(request.url))
-        view.page.goto(path.as_uri())
+        views = []
+        page = context.new_page()
+        page.on("console", lambda message: views[-1].complaints.append(message.text))
+        page.on("pageerror", lambda error: views[-1].complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (views[-1].complaints.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda request: views[-1].requests.append(request.url))
+        return page, views
+
+    def opens(path, *, width=1200, is_kept=False, **more):
+        key = (width, *sorted(more.items()), path if is_kept else None)
+        if key not in tabs:
+            tabs[key] = new_tab(width, more)
+        page, views = tabs[key]
+        views.append(Opened(page))
+        page.emulate_media(color_scheme="light")
+        page.goto(path.as_uri())
         if more.get("java_script_enabled", True):
-            view.page.wait_for_selector("html[data-drawn]", timeout=60_000)
-        return view
+            page.wait_for_selector("html[data-drawn]")
+        return views[-1]
 
     yield opens
     for context in contexts:
@@ -73,7 +90,7 @@ def opened_once(opened, pages):
 
     def opens(kind):
         if kind not in views:
-            views[kind] = opened(pages[kind])
+            views[kind] = opened(pages[kind], is_kept=True)
         return views[kind]
 
     return opens

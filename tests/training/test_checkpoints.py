@@ -8,10 +8,23 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import CheckpointError, Coupled, Objective, Update, clip_loss, resume, save, supervised, warmup
+from anybatch import (
+    CheckpointError,
+    Cost,
+    Coupled,
+    Objective,
+    Tokens,
+    Update,
+    clip_loss,
+    resume,
+    save,
+    supervised,
+    warmup,
+)
 from anybatch.training.checkpoints.checkpoint_files import read_tensors, size_and_checksum
 from anybatch.training.checkpoints.random_states import random_states, restore_random_states
 from anybatch.training.checkpoints.saving import checkpoints_in
+from tests.guards.test_batches_not_misread import Dropping, ragged, read
 
 
 def make_update(seed=0, width=5, optimizer_type=torch.optim.AdamW, scheduler=True, scaler=False):
@@ -329,3 +342,37 @@ def test_a_loss_that_learns_nothing_cannot_go_on_from_one_that_did(tmp_path):
 def test_a_number_that_no_checkpoint_would_be_found_by_is_refused(tmp_path, number):
     with pytest.raises(CheckpointError, match=f"number={number}"):
         save(tmp_path, make_update(), number=number)
+
+
+def learning_update(monkeypatch):
+    """Cut by a cost that was learnt from seven batches of a machine whose passes take as long as the square of their tokens."""
+    torch.manual_seed(0)
+    model = Dropping(lambda tokens: tokens**2)
+    monkeypatch.setattr("anybatch.passes.timing.perf_counter", lambda: model.now)
+    objective = Objective(lambda model, batch: read(model, batch).square().mean())
+    split = Tokens(60, learn=7)
+    return Update(model, torch.optim.SGD(model.parameters(), lr=0.5), objective, micro_batch=split), split
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["with what was learnt", "without"])
+def test_a_run_that_learnt_its_costs_goes_on_with_the_same_cut(tmp_path, monkeypatch, forgets):
+    straight, learnt = learning_update(monkeypatch)
+    batches = [ragged() for _ in range(10)]
+    for batch in batches[:7]:
+        straight(batch)
+    assert learnt.cost != Cost()
+    assert learnt.learn is None, "it has learnt"
+    save(tmp_path, straight, number=7)
+    for batch in batches[7:]:
+        straight(batch)
+    other, split = learning_update(monkeypatch)
+    if forgets:
+        monkeypatch.setattr(Tokens, "load_state_dict", lambda self, state: None)
+    resume(tmp_path, other)
+    for batch in batches[7:]:
+        other(batch)
+    same = all(
+        torch.equal(one, two) for one, two in zip(straight.model.parameters(), other.model.parameters(), strict=True)
+    )
+    assert same is not forgets
+    assert (split.cost == learnt.cost) is not forgets

@@ -32,7 +32,7 @@ def agree(store, ranks, size):
         thread.start()
         thread.join(0.1)
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     return found
 
 

@@ -2,22 +2,26 @@
 
 from anybatch.batches.cost import Cost, Cut
 from anybatch.batches.counting import move, num_rows, rows, take_rows
-from anybatch.batches.dealing import Dealt, GlobalBatches, deal_rows
-from anybatch.batches.joining import join_rows
+from anybatch.batches.dealing import Dealt, GlobalBatches, RepeatsWatch, deal_rows, repeated_rows
+from anybatch.batches.joining import join_rows, reorder_rows
 from anybatch.batches.lengths import RowLengths
 from anybatch.batches.nesting import Batch, children, is_array, map_tensors, tensors
-from anybatch.batches.padding import narrow
+from anybatch.batches.padding import narrow, padded_dims
+from anybatch.batches.readings import SampleList, holds_samples
+from anybatch.batches.row_dim import check_row_dim
 from anybatch.batches.splits import (
     AsGiven,
     MicroBatch,
     MicroBatches,
     Rows,
     Split,
+    Stacked,
     Tokens,
     Windows,
     Workload,
     as_split,
     smaller,
+    why_rows_stay,
     windows,
 )
 from anybatch.batches.tuning import Auto, Choice, Doubling
@@ -34,24 +38,33 @@ __all__ = [
     "GlobalBatches",
     "MicroBatch",
     "MicroBatches",
+    "RepeatsWatch",
     "RowLengths",
     "Rows",
+    "SampleList",
     "Split",
+    "Stacked",
     "Tokens",
     "Windows",
     "Workload",
     "as_split",
+    "check_row_dim",
     "children",
     "deal_rows",
+    "holds_samples",
     "is_array",
     "join_rows",
     "map_tensors",
     "move",
     "narrow",
     "num_rows",
+    "padded_dims",
+    "reorder_rows",
+    "repeated_rows",
     "rows",
     "smaller",
     "take_rows",
     "tensors",
+    "why_rows_stay",
     "windows",
 ]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anybatch.batches.nesting import Batch, children, is_sequence, rebuild
+from anybatch.batches.readings import is_marked
 from anybatch.errors import BatchError
 
 
@@ -21,6 +22,22 @@ def join_rows(parts: Sequence[Batch]) -> Batch:
     return _join(list(parts), "")
 
 
+def reorder_rows(batch: Batch, order: Sequence[int]) -> Batch:
+    """What `join_rows` gave, with its rows in this order; autograd sees through it.
+
+    >>> reorder_rows({"x": torch.tensor([1, 2]), "id": ["a", "b"], "scale": 2.0}, [1, 0])
+    {'x': tensor([2, 1]), 'id': ['b', 'a'], 'scale': 2.0}
+    """
+    if isinstance(batch, Tensor):
+        return batch if batch.dim() == 0 else batch.index_select(0, torch.tensor(order, device=batch.device))
+    held = children(batch)
+    if held is None:
+        return batch
+    if is_sequence(batch) and (is_marked(batch) or _holds_objects(batch)):
+        return rebuild(batch, [batch[row] for row in order])
+    return rebuild(batch, [reorder_rows(child, order) for _, child in held])
+
+
 def _join(parts: list[Batch], path: str) -> Batch:
     last = parts[-1]
     if isinstance(last, Tensor):
@@ -29,7 +46,7 @@ def _join(parts: list[Batch], path: str) -> Batch:
     steps = [None if items is None else [step for step, _ in items] for items in held]
     if held[-1] is None:
         return _single(parts, path)
-    if is_sequence(last) and all(_holds_objects(part) for part in parts):
+    if is_sequence(last) and all(is_marked(part) or _holds_objects(part) for part in parts):
         return rebuild(last, [item for part in parts for item in part])
     for number, other in enumerate(steps):
         if other != steps[-1]:

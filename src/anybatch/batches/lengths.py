@@ -1,7 +1,7 @@
 """How long the rows of a batch are, and where their padding lies."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anybatch.batches.counting import num_rows
 from anybatch.batches.nesting import Batch, tensors
-from anybatch.batches.padding import padded_tensors
+from anybatch.batches.padding import PaddedDims, columns_of
 from anybatch.errors import SplitError
 
 
@@ -22,6 +22,8 @@ class RowLengths:
     is_left: bool = False
     untrimmed: str | None = None
     """Why padding was left in, if it was."""
+    dims: PaddedDims = field(default_factory=dict)
+    """What has an entry per token, and in which dims."""
 
     def columns(self, length: int) -> slice:
         """The columns that rows of at most this length need."""
@@ -134,12 +136,21 @@ def _left(begins: list[int], earliest: list[int], width: int, *, has_positions: 
     )
 
 
+def paths_per_token(batch: Batch, *, width: int, keep: Collection[str], is_masked: bool) -> set[str]:
+    """Paths of what surely has an entry per token: targets, which reach as far as they count, and without a mask the first
+    tensor of two dims, whose width is the padding's."""
+    count = num_rows(batch)
+    wide = [path for path, value in columns_of(batch, count, keep) if value.shape[1] == width]
+    return {path for path, _ in _targets(batch, width, count, keep)} | set([] if is_masked else wide[:1])
+
+
 def _targets(batch: Batch, width: int, count: int, keep: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """What a loss may count: tensors named label or target, and all but the first of a tuple or list."""
     is_tuple = isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields")
-    for path, value in padded_tensors(batch, width=width, count=count, keep=keep):
+    for path, value in columns_of(batch, count, keep):
         is_named = "label" in path or "target" in path
-        if isinstance(value, Tensor) and (is_named or (is_tuple and not path.startswith("[0]"))):
+        is_wide = isinstance(value, Tensor) and value.shape[1] == width
+        if is_wide and (is_named or (is_tuple and not path.startswith("[0]"))):
             yield path, value
 
 

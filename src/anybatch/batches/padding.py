@@ -1,66 +1,76 @@
-"""Cutting off padding that no row of a micro-batch needs."""
+"""Which tensors of a padded batch have an entry per token, and cutting off padding that no row of a micro-batch needs."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from anybatch.batches.counting import is_per_row
 from anybatch.batches.nesting import Batch, NamedPart, children, is_array, is_sequence, rebuild
+from anybatch.batches.readings import is_marked
+
+PaddedDims = Mapping[str, tuple[int, ...]]
+"""By path, the dims of a tensor that are padded."""
+
+TOKEN_NAMES = frozenset(
+    ["input_ids", "inputs_embeds", "token_ids", "tokens", "token_type_ids", "position_ids", "special_tokens_mask"]
+)
+"""What tokenizers call fields with one entry per token."""
 
 
-def narrow(batch: Batch, columns: slice, *, width: int, count: int, keep: Collection[str] = ()) -> Batch:
-    """The batch with only these `columns` of the padded dimension, on every tensor that carries it; views, not copies.
+def narrow(batch: Batch, columns: slice, dims: PaddedDims) -> Batch:
+    """The batch with only these `columns` of the padded dims; views, not copies. What `dims` does not name is left whole."""
+    return _narrow("", batch, columns, dims)
+
+
+def padded_dims(batch: Batch, *, width: int, count: int, keep: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    """The dims of everything that is as wide as the padding, whether or not it has an entry per token.
 
     A tensor of `count` rows carries it as dim 1, where that is `width` long; one whose name says attention may carry it in
-    any dimension but 0, as square attention masks do. Those named in `keep` are left whole.
+    any dim but 0, as square attention masks do. Those named in `keep` are left out.
     """
-    return _narrow(("", batch), columns, width, count, keep)
+    wide = {path: _wide_dims(name_of(path), value, width) for path, value in columns_of(batch, count, keep)}
+    return {path: dims for path, dims in wide.items() if dims}
 
 
-def padded_tensors(batch: Batch, *, width: int, count: int, keep: Collection[str] = ()) -> Iterator[NamedPart]:
-    """(path, tensor) of everything that carries the padded dimension."""
-    yield from _carriers("", ("", batch), width, count, keep)
+def columns_of(batch: Batch, count: int, keep: Collection[str] = ()) -> Iterator[NamedPart]:
+    """(path, array) of everything with `count` rows and two or more dims, but for what is named in `keep`."""
+    yield from _columns("", batch, count, keep)
 
 
-def _narrow(step: NamedPart, columns: slice, width: int, count: int, keep: Collection[str]) -> Batch:
-    name, value = step
+def name_of(path: str) -> str:
+    """The last key, index or attribute of a path as the user would name it: `labels` for `['inputs']['labels']`."""
+    return path.replace("[", ".").rsplit(".", 1)[-1].strip("]'\"")
+
+
+def _wide_dims(name: str, value: Any, width: int) -> tuple[int, ...]:
+    if "attention" in name:
+        return tuple(dim for dim in range(1, len(value.shape)) if value.shape[dim] == width)
+    return (1,) if value.shape[1] == width else ()
+
+
+def _columns(path: str, value: Batch, count: int, keep: Collection[str]) -> Iterator[NamedPart]:
+    if path and name_of(path) in keep:
+        return
     if is_array(value):
-        dims = _padded_dims(name, value, width, count, keep)
-        if not dims:
-            return value
-        return value[tuple(columns if dim in dims else slice(None) for dim in range(max(dims) + 1))]
-    held = _columns_of(step, count, keep)
-    return rebuild(value, [_narrow(child, columns, width, count, keep) for child in held]) if held else value
-
-
-def _carriers(path: str, step: NamedPart, width: int, count: int, keep: Collection[str]) -> Iterator[NamedPart]:
-    name, value = step
-    if is_array(value):
-        if _padded_dims(name, value, width, count, keep):
+        if len(value.shape) > 1 and value.shape[0] == count:
             yield path, value
         return
-    for child in _columns_of(step, count, keep):
-        yield from _carriers(path + child[0], child, width, count, keep)
+    if (is_sequence(value) and is_per_row(value, count)) if path else is_marked(value):
+        return
+    for step, child in children(value) or ():
+        yield from _columns(path + step, child, count, keep)
 
 
-def _padded_dims(name: str, value: Any, width: int, count: int, keep: Collection[str]) -> list[int]:
-    shape = tuple(value.shape)
-    if len(shape) < 2 or shape[0] != count or _bare(name) in keep:
-        return []
-    if "attention" in name:
-        return [dim for dim in range(1, len(shape)) if shape[dim] == width]
-    return [1] if shape[1] == width else []
-
-
-def _columns_of(step: NamedPart, count: int, keep: Collection[str]) -> list[NamedPart]:
-    """The children that are columns of the batch; none for a list of per-row objects."""
-    name, value = step
-    if isinstance(value, Tensor) or _bare(name) in keep or (is_sequence(value) and is_per_row(value, count)):
-        return []
-    return children(value) or []
-
-
-def _bare(step: str) -> str:
-    """The key, index or attribute of a step as the user would name it: `labels` for `['labels']`."""
-    return step.strip("[].'\"")
+def _narrow(path: str, value: Batch, columns: slice, dims: PaddedDims) -> Batch:
+    if is_array(value):
+        own = dims.get(path)
+        return (
+            value
+            if own is None
+            else value[tuple(columns if dim in own else slice(None) for dim in range(max(own) + 1))]
+        )
+    held = None if isinstance(value, Tensor) else children(value)
+    if not held or not any(other.startswith(path) for other in dims):
+        return value
+    return rebuild(value, [_narrow(path + step, child, columns, dims) for step, child in held])

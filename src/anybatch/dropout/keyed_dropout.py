@@ -1,19 +1,17 @@
 """`row_dropout`: dropout whose masks depend on the row of the batch, and on neither the cut nor the ranks."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, Dealt, MicroBatches, num_rows
 from anybatch.dropout.row_masks import keep_mask, key_of
 from anybatch.errors import DropoutError
-from anybatch.parallel import Ranks
 from anybatch.state import DrawFinder, random_state
 from anybatch.torch_inside import DropoutLayer, children_of, is_in_backward, without_dynamo
 
@@ -104,6 +102,10 @@ class Masks:
     """Those whose forward has not ended: several in lockstep."""
     is_watched: bool = False
     """True when a whole forward was watched, function by function, and drew nothing."""
+
+    def begin(self) -> None:
+        """A batch begins: before anything that may have to start again, so that it starts with the same masks."""
+        self.update += 1
 
     @contextmanager
     def at(self, row_numbers: tuple[int, ...], devices: set[torch.device]) -> Iterator[None]:
@@ -204,41 +206,20 @@ class RowDropout(DropoutLayer):
         return last, 0
 
 
-class RowNumbering(Protocol):
-    """Which rows of the whole batch each of its micro-batches holds, where dropout asks."""
-
-    def at(self, index: int) -> AbstractContextManager[object]:
-        """The block in which the model runs on one micro-batch."""
-
-
-class Unnumbered:
-    """Nobody asks for rows: the model has no layer that was swapped."""
-
-    _nothing = nullcontext()
-
-    def at(self, index: int) -> AbstractContextManager[object]:
-        return self._nothing
-
-
-UNNUMBERED = Unnumbered()
-
-
-@dataclass(frozen=True, slots=True)
-class NumberedRows:
-    """The rows of each micro-batch of one batch, by their numbers in the whole of it."""
-
-    masks: Masks
-    row_numbers: tuple[tuple[int, ...], ...]
-    devices: set[torch.device]
-
-    def at(self, index: int) -> AbstractContextManager[object]:
-        """The block in which the model runs on one micro-batch."""
-        return self.masks.at(self.row_numbers[index], self.devices)
-
-
 def masks_of(model: nn.Module) -> Masks | None:
     """What the swapped layers of `model` share; None where there are none."""
     return next((module.masks for module in model.modules() if isinstance(module, RowDropout)), None)
+
+
+def hold_numbers(every: Iterable[Masks]) -> Callable[[], None]:
+    """What puts the numbers of updates back to what they are now."""
+    held = [(masks, masks.update) for masks in every]
+
+    def put_back() -> None:
+        for masks, update in held:
+            masks.update = update
+
+    return put_back
 
 
 def rows_running(model: nn.Module, row_numbers: Iterable[int]) -> AbstractContextManager[None]:
@@ -249,28 +230,10 @@ def rows_running(model: nn.Module, row_numbers: Iterable[int]) -> AbstractContex
 
 
 def count_update(model: nn.Module) -> None:
-    """A batch begins: before anything that may have to start again, so that it starts with the same masks."""
+    """A batch begins, for a model with swapped layers."""
     masks = masks_of(model)
     if masks is not None:
-        masks.update += 1
-
-
-def number_rows(masks: Masks, model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> NumberedRows:
-    """Which rows of the whole batch each micro-batch holds.
-
-    On several ranks they are as `Dealt` says, else the ranks' rows follow one another, which takes a small collective. A
-    micro-batch that counts for nothing, because this rank has no row, may have any numbers.
-    """
-    own = [row for rows in cut.row_numbers for row in rows]
-    if isinstance(batch, Dealt) and not batch.is_stand_in:
-        numbers: Sequence[int] = batch.row_numbers
-    else:
-        counts = [] if isinstance(batch, Dealt) else ranks.gather([len(own)])[: ranks.rank]
-        offset = int(sum(count for (count,) in counts))
-        numbers = range(offset, offset + len(own))
-    placed = [tuple(numbers[row] for row in rows) for rows in cut.row_numbers]
-    parts = tuple(rows or tuple(range(num_rows(part))) for rows, part in zip(placed, cut, strict=True))
-    return NumberedRows(masks, parts, {parameter.device for parameter in model.parameters()})
+        masks.begin()
 
 
 def _check(model: nn.Module) -> None:

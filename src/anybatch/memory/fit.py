@@ -82,6 +82,11 @@ class Fit:
                 f"Fit(most={most!r}): give the largest micro-batch allowed, as a number of rows, such as 64, or as "
                 "Tokens(8192), or None."
             )
+        if isinstance(most, Rows) and not most.is_plain:
+            raise SplitError(
+                f"Fit(most={most!r}): what fits is predicted for rows in dim 0, each by itself, collated. Give micro_batch="
+                f"{most!r} itself: where memory runs out, it is halved and the batch starts again."
+            )
         if not 0 <= margin < 1:
             raise SplitError(f"Fit(margin={margin!r}): expected a share of the memory to leave free, such as 0.05.")
         self.memory = None if memory is None else parse_bytes(memory)
@@ -134,6 +139,11 @@ class Fit:
                 "micro_batch."
             )
         return self._last.split.cut(batch)
+
+    @property
+    def reads_dim_0(self) -> bool:
+        """True where dim 0 is taken for the rows, and nobody said that it is."""
+        return self._last is not None and self._last.kind == "rows"
 
     @property
     def learn(self) -> Callable[[MicroBatches, Sequence[float | None]], None] | None:

@@ -72,17 +72,18 @@ def _loss_of(plan: BatchPlan, outcome: Outcome) -> Tensor:
 
 
 def _rows_of_all(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> MicroBatches | None:
-    """Whose row is whose for a loss that saw the rows of all ranks joined: those it saw, as joined, then those it did not."""
+    """Whose row is whose for a loss that saw the rows of all ranks joined: those it saw, in order, then those it did not."""
     has_rows = any(isinstance(metric, PerRow) for part in outcome.parts for metric in part.metrics.values())
-    if not has_rows or (plan.cut.cut is None and ranks.size == 1 and not outcome.dropped):
+    if not has_rows or (ranks.size == 1 and not outcome.dropped):
         return None
     joined: list[int] = []
     unseen: list[int] = []
+    offset = 0
     for rows in ranks.gather_objects(plan.cut.row_numbers):
-        offset = len(joined)
         for index, numbers in enumerate(rows):
             (unseen if index in outcome.dropped else joined).extend(offset + row for row in numbers)
-    return MicroBatches((plan.cut, None), Cut(rows=(tuple(joined), tuple(unseen)), lengths=(0, 0)))
+        offset += sum(map(len, rows))
+    return MicroBatches((plan.cut, None), Cut(rows=(tuple(sorted(joined)), tuple(unseen)), lengths=(0, 0)))
 
 
 def _over_ranks(plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks) -> Accumulated:

@@ -9,20 +9,20 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Split, Workload, as_split, tensors
-from anybatch.dropout import UNNUMBERED, Masks, RowNumbering, masks_of, number_rows
+from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, RepeatsWatch, Split, Workload, as_split, tensors
+from anybatch.dropout import UNNUMBERED, Masks, RowNumbering, hold_numbers, masks_of, number_rows
 from anybatch.errors import MemoryLimitError
 from anybatch.events import SILENT, Events, Observer, Retry, events_for
 from anybatch.gradients import GradientSum
 from anybatch.norms import Layers, NormPolicy
-from anybatch.objectives import Coupled, Objective, count_units
+from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.agreement import OwnRows, has_rows, plan_batch, size_of
 from anybatch.passes.barrier import Barrier
 from anybatch.passes.batch_plan import BatchPlan
-from anybatch.passes.cutting import Cutting
+from anybatch.passes.cutting import Cutting, units_of
 from anybatch.passes.forward_pass import ForwardPass
 from anybatch.passes.run_batch import run
 from anybatch.passes.running import (
@@ -116,6 +116,7 @@ class Accumulator:
         self._file = TensorFile()
         self._proven_size = 0
         self._masks: tuple[Masks, ...] | None = None
+        self._repeats = RepeatsWatch()
 
     def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
         """Add to `.grad` what one backward pass over the whole batch would add.
@@ -127,8 +128,21 @@ class Accumulator:
         scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` as it
         was before the call.
         """
+        self._repeats.look(rank=self.engine.ranks.rank, ranks=self.engine.ranks.size)
+        forget = self.before_batch()
         for masks in self._row_masks():
-            masks.update += 1  # before anything that may have to start again, so that it starts with the same masks
+            masks.begin()
+        try:
+            return self._until_it_fits(batch, scaler)
+        except BaseException:
+            forget()
+            raise
+
+    def before_batch(self) -> Callable[[], None]:
+        """What to call if the next batch teaches nothing: given again, its rows draw from `row_dropout` what they drew."""
+        return hold_numbers(self._row_masks())
+
+    def _until_it_fits(self, batch: Batch, scaler: GradScaler | None) -> Accumulated:
         events = events_for(self.observer)
         before = once_more(self._buffers.snapshot)
         ran: MicroBatches | None = None
@@ -237,15 +251,15 @@ class Accumulator:
         events: Events,
     ) -> ForwardPass:
         is_there = device is None or all(tensor.device == device for tensor in tensors(plan.cut[0]))
-        rows: RowNumbering = UNNUMBERED
+        numbering: RowNumbering = UNNUMBERED
         for masks in self._row_masks():
-            rows = number_rows(masks, self.model, plan.cut, batch, self.engine.ranks)
+            numbering = number_rows(masks, self.model, plan.cut, batch, self.engine.ranks)
         return ForwardPass(
             model=self.model,
             compute=schedule.compute,
             device=None if is_there else device,
             autocast=autocast,
-            rows=rows,
+            rows=numbering,
             events=events,
         )
 
@@ -253,11 +267,11 @@ class Accumulator:
         """This rank's micro-batches and their units. A stand-in for no rows is a mean over nothing, of a sum too."""
         reduction = self.objective.reduction
         is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
-        rows = batch.batch if isinstance(batch, Dealt) else batch
-        if self.engine.ranks.size > 1 and (is_stand_in or not has_rows(rows)):
+        own = batch.batch if isinstance(batch, Dealt) else batch
+        if self.engine.ranks.size > 1 and (is_stand_in or not has_rows(own)):
             return OwnRows(cut=None, units=(), reduction=reduction)
-        cut = self._cutting.cut(rows, lambda: self.workload)
-        units = count_units(self.objective, self.model, cut.micro_batches)
+        cut = self._cutting.cut(own, lambda: self.workload)
+        units = units_of(self.objective, self.model, cut)
         if is_stand_in:
             return OwnRows(cut=cut, units=[0] * len(units), reduction="mean")
         return OwnRows(cut=cut, units=units, reduction=reduction)

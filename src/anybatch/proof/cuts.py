@@ -16,16 +16,23 @@ from anybatch.batches import (
     join_rows,
     num_rows,
     take_rows,
+    why_rows_stay,
 )
 from anybatch.errors import BatchError, SplitError, VerifyError
 
 
 def whole_batch(batch: Batch, micro_batch: MicroBatch | None) -> Batch:
     """All rows in one piece: micro-batches joined, raw samples collated."""
+    why = why_rows_stay(micro_batch, batch)
+    if why is not None:
+        raise VerifyError(
+            f"this batch cannot be verified: {why}, and verify takes rows one by one. Verify a batch with rows first, each by "
+            "itself."
+        )
     try:
         if isinstance(batch, MicroBatches):
             return join_rows(batch.micro_batches)
-        if isinstance(micro_batch, Tokens) and micro_batch.collate is not None:
+        if isinstance(micro_batch, Rows | Tokens) and micro_batch.collate is not None:
             return micro_batch.collate(list(batch))
     except BatchError as error:
         raise VerifyError(
@@ -53,7 +60,7 @@ def cuts_of(
             cuts["as given"] = given
     elif micro_batch is not None:
         split = copy.deepcopy(as_split(micro_batch))  # one that learns must not learn from this
-        raw = isinstance(split, Tokens) and split.collate is not None
+        raw = isinstance(split, Rows | Tokens) and split.collate is not None
         batch = [given[row] for row in rows] if raw and rows else given if raw else whole
         choose_for = getattr(split, "choose_for", None)
         if choose_for is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.batches import Batch, Dealt, MicroBatches, Tokens, num_rows, take_rows
+from anybatch.batches import Batch, Dealt, MicroBatches, Rows, Tokens, num_rows, take_rows, why_rows_stay
 from anybatch.errors import ExactnessError, VerifyError
 from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator, has_rows
@@ -77,7 +77,7 @@ def _spread_rows(accumulator: Accumulator, batch: Batch) -> Batch | None:
     """Rows from all over the batch, as many as its first micro-batch has, at least 2; None for a batch of one row."""
     if isinstance(batch, Dealt):
         batch = batch.batch
-    if not has_rows(batch):
+    if not has_rows(batch) or why_rows_stay(accumulator.split, batch) is not None:
         return None
     if isinstance(batch, MicroBatches):
         return next((part for part in batch if num_rows(part) > 1), None)
@@ -90,6 +90,6 @@ def _spread_rows(accumulator: Accumulator, batch: Batch) -> Batch | None:
     if count < 2:
         return None
     chosen = [index * count // wanted for index in range(wanted)]
-    if isinstance(split, Tokens) and split.collate is not None:
+    if isinstance(split, Rows | Tokens) and split.collate is not None:
         return split.collate([batch[row] for row in chosen])
     return take_rows(batch, chosen)

@@ -125,6 +125,7 @@ class Update:
             self._check_first(batch)
         events = events_for(self.observer)
         statistics = once_more(lambda: of_statistics(self._tracking_layers))
+        forget_batch = self.accumulator.before_batch()
         lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))
         is_applied = False
         try:
@@ -149,6 +150,7 @@ class Update:
             events.close()
             if not is_applied:
                 statistics.put_back()
+                forget_batch()
         return UpdateResult(
             loss=accumulated.loss,
             grad_norm=grad_norm,

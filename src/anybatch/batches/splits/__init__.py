@@ -1,9 +1,11 @@
 """Splits: the policies that cut a batch into micro-batches, and what `micro_batch=` may be given as."""
 
-from anybatch.batches.splits.by_rows import MicroBatches, Rows, Split, Workload
+from anybatch.batches.splits.belonging import Stacked, why_rows_stay
+from anybatch.batches.splits.by_rows import Rows
 from anybatch.batches.splits.by_tokens import Tokens
 from anybatch.batches.splits.grouping import Windows, windows
 from anybatch.batches.splits.micro_batch_option import MicroBatch, as_split
+from anybatch.batches.splits.micro_batches import MicroBatches, Split, Workload
 from anybatch.batches.splits.shrinking import AsGiven, smaller
 
 __all__ = [
@@ -12,10 +14,12 @@ __all__ = [
     "MicroBatches",
     "Rows",
     "Split",
+    "Stacked",
     "Tokens",
     "Windows",
     "Workload",
     "as_split",
     "smaller",
+    "why_rows_stay",
     "windows",
 ]

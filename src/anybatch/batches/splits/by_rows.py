@@ -1,113 +1,44 @@
-"""Splits: policies that cut a batch into micro-batches."""
+"""`Rows(n)`: micro-batches of at most n rows."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+import torch
 
 from anybatch.batches.cost import Cut
-from anybatch.batches.counting import num_rows, split_rows
+from anybatch.batches.counting import read, rows_to_cut, split_rows, take
 from anybatch.batches.nesting import Batch
-from anybatch.errors import BatchError, SplitError
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatches:
-    """A batch already cut: micro-batches in the order they run.
-
-    `Accumulator` and `Update` take one as they take a batch.
-    """
-
-    micro_batches: tuple[Batch, ...]
-    cut: Cut | None
-    """Which rows of the batch each micro-batch holds, and what they are padded to; None where rows are in their own order."""
-
-    def __init__(self, micro_batches: "tuple[Batch, ...] | list[Batch]", cut: Cut | None = None) -> None:
-        object.__setattr__(self, "micro_batches", tuple(micro_batches))
-        object.__setattr__(self, "cut", cut)
-        if not self.micro_batches:
-            raise BatchError("MicroBatches() holds 0 micro-batches; give at least 1.")
-        if cut is not None and len(cut.rows) != len(self.micro_batches):
-            raise BatchError(
-                f"MicroBatches() holds {len(self.micro_batches)} micro-batches, but its cut has {len(cut.rows)}; give one "
-                "tuple of row numbers per micro-batch."
-            )
-
-    @property
-    def row_numbers(self) -> tuple[tuple[int, ...], ...]:
-        """The rows of the batch that each micro-batch holds: as it was cut, or else consecutive."""
-        if self.cut is not None:
-            return self.cut.rows
-        stops = [0, *accumulate(num_rows(micro_batch) for micro_batch in self.micro_batches)]
-        return tuple(tuple(range(start, stop)) for start, stop in pairwise(stops))
-
-    def __len__(self) -> int:
-        return len(self.micro_batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.micro_batches)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.micro_batches[index]
-
-
-@runtime_checkable
-class Split(Protocol):
-    """A policy that cuts a batch; every row lands in exactly one micro-batch."""
-
-    def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`, in the order they run."""
-
-
-@runtime_checkable
-class LearningSplit(Split, Protocol):
-    """A split that wants to know how long its micro-batches took, to cut the next batch better."""
-
-    def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
-        """Called when the batch that was cut last has run; None stands for a micro-batch that was left out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What runs on the micro-batches: all that the memory of an update depends on. The values are those of `Update`."""
-
-    model: Any
-    objective: Any
-    optimizer: Any = None
-    """None where the caller steps the optimizer."""
-    running: Any = None
-    """Its options, as one value."""
-
-
-@runtime_checkable
-class ChoosingSplit(Split, Protocol):
-    """A split that chooses its size by the model, the optimizer and the objective that will run."""
-
-    def choose_for(self, workload: Workload, batch: Batch) -> None:
-        """Choose the size for `batch`; called before each batch is cut."""
-
-
-@runtime_checkable
-class ShrinkingSplit(Split, Protocol):
-    """A split that knows how to make its micro-batches smaller when memory ran out."""
-
-    def shrink(self, ran: MicroBatches) -> Split | None:
-        """The split to use after `ran`, which did not fit: micro-batches of about half the size; None if there is none."""
+from anybatch.batches.row_dim import rows_first, rows_in_dim
+from anybatch.batches.splits.belonging import Groups, groups_of
+from anybatch.batches.splits.collating import collated, samples_of
+from anybatch.batches.splits.micro_batches import MicroBatches
+from anybatch.errors import SplitError
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """At most `size` rows per micro-batch: ceil(rows / size) of them, near-equal, longer ones first.
 
-    Tensors are cut into views: nothing is copied.
+    Tensors are cut into views: nothing is copied. With `collate`, a batch is a list of raw samples (a loader with
+    `collate_fn=list`), and those of each micro-batch are collated. `batch_dim` is the dim of tensors that is the rows, 1 for
+    time-first batches; a tensor with fewer dims has them in dim 0. `groups` says which rows belong together and are never
+    torn apart: a number of neighbours, `Stacked(2)` for [chosen; rejected], or a function of the batch that returns one
+    number per row, the same for rows of one group. Rows keep their order inside a micro-batch.
 
-    >>> import torch
     >>> [len(part) for part in Rows(16).cut(torch.zeros(40, 2))]
     [14, 13, 13]
+    >>> from anybatch import Stacked
+    >>> [part.tolist() for part in Rows(4, groups=Stacked(2)).cut(torch.arange(8))]
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
 
     size: int
+    collate: Callable[[list[Any]], Batch] | None = None
+    batch_dim: int | None = None
+    groups: Groups | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, Integral) or self.size < 1:
@@ -115,18 +46,78 @@ class Rows:
                 f"Rows({self.size!r}): the micro-batch size must be a whole number of rows, 1 or more. Use Rows(1) for "
                 "the least memory."
             )
+        dim = self.batch_dim
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
+            raise SplitError(
+                f"Rows(batch_dim={dim!r}): expected the dim that is the rows, 0 or more; 1 for time first."
+            )
+        if self.batch_dim and self.collate is not None:
+            raise SplitError(
+                f"Rows(collate=..., batch_dim={dim}): samples are counted before they are collated. Leave batch_dim out: "
+                "what collate returns may have its rows in any dim."
+            )
+
+    def __repr__(self) -> str:
+        said = {"size": self.size, "collate": self.collate, "batch_dim": self.batch_dim, "groups": self.groups}
+        return f"Rows({', '.join(f'{name}={value!r}' for name, value in said.items() if value is not None)})"
+
+    @property
+    def is_plain(self) -> bool:
+        """True where rows are dim 0 and none belong together: any of them may be taken alone."""
+        return self.collate is None and not self.batch_dim and self.groups is None
+
+    @property
+    def reads_dim_0(self) -> bool:
+        """True where nobody said that dim 0 is the rows: it is taken for them."""
+        return self.collate is None and self.batch_dim is None
+
+    def count(self, batch: Batch) -> int:
+        """The rows of a whole batch."""
+        if self.collate is not None:
+            return len(samples_of(batch, "Rows"))
+        return rows_to_cut(rows_first(batch, self.batch_dim) if self.batch_dim else batch)
+
+    def least(self, batch: Batch) -> int:
+        """The fewest rows that a micro-batch of `batch` can hold: those of its largest group."""
+        return 1 if self.groups is None else max(map(len, groups_of(self.groups, batch, self.count(batch))))
 
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`; 40 rows by 16 are 14, 13, 13."""
-        count = num_rows(batch)
-        if count <= self.size:
-            return MicroBatches((batch,))
-        return MicroBatches(split_rows(batch, near_equal(count, self.size)))
+        count = self.count(batch)
+        if self.is_plain:
+            if count <= self.size:
+                return MicroBatches((read(batch),))
+            return MicroBatches(split_rows(batch, near_equal(count, self.size)))
+        groups = groups_of(self.groups or 1, batch, count)
+        largest = max(map(len, groups))
+        rows = self._rows_of(groups, largest)
+        cut = Cut(rows=rows, lengths=(1,) * len(rows))
+        return MicroBatches(self._parts(batch, rows, count), cut, together=largest)
 
     def shrink(self, ran: MicroBatches) -> "Rows | None":
-        """A split of half the rows: half of `size`, or half of the whole batch where that has fewer."""
+        """A split of half the rows: half of `size`, or half of the whole batch where that has fewer; no group is torn."""
         largest = min(self.size, sum(len(rows) for rows in ran.row_numbers))
-        return Rows(largest // 2) if largest > 1 else None
+        return replace(self, size=largest // 2) if largest // 2 >= ran.together else None
+
+    def _rows_of(self, groups: list[tuple[int, ...]], largest: int) -> tuple[tuple[int, ...], ...]:
+        """The rows of each micro-batch, ascending."""
+        if largest > self.size:
+            raise SplitError(
+                f"Rows({self.size}, groups=...): {largest} rows belong together, and a group is never torn. Use "
+                f"Rows({largest}, groups=...) or more."
+            )
+        stops = [0, *accumulate(near_equal(len(groups), self.size // largest))]
+        return tuple(
+            tuple(sorted(row for group in groups[start:stop] for row in group)) for start, stop in pairwise(stops)
+        )
+
+    def _parts(self, batch: Batch, rows: tuple[tuple[int, ...], ...], count: int) -> list[Batch]:
+        if self.collate is not None:
+            samples = samples_of(batch, "Rows")
+            return [collated(self.collate, [samples[row] for row in chosen]) for chosen in rows]
+        first = read(rows_first(batch, self.batch_dim) if self.batch_dim else batch)
+        parts = [take(first, torch.tensor(chosen), count) for chosen in rows]
+        return [rows_in_dim(part, self.batch_dim) for part in parts] if self.batch_dim else parts
 
 
 def near_equal(count: int, size: int) -> list[int]:

@@ -3,17 +3,23 @@
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from anybatch.batches.cost import Cost, Cut, LearnedCost, best_cut
-from anybatch.batches.counting import num_rows, take
-from anybatch.batches.lengths import RowLengths, given_lengths, masked_lengths, sample_length
+from anybatch.batches.counting import rows_to_cut, take
+from anybatch.batches.lengths import RowLengths, given_lengths, masked_lengths, paths_per_token, sample_length
 from anybatch.batches.nesting import Batch
 from anybatch.batches.padding import narrow
-from anybatch.batches.splits.by_rows import MicroBatches
+from anybatch.batches.splits.belonging import Groups, groups_of
+from anybatch.batches.splits.collating import collated, samples_of
+from anybatch.batches.splits.micro_batches import MicroBatches
+from anybatch.batches.token_fields import TokenFields
 from anybatch.errors import SplitError
+
+Learn = Callable[[MicroBatches, Sequence[float | None]], None]
 
 
 class Tokens:
@@ -23,14 +29,17 @@ class Tokens:
     row. Two ways in:
 
     - a padded batch: a mapping with `attention_mask`, or any batch with `length=`, a function of the batch that returns
-      one length per row. Padding is cut off every tensor that carries the padded dimension, but for those named in
-      `keep`. Targets equal to `ignored` do not count in the loss; padding that counts is never cut off.
+      one length per row. Padding is cut off what has an entry per token: tokenizers' own fields, targets, and those named in
+      `per_token`. Anything else as wide as the padding is an error, unless it is named in `keep` or had another width before.
+      Targets equal to `ignored` do not count in the loss; padding that counts is never cut off.
     - raw samples: a list of them (a loader with `collate_fn=list`) and `collate=`, called on the samples of each
       micro-batch; `length=` is then a function of a sample, by default the length of its `input_ids` or first sequence.
 
-    The gradient is the whole padded batch's as long as the model does not look at padding. `cost` is fitted to the times of
-    the micro-batches that ran, unless it is given. Up to a share `slack` of it is given up where that halves the largest
-    micro-batch, once or more; with 0 the cut is the cheapest there is.
+    The gradient is the whole padded batch's as long as the model does not look at padding. The cut is a function of the batch,
+    because `cost` is the one given, or that of a small transformer. With `learn=True` it is fitted to the times of the
+    micro-batches that ran, for as long as training goes on; with `learn=50`, during 50 batches, and then it stays. What was
+    learnt is in `state_dict()`, and in checkpoints. `groups` are rows that belong together, as in `Rows`. Up to a share `slack`
+    of the cost is given up where that halves the largest micro-batch, once or more; with 0 the cut is the cheapest there is.
 
     >>> mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]])
     >>> cut = Tokens(12, cost=Cost(fixed=6)).cut({"input_ids": mask * 7, "attention_mask": mask})
@@ -47,6 +56,9 @@ class Tokens:
         cost: Cost | None = None,
         ignored: int = -100,
         keep: Collection[str] = (),
+        per_token: Collection[str] = (),
+        groups: Groups | None = None,
+        learn: bool | int = False,
         slack: float = 0.02,
     ) -> None:
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
@@ -56,15 +68,22 @@ class Tokens:
             )
         if not 0 <= slack < 1:
             raise SplitError(f"Tokens(slack={slack!r}): expected a share of the cost, from 0 to below 1, such as 0.01.")
+        if not isinstance(learn, int) or learn < 0 or (learn and cost is not None):
+            raise SplitError(
+                f"Tokens(learn={learn!r}{'' if cost is None else ', cost=...'}): expected True, False, or a number of batches "
+                "to learn the cost from; a cost that is given is not learnt."
+            )
         self.budget = budget
         self.slack = slack
+        self.groups = groups
         self.length = length
         self.collate = collate
         self.ignored = ignored
         self.keep = frozenset(keep)
+        self._fields = TokenFields(per_token, keep)
         self._fits: int | None = None
-        self._learned = LearnedCost(cost or Cost())
-        self._learns = cost is None
+        self._is_given = cost is not None
+        self._learned = LearnedCost(cost or Cost(), batches=None if learn is True else int(learn))
         self._has_warned = False
 
     def __repr__(self) -> str:
@@ -75,12 +94,36 @@ class Tokens:
         """The cost that the next batch is cut by: constants in seconds that were fitted, or the ones given."""
         return self._learned.cost
 
+    @property
+    def learn(self) -> Learn | None:
+        """Fit the cost to the times of micro-batches that this split cut; None where it stays, and nobody need time them."""
+        return self._learn if self._learned.is_learning else None
+
+    def learning(self) -> "Tokens":
+        """The same split, which learns its cost as long as training goes on, unless it was given one; itself if it learns."""
+        if self._is_given or self._learned.is_learning:
+            return self
+        other = copy.copy(self)
+        other._learned = LearnedCost(self.cost)
+        return other
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt of costs and of what fits, as plain values."""
+        return {"fits": self._fits, "learned": self._learned.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Cut as the split that `state` was taken from; a cost that is given stays as given."""
+        if not self._is_given:
+            self._learned.load_state_dict(state["learned"])
+        self._fits = state["fits"]
+
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`, longest rows first."""
         rows = self.measure(batch)
         if self._fits is None:
             return self.cut_to(self.budget, batch, rows)
-        return self.cut_to(max(self._fits, min(max(rows.lengths), self.budget)), batch, rows)
+        together = 1 if self.groups is None else len(groups_of(self.groups, batch, len(rows.lengths))[0])
+        return self.cut_to(max(self._fits, min(together * max(rows.lengths), self.budget)), batch, rows)
 
     def with_budget(self, budget: int) -> "Tokens":
         """The same split under another budget; what is learned is shared."""
@@ -93,17 +136,60 @@ class Tokens:
 
         The new split shares what this one has learned. None where the longest row fills a micro-batch by itself.
         """
-        if ran.cut is None or ran.cut.largest <= max(ran.cut.lengths):
+        if ran.cut is None or ran.cut.largest <= ran.together * max(ran.cut.lengths):
             return None
         shrunk = copy.copy(self)
-        shrunk._fits = max(ran.cut.largest // 2, max(ran.cut.lengths))
+        shrunk._fits = max(ran.cut.largest // 2, ran.together * max(ran.cut.lengths))
         return shrunk
 
     def measure(self, batch: Batch) -> RowLengths:
         """How long each row is."""
         if self.collate is not None:
-            lengths = self._sample_lengths(batch)
+            lengths = [int((self.length or sample_length)(sample)) for sample in samples_of(batch, "Tokens")]
             return RowLengths(lengths=lengths, width=max(lengths))
+        rows_to_cut(batch)
+        rows = self._padded_lengths(batch)
+        known = paths_per_token(batch, width=rows.width, keep=self.keep, is_masked=self.length is None)
+        count = len(rows.lengths)
+        return replace(rows, dims=self._fields.find(batch, rows.lengths, width=rows.width, count=count, known=known))
+
+    def cut_to(self, budget: int, batch: Batch, rows: RowLengths) -> MicroBatches:
+        """The micro-batches of a batch that was measured, under another budget."""
+        together = 1
+        if self.groups is None:
+            cut = best_cut(rows.lengths, budget, self.cost, slack=self.slack)
+        else:
+            cut, together = self._cut_groups(budget, batch, rows)
+        if self.collate is not None:
+            parts = [collated(self.collate, [batch[row] for row in chosen]) for chosen in cut.rows]
+        else:
+            parts = _take_and_trim(batch, cut, rows)
+        return MicroBatches(parts, cut, together=together)
+
+    def _cut_groups(self, budget: int, batch: Batch, rows: RowLengths) -> tuple[Cut, int]:
+        """The cheapest cut of whole groups: each is a row as long as its longest, that costs as much as all of its rows."""
+        assert self.groups is not None
+        groups = groups_of(self.groups, batch, len(rows.lengths))
+        size = len(groups[0])
+        if any(len(group) != size for group in groups):
+            sizes = sorted({len(group) for group in groups})
+            raise SplitError(
+                f"Tokens(groups=...): groups of {sizes[0]} to {sizes[-1]} rows; expected all of one size. Use Rows(n, "
+                "groups=...), which takes groups of any size."
+            )
+        longest = [max(rows.lengths[row] for row in group) for group in groups]
+        if max(longest) * size > budget:
+            raise SplitError(
+                f"Tokens({budget}, groups=...): {size} rows of up to {max(longest)} tokens belong together, and a group is "
+                f"never torn. Use Tokens({max(longest) * size}, groups=...) or more."
+            )
+        fixed, per_token, per_square = self.cost.constants
+        cost = Cost(fixed=fixed, per_token=size * per_token, per_square=size * per_square)
+        cut = best_cut(longest, budget // size, cost, slack=self.slack)
+        chosen = tuple(tuple(sorted(row for number in part for row in groups[number])) for part in cut.rows)
+        return Cut(rows=chosen, lengths=cut.lengths), size
+
+    def _padded_lengths(self, batch: Batch) -> RowLengths:
         if self.length is not None:
             return given_lengths(batch, self.length, ignored=self.ignored, keep=self.keep)
         if not isinstance(batch, Mapping) or "attention_mask" not in batch:
@@ -116,40 +202,23 @@ class Tokens:
         rows = masked_lengths(batch, ignored=self.ignored, keep=self.keep)
         if rows.untrimmed is not None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"Tokens({self.budget}): {rows.untrimmed}", stacklevel=4)
+            warnings.warn(f"Tokens({self.budget}): {rows.untrimmed}", stacklevel=5)
         return rows
 
-    def cut_to(self, budget: int, batch: Batch, rows: RowLengths) -> MicroBatches:
-        """The micro-batches of a batch that was measured, under another budget."""
-        cut = best_cut(rows.lengths, budget, self.cost, slack=self.slack)
-        if self.collate is not None:
-            return MicroBatches([self.collate([batch[row] for row in chosen]) for chosen in cut.rows], cut)
-        return MicroBatches(_take_and_trim(batch, cut, rows, self.keep), cut)
-
-    def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
-        """Fit the cost to the times of micro-batches that this split cut."""
-        if not self._learns or ran.cut is None:
-            return
-        shapes = zip(ran.cut.rows, ran.cut.lengths, seconds, strict=True)
-        self._learned.observe((len(rows), length, took) for rows, length, took in shapes if took is not None)
-
-    def _sample_lengths(self, batch: Batch) -> list[int]:
-        if not isinstance(batch, (list, tuple)) or not batch:
-            raise SplitError(
-                f"Tokens(collate=...) cuts a list of raw samples, got a {type(batch).__name__}. Give the loader "
-                "collate_fn=list, or leave collate=None for batches that are collated already."
-            )
-        return [int((self.length or sample_length)(sample)) for sample in batch]
+    def _learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
+        if ran.cut is not None:
+            shapes = zip(ran.cut.rows, ran.cut.lengths, seconds, strict=True)
+            self._learned.observe((len(rows), length, took) for rows, length, took in shapes if took is not None)
 
 
-def _take_and_trim(batch: Batch, cut: Cut, rows: RowLengths, keep: Collection[str]) -> list[Batch]:
-    count = num_rows(batch)
+def _take_and_trim(batch: Batch, cut: Cut, rows: RowLengths) -> list[Batch]:
+    count = len(rows.lengths)
     parts = []
     for chosen, length in zip(cut.rows, cut.lengths, strict=True):
         is_run = chosen[-1] - chosen[0] + 1 == len(chosen)
         if length < rows.width:
             # copied even where rows are neighbours: models take .view() of what they are given
-            trimmed = narrow(batch, rows.columns(length), width=rows.width, count=count, keep=keep)
+            trimmed = narrow(batch, rows.columns(length), rows.dims)
             parts.append(take(trimmed, torch.tensor(chosen), count))
         elif len(chosen) == count:
             parts.append(batch)

@@ -5,14 +5,16 @@ from itertools import islice
 from numbers import Integral
 
 from anybatch.batches.nesting import Batch
-from anybatch.batches.splits.by_rows import MicroBatches
+from anybatch.batches.splits.micro_batches import MicroBatches
 from anybatch.errors import SplitError
 
 WindowSize = int | Callable[[int], int]
 
 
-def windows(loader: Iterable[Batch], size: WindowSize) -> "Windows":
+def windows(loader: Iterable[Batch], size: WindowSize, *, whole: bool = False) -> "Windows":
     """Group a loader that yields micro-batches into `MicroBatches` of `size` each; the last is as short as it is.
+
+    With `whole`, they are never cut further, where their rows belong together.
 
     `size` may be a function of the update number, which starts at 0 and goes on counting when the result is iterated
     again for the next epoch: a schedule of batch sizes.
@@ -22,14 +24,15 @@ def windows(loader: Iterable[Batch], size: WindowSize) -> "Windows":
     >>> [len(batch) for batch in windows(range(7), lambda update: 1 + update)]
     [1, 2, 3, 1]
     """
-    return Windows(loader, size)
+    return Windows(loader, size, whole=whole)
 
 
 class Windows:
     """An iterable of `MicroBatches`; `update` is the number of the next one, over all epochs. Set it to resume."""
 
-    def __init__(self, loader: Iterable[Batch], size: WindowSize) -> None:
+    def __init__(self, loader: Iterable[Batch], size: WindowSize, *, whole: bool = False) -> None:
         self.loader = loader
+        self.whole = whole
         self.size = size
         self.update = 0
         self._size_at(0)
@@ -38,7 +41,7 @@ class Windows:
         micro_batches = iter(self.loader)
         while group := tuple(islice(micro_batches, self._size_at(self.update))):
             self.update += 1
-            yield MicroBatches(group)
+            yield MicroBatches(group, whole=self.whole)
 
     def __len__(self) -> int:
         """How many windows the next pass over the loader gives."""

@@ -3,7 +3,8 @@
 from numbers import Integral
 from typing import Literal
 
-from anybatch.batches.splits.by_rows import Rows, Split
+from anybatch.batches.splits.by_rows import Rows
+from anybatch.batches.splits.micro_batches import Split
 from anybatch.errors import SplitError
 
 MicroBatch = int | Split | Literal["auto"]

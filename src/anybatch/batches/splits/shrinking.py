@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from anybatch.batches.cost import Cut
+from anybatch.batches.counting import num_rows, split_rows
 from anybatch.batches.nesting import Batch
-from anybatch.batches.splits.by_rows import MicroBatches, Rows, ShrinkingSplit, Split, near_equal
+from anybatch.batches.splits.by_rows import near_equal
+from anybatch.batches.splits.micro_batches import MicroBatches, ShrinkingSplit, Split
 from anybatch.errors import BatchError
 
 
@@ -34,8 +36,15 @@ class CutFurther:
     def cut(self, batch: Batch) -> MicroBatches:
         """Every micro-batch of the other split, in its order, in near-equal parts of at most `size` rows."""
         whole = self.split.cut(batch)
-        parts = [part for micro_batch in whole for part in Rows(self.size).cut(micro_batch)]
+        if whole.whole or whole.together > 1:
+            return whole
+        parts = [part for micro_batch in whole for part in self._parts(micro_batch)]
         return MicroBatches(parts, None if whole.cut is None else self._further(whole.cut))
+
+    def _parts(self, micro_batch: Batch) -> list[Batch]:
+        # not Rows.cut, which asks whether a batch can be read in two ways: this one was read when it was cut
+        count = num_rows(micro_batch)
+        return split_rows(micro_batch, near_equal(count, self.size)) if count > self.size else [micro_batch]
 
     def _further(self, cut: Cut) -> Cut:
         rows: list[tuple[int, ...]] = []
@@ -50,10 +59,12 @@ class CutFurther:
 def smaller(split: Split, ran: MicroBatches) -> Split | None:
     """The split to use after `ran`, which `split` cut, did not fit; None where no micro-batch can be made smaller.
 
-    A split that has `shrink` says itself; the micro-batches of any other are cut in half.
+    A split that has `shrink` says itself; the micro-batches of any other are cut in half, unless their rows belong together.
     """
+    if ran.whole:
+        return None
     shrunk = split.shrink(ran) if isinstance(split, ShrinkingSplit) else None
-    if shrunk is not None:
+    if shrunk is not None or ran.together > 1:
         return shrunk
     try:
         most = max(len(rows) for rows in ran.row_numbers)

@@ -1,10 +1,9 @@
 """`Auto`: micro-batches tuned while training. Every cut gives the same gradient, so that no try is wasted."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anybatch.batches.cost import Cost, best_cut
-from anybatch.batches.counting import num_rows
 from anybatch.batches.nesting import Batch, tensors
 from anybatch.batches.splits import MicroBatches, Rows, Tokens
 from anybatch.batches.tuning.search import LIMIT, Search, Trial, sizes_between
@@ -61,8 +60,9 @@ class Auto:
                 f"Auto(most={most!r}): give the largest micro-batch allowed, as a number of rows, such as 64, or as "
                 "Tokens(8192), or None for the whole batch."
             )
-        self.most = Rows(most) if isinstance(most, int) else most
-        self._tokens = most if isinstance(most, Tokens) else Tokens(1)
+        self.most = Rows(most) if isinstance(most, int) else most.learning() if isinstance(most, Tokens) else most
+        self._tokens = self.most if isinstance(self.most, Tokens) else Tokens(1, learn=True)
+        self._rows = self.most if isinstance(self.most, Rows) else Rows(1)
         self._tunings: dict[tuple[str, int, int], _Tuning] = {}
         self._last: _Tuning | None = None
 
@@ -83,6 +83,11 @@ class Auto:
             num_updates=search.num_measured,
         )
 
+    @property
+    def reads_dim_0(self) -> bool:
+        """True where nobody said that dim 0 is the rows, and the last batch was cut by rows."""
+        return self._rows.reads_dim_0 and self._last is not None and self._last.kind == "rows"
+
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`, at the size to try next or at the best one."""
         is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
@@ -95,14 +100,15 @@ class Auto:
         total = sum(took for took in seconds if took is not None)
         if self._last is not None and total > 0 and self._last.amount > 0:
             self._last.search.tell(self._last.amount / total)
-        self._tokens.learn(ran, seconds)
+        if self._tokens.learn is not None:
+            self._tokens.learn(ran, seconds)
 
     def shrink(self, ran: MicroBatches) -> "Auto | None":
         """Batches like this one are never cut to more than half of what did not fit; None where nothing smaller is left."""
         tuning = self._last
         assert tuning is not None
-        largest, least = max(len(rows) for rows in ran.row_numbers), 1
-        if ran.cut is not None:
+        largest, least = max(len(rows) for rows in ran.row_numbers), ran.together
+        if tuning.kind == "tokens" and ran.cut is not None:
             largest, least = ran.cut.largest, max(ran.cut.lengths)
         if largest <= least or not tuning.search.limit(max(largest // 2, least)):
             return None
@@ -111,12 +117,12 @@ class Auto:
         return self
 
     def _cut_rows(self, batch: Batch) -> MicroBatches:
-        count = num_rows(batch)
+        count = self._rows.count(batch)
         amount = max(count, sum(tensor.numel() for tensor in tensors(batch)))
-        largest = min(count, self.most.size) if isinstance(self.most, Rows) else count
-        tuning = self._tuning("rows", count, amount, lambda: Search(_distinct(count, sizes_between(1, largest))))
+        least, largest = self._rows.least(batch), min(count, self.most.size) if isinstance(self.most, Rows) else count
+        tuning = self._tuning("rows", count, amount, lambda: Search(_distinct(count, sizes_between(least, largest))))
         tuning.amount = amount
-        return Rows(tuning.search.next_size).cut(batch)
+        return replace(self._rows, size=max(tuning.search.next_size, least)).cut(batch)
 
     def _cut_tokens(self, batch: Batch, tokens: Tokens) -> MicroBatches:
         rows = tokens.measure(batch)

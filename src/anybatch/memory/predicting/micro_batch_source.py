@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anybatch.batches import Batch, RowLengths, Tokens, map_tensors, narrow, num_rows, take_rows, tensors
+from anybatch.batches import Batch, RowLengths, Tokens, map_tensors, narrow, num_rows, padded_dims, take_rows, tensors
 from anybatch.memory.predicting.envelope import PassShape
 from anybatch.memory.tracing import bytes_of
 
@@ -43,7 +43,7 @@ class MicroBatchSource:
         taken = take_rows(self.batch, chosen)
         if length is None or self.lengths is None:
             return taken
-        trimmed = narrow(taken, slice(0, length), width=self.lengths.width, count=rows)
+        trimmed = narrow(taken, slice(0, length), self.lengths.dims)
         return map_tensors(trimmed, torch.Tensor.contiguous)  # as the split hands them over
 
     def all_rows(self, size: int) -> tuple[Batch, ...]:
@@ -60,8 +60,9 @@ def micro_batch_source_of(batch: Batch, tokens: Tokens | None) -> MicroBatchSour
     if tokens.collate is not None:
         batch = tokens.collate(list(batch))
         width = next((tensor.shape[1] for tensor in tensors(batch) if tensor.dim() > 1), lengths.width)
-        lengths = RowLengths(lengths=lengths.lengths, width=width)
+        dims = padded_dims(batch, width=width, count=num_rows(batch))
+        lengths = RowLengths(lengths=lengths.lengths, width=width, dims=dims)
     count, longest = num_rows(batch), max(lengths.lengths)
     if min(lengths.lengths) < longest and longest >= SHORTEST:
         return MicroBatchSource(batch, count, longest, lengths)
-    return MicroBatchSource(narrow(batch, lengths.columns(longest), width=lengths.width, count=count), count, longest)
+    return MicroBatchSource(narrow(batch, lengths.columns(longest), lengths.dims), count, longest)

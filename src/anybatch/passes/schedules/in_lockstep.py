@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, map_tensors, tensors
+from anybatch.batches import Batch, join_rows, map_tensors, tensors
 from anybatch.errors import UpdateError
 from anybatch.events import SILENT, Forward, Loss
 from anybatch.norms import Layers, Lockstep, pooled
@@ -17,8 +17,8 @@ from anybatch.options import Offload
 from anybatch.parallel import Engine, Needs
 from anybatch.passes.batch_plan import BatchPlan, Layout
 from anybatch.passes.running import common_device
-from anybatch.passes.schedules.representations import leaf, no_rows, roots_of, share_out
-from anybatch.passes.schedules.two_passes import joined_loss
+from anybatch.passes.schedules.representations import in_own_order, leaf, no_rows, roots_of, share_out
+from anybatch.passes.schedules.two_passes import loss_of_all
 from anybatch.passes.tools import Outcome, Part, Tools, part_of
 from anybatch.state import SavedTensors, TensorFile
 from anybatch.torch_inside import inside_compiled, is_compiled_in_place
@@ -134,15 +134,16 @@ class JoinedLoss:
         return self.coupled.encode(model, micro_batch)
 
     def backward(self, plan: BatchPlan, results: list[Batch], tools: Tools) -> Outcome:
-        own = [result if one.reports else no_rows(result) for one, result in zip(plan.passes, results, strict=True)]
+        both = zip(plan.passes, results, strict=True)
+        own = in_own_order(plan, join_rows([result if one.reports else no_rows(result) for one, result in both]))
         results.clear()
         is_alone = tools.ranks.size == 1
-        leaves = own if is_alone else [map_tensors(part, leaf) for part in own]
-        loss, metrics = joined_loss(self.coupled, leaves, tools)
+        leaves = own if is_alone else map_tensors(own, leaf)
+        loss, metrics = loss_of_all(self.coupled, leaves, tools)
         if not tools.finite.accepts(loss) or not tools.backward(loss, tools.start.whole(loss)):
             return Outcome(spoilt=plan.micro_batches)
         if not is_alone:  # other ranks' rows have no graph here: the way back goes through this rank's leaves
-            share_out(tools.ranks, tools.gradients.parameters, leaves)
+            share_out(tools.ranks, tools.gradients.parameters, [leaves])
             tools.gradients.backward(*roots_of(own, leaves))
         part = Part(micro_batch=None, units=plan.units_seen, loss=loss.detach(), metrics=detached(metrics))
         return Outcome(parts=[part], dtype=loss.dtype)

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, map_tensors, tensors
+from anybatch.batches import Batch, map_tensors, reorder_rows, tensors
 from anybatch.errors import LossError
 from anybatch.objectives import Coupled
 from anybatch.parallel import Ranks
+from anybatch.passes.batch_plan import BatchPlan
 
 
 def alone(tensor: Tensor) -> Tensor:
@@ -23,6 +24,25 @@ def leaf(tensor: Tensor) -> Tensor:
 def no_rows(representations: Batch) -> Batch:
     """The same nesting with no row of its own, and the graph to get zero gradients from."""
     return map_tensors(representations, lambda tensor: tensor[:0] if tensor.dim() > 0 else tensor)
+
+
+def in_own_order(plan: BatchPlan, joined: Batch) -> Batch:
+    """The joined representations of this rank's rows in the order of its batch, however a split has sorted them.
+
+    Rows that were dropped are left out; a loss may look at places: neighbours, [chosen; rejected], lists of one question.
+    """
+    rows = [row for one in plan.passes if one.reports for row in plan.cut.row_numbers[one.micro_batch]]
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    if plan.cut.cut is None or order == list(range(len(rows))):
+        return joined
+    for tensor in tensors(joined):
+        if tensor.dim() > 0 and len(tensor) != len(rows):
+            raise LossError(
+                f"encode returned {len(tensor)} entries for {len(rows)} rows, which were sorted to be cut: whose they are "
+                "cannot be told, so the loss would not see the batch's own order. Return one entry per row, rows first (rows x "
+                "views x width for several), or cut by Rows(n), which leaves rows in their order."
+            )
+    return reorder_rows(joined, order)
 
 
 def rows_of_all(ranks: Ranks, own: Batch) -> Batch:

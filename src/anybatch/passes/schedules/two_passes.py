@@ -23,6 +23,7 @@ from anybatch.passes.schedules.representations import (
     alone,
     check_graph,
     check_same_shapes,
+    in_own_order,
     leaf,
     no_rows,
     roots_of,
@@ -93,9 +94,8 @@ class TwoPasses:
         for each in encoded:
             each.leaves = map_tensors(each.representations, leaf)
         tools.barrier.hold()
-        loss, metrics = joined_loss(
-            self.coupled, [each.leaves if each.one.reports else no_rows(each.leaves) for each in encoded], tools
-        )
+        seen = join_rows([each.leaves if each.one.reports else no_rows(each.leaves) for each in encoded])
+        loss, metrics = loss_of_all(self.coupled, in_own_order(plan, seen), tools)
         tools.events.end_loss(loss, micro_batch=None, units=sum(plan.units), share=1.0)
         if not tools.finite.accepts(loss):
             return loss.detach(), metrics, False
@@ -118,10 +118,10 @@ class TwoPasses:
         return spoilt
 
 
-def joined_loss(coupled: Coupled, leaves: list[Batch], tools: Tools) -> tuple[Tensor, Metrics]:
-    """The loss over the rows of all micro-batches and ranks, in fp32 or better, and its metrics."""
+def loss_of_all(coupled: Coupled, own: Batch, tools: Tools) -> tuple[Tensor, Metrics]:
+    """The loss over this rank's rows and those of all others, in fp32 or better, and its metrics."""
     with tools.forward.autocast:
-        loss, metrics = checked_loss(coupled.loss(rows_of_all(tools.ranks, join_rows(leaves))))
+        loss, metrics = checked_loss(coupled.loss(rows_of_all(tools.ranks, own)))
     return at_least_fp32(loss), metrics
 
 

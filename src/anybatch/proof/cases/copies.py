@@ -56,7 +56,7 @@ def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Itera
 
     An objective that reaches for the model it was made with, not the one that it is given, is told so.
     """
-    held = [*model.parameters(), *(objective.parameters() if isinstance(objective, Coupled) else ())]
+    held = [*model.parameters(), *objective.parameters()]
     grads = [parameter.grad for parameter in held]
     versions = [None if grad is None else num_writes(grad) for grad in grads]
     copies = [None if grad is None else grad.detach().clone() for grad in grads]

@@ -37,6 +37,7 @@ def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "optimizer_type": type(update.optimizer).__name__,
         "scheduler": None if update.scheduler is None else update.scheduler.state_dict(),
         "scaler": None if update.scaler is None else update.scaler.state_dict(),
+        "split": split.state_dict() if hasattr(split := update.accumulator.split, "state_dict") else None,
     }
 
 
@@ -122,6 +123,8 @@ def load_states(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tens
         update.scheduler.load_state_dict(states["scheduler"])
     if update.scaler is not None:
         update.scaler.load_state_dict(states["scaler"])
+    if states.get("split") is not None and hasattr(split := update.accumulator.split, "load_state_dict"):
+        split.load_state_dict(states["split"])  # what was learnt of costs: the cut goes on as it was
 
 
 def _empty_for(shape: TensorShape, parameter: Tensor | None) -> Tensor:

@@ -56,7 +56,7 @@ class Task:
     @property
     def whole_objective(self) -> Objective:
         """The objective of a batch that is not cut."""
-        return self.objective.whole() if isinstance(self.objective, Coupled) else self.objective
+        return self.objective.whole()
 
     def __post_init__(self) -> None:
         for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("objective", Objective | Coupled)):

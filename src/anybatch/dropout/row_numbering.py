@@ -1,0 +1,63 @@
+"""Which rows of the whole batch a micro-batch holds, for dropout that asks."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from anybatch.batches import Batch, Dealt, MicroBatches, num_rows
+from anybatch.dropout.keyed_dropout import Masks
+from anybatch.parallel import Ranks
+
+
+class RowNumbering(Protocol):
+    """Which rows of the whole batch each of its micro-batches holds, where dropout asks."""
+
+    def at(self, index: int) -> AbstractContextManager[object]:
+        """The block in which the model runs on one micro-batch."""
+
+
+class Unnumbered:
+    """Nobody asks for rows: the model has no layer that was swapped."""
+
+    _nothing = nullcontext()
+
+    def at(self, index: int) -> AbstractContextManager[object]:
+        return self._nothing
+
+
+UNNUMBERED = Unnumbered()
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedRows:
+    """The rows of each micro-batch of one batch, by their numbers in the whole of it."""
+
+    masks: Masks
+    row_numbers: tuple[tuple[int, ...], ...]
+    devices: set[torch.device]
+
+    def at(self, index: int) -> AbstractContextManager[object]:
+        """The block in which the model runs on one micro-batch."""
+        return self.masks.at(self.row_numbers[index], self.devices)
+
+
+def number_rows(masks: Masks, model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> NumberedRows:
+    """Which rows of the whole batch each micro-batch holds.
+
+    On several ranks they are as `Dealt` says, else the ranks' rows follow one another, which takes a small collective. A
+    micro-batch that counts for nothing, because this rank has no row, may have any numbers.
+    """
+    own = [row for rows in cut.row_numbers for row in rows]
+    if isinstance(batch, Dealt) and not batch.is_stand_in:
+        numbers: Sequence[int] = batch.row_numbers
+    else:
+        counts = [] if isinstance(batch, Dealt) else ranks.gather([len(own)])[: ranks.rank]
+        offset = int(sum(count for (count,) in counts))
+        numbers = range(offset, offset + len(own))
+    placed = [tuple(numbers[row] for row in rows) for rows in cut.row_numbers]
+    parts = tuple(rows or tuple(range(num_rows(part))) for rows, part in zip(placed, cut, strict=True))
+    return NumberedRows(masks, parts, {parameter.device for parameter in model.parameters()})
