@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from anybatch.doctor.loops.log_lines import Line, Log, unpacked
@@ -36,6 +37,8 @@ class _Reader:
         self.passes: dict[int, LossPass] = {}
         self.contents: dict[int, list[int]] = defaultdict(list)
         """Passes by parameter."""
+        self.pending: list[int] = []
+        """Passes whose gradients are not yet in `.grad`."""
         self.assigned: set[int] = set()
         self.used_by: dict[int, set[int]] = defaultdict(set)
         """Passes that an optimizer has stepped on."""
@@ -85,8 +88,15 @@ class _Reader:
     def _read_backward(self, index: int, line: Line) -> None:
         one = _pass(index, line)
         self.passes[one.serial] = one
+        if one.sync == (False, False) and not one.touched:
+            self.pending.append(one.serial)  # FSDP2 keeps it elsewhere until ranks synchronise
+            return
         for number in one.touched:
-            self.contents[number].append(one.serial)
+            self.contents[number] += [*self.pending, one.serial]
+        if one.touched:
+            for serial in self.pending:
+                self.passes[serial] = replace(self.passes[serial], touched=one.touched)
+            self.pending = []
 
     def _read_changed(self, index: int, line: Line) -> None:
         numbers = unpacked(line["parameters"])
@@ -115,6 +125,8 @@ class _Reader:
         number = line["optimizer"]
         own = self.optimizers.get(number, {}).get("numbers", frozenset())
         held = self._held(number)
+        if not held and not line.get("holding"):
+            held, self.pending = set(self.pending), []  # FSDP2 never synchronised, so that the step had nothing
         known = self.used_by[number]
         earlier = [update for update in self.updates if update.optimizer == number]
         since = earlier[-1].index if earlier else -1

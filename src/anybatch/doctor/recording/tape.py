@@ -241,4 +241,7 @@ def _taken(gradient: Tensor, places: Tensor | None) -> list[float]:
 
 def _signature(parameter: Tensor) -> Signature:
     gradient = parameter.grad
-    return None if gradient is None else (id(gradient), num_writes(gradient))
+    if gradient is None:
+        return None
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # a shard is written to, not its wrapper
+    return id(gradient), num_writes(local)

@@ -143,8 +143,8 @@ class BackwardWatch:
     def _tell_unowned(self) -> None:
         """Leaves of the graph that no optimizer has, once there were updates."""
         tape = self.tape
-        if not tape.num_updates:
-            return
+        if not tape.num_updates or any(hasattr(reference(), "to_local") for reference in tape.parameters):
+            return  # FSDP2's graph has whole parameters, its optimizer has shards
         owned = {id(reference()) for reference in tape.parameters}
         lost = [
             (key, leaf, place)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -27,9 +28,14 @@ def install_data_watch(tape: Tape, patches: Patches) -> None:
     patches.replace(BatchNormLayer, "forward", around(safely(modules.normalised), nothing))
     patches.replace(nn.Module, "train", around(nothing, safely(modules.trained)))
     patches.replace(DistributedDataParallel, "forward", around(safely(modules.spread), nothing))
-    kind: Any = sharded_kind()
-    if kind is not None:
-        patches.replace(kind, "set_requires_gradient_sync", around(nothing, safely(modules.switched)))
+
+    def late(*_: Any, **__: Any) -> None:
+        """FSDP2 is imported after torch, and before the optimizer is made."""
+        kind: Any = sharded_kind()
+        if kind is not None and not hasattr(kind.set_requires_gradient_sync, "is_doctors"):
+            patches.replace(kind, "set_requires_gradient_sync", around(nothing, safely(modules.switched)))
+
+    patches.replace(Optimizer, "__init__", around(nothing, safely(late)))
 
 
 class _Loaders:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from anybatch.doctor.finding import Finding
-from anybatch.doctor.loop_case import LoopCase, first_spot
+from anybatch.doctor.loop_case import LoopCase, first_spot, plural
 from anybatch.doctor.loops import LoopUpdate, Weighing, gradient_error, near
 
 
@@ -40,7 +40,7 @@ def _division(case: LoopCase, update: LoopUpdate, weighing: Weighing) -> Iterato
         return
     told, facts = _measured(update, weighing)
     spot = first_spot(update.passes)
-    start = f"The weights of update {update.number} add up to {total:.2f} over {n} micro-batches"
+    start = f"The weights of update {update.number} add up to {total:.2f} over {plural(n, 'micro-batch')}"
     share = weighing.shares[0]
     is_constant = all(near(each, share) for each in weighing.shares)
     if is_constant and near(share, 1.0):
