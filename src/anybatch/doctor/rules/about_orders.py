@@ -164,6 +164,8 @@ def _horizon(case: LoopCase, steps: list[Happening], per_update: float) -> Itera
     horizon = steps[0].facts.get("horizon")
     if not isinstance(horizon, int) or case.size < 2 or not 0.7 < per_update < 1.4:
         return
+    if len(steps) > 1.1 * math.ceil(horizon / case.size):
+        return  # it has gone further than it would if it were made for micro-batches
     whole = _epoch_lengths(case)
     epochs = set(case.loop.intended_epochs.values())
     planned = {length * count for length in {*whole, *case.loop.lengths.values()} for count in epochs}

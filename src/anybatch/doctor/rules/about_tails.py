@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.finding import Finding, Severity
 from anybatch.doctor.loop_case import LoopCase, plural
-from anybatch.doctor.loops import LossPass, Lost, WatchedLoop
+from anybatch.doctor.loops import LossPass, Lost, WatchedLoop, near
 
 
 def tail_rules(case: LoopCase) -> Iterator[Finding]:
@@ -76,10 +76,10 @@ def _without_tail(case: LoopCase) -> str:
     begun = [
         line for line in case.loop.epochs if line["event"] == "epoch" and line["loader"] in used and line.get("whole")
     ]
-    ended = [line["fetched"] for line in case.loop.epochs if line["event"] == "epoch-end" and line["loader"] in used]
-    if not begun or case.size < 2 or any(line["whole"] % case.size for line in begun):
-        return ""
-    if all(fetched % case.size == 0 for fetched in ended):
+    seen = max(
+        (one.batch[2] + 1 for update in case.updates for one in update.passes if one.batch is not None), default=0
+    )
+    if not begun or case.size < 2 or any(line["whole"] % case.size or line["whole"] <= seen for line in begun):
         return ""
     return f" The whole epoch of {begun[0]['whole']} micro-batches has no such rest today; another number of rows would have."
 
@@ -137,15 +137,16 @@ def _sizes(case: LoopCase) -> Iterator[Finding]:
     sizes = [len(lanes) for lanes in case.lanes]
     later = [size for size in sizes[1:] if size == case.size]
     is_off = sizes[0] in (1, case.size - 1, case.size + 1) and sizes[0] != case.size and len(later) >= 2
-    if is_off and not _spans(case.updates[0].passes):
+    if is_off and not _spans(case.updates[0].passes) and not _is_whole(case, 0):
         first = case.updates[0]
         text = (
             f"The first update is made of {plural(sizes[0], 'micro-batch')}, the others of {case.size}: "
             f"the count that decides when to step is off by one."
         )
         yield case.finding("off-by-one", "error", first.spot, text, {"sizes": sizes[:8]})
-    for update, size in list(zip(case.updates, sizes, strict=True))[1:]:
-        if size != case.size and (_spans(update.passes) or (size > case.size and update.passes[0].batch is None)):
+    for place, (update, size) in list(enumerate(zip(case.updates, sizes, strict=True)))[1:]:
+        is_carried = _spans(update.passes) or (size > case.size and update.passes[0].batch is None)
+        if size != case.size and is_carried and not _is_whole(case, place):
             text = (
                 f"Update {update.number} is made of {size} micro-batches instead of {case.size}: what was left of one epoch "
                 f"lies in the gradients when the next begins."
@@ -154,6 +155,12 @@ def _sizes(case: LoopCase) -> Iterator[Finding]:
             only = _without_tail(case)
             yield case.finding("tail-leaks", "warning" if only else "error", update.spot, text + only, facts)
             return
+
+
+def _is_whole(case: LoopCase, place: int) -> bool:
+    """Its weights add up to 1: whatever its size is, it is meant so."""
+    weighing = case.weighings[place]
+    return weighing is not None and near(weighing.total, 1.0)
 
 
 def _spans(passes: tuple[LossPass, ...]) -> bool:
