@@ -36,25 +36,29 @@ def test_run_engine_adds_the_gradient_as_backward_does(inside: ModuleType):
     assert torch.equal(weight.grad, other.grad)
 
 
+def _saved(inside: ModuleType, node: Any, name: str) -> Any:
+    return getattr(node, inside.SAVED + name, None)
+
+
 def test_a_node_of_the_graph_tells_what_it_saved_and_the_shape_that_it_computed(inside: ModuleType):
     scores, target = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 2, -100, 1])
     node = nn.functional.cross_entropy(scores, target).grad_fn
-    assert torch.equal(inside.saved_by(node, "target"), target)
-    assert (inside.saved_by(node, "ignore_index"), inside.saved_by(node, "reduction")) == (2**64 - 100, 1)
-    assert float(inside.saved_by(node, "total_weight")) == 3.0
-    assert inside.saved_by(node, "no_such_name") is None
-    assert inside.output_sizes(node) == [()]
-    assert inside.output_sizes(node.next_functions[0][0]) == [(4, 3)]
+    assert torch.equal(_saved(inside, node, "target"), target)
+    assert (_saved(inside, node, "ignore_index"), _saved(inside, node, "reduction")) == (2**64 - 100, 1)
+    assert float(_saved(inside, node, "total_weight")) == 3.0
+    assert _saved(inside, node, "no_such_name") is None
+    assert [tuple(output.shape) for output in inside.outputs_of(node)] == [()]
+    assert [tuple(output.shape) for output in inside.outputs_of(node.next_functions[0][0])] == [(4, 3)]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_graph_keeps_what_criteria_and_reductions_took_together(inside: ModuleType, reduction: str):
     scores = torch.randn(4, 3, requires_grad=True)
     node = nn.functional.mse_loss(scores, torch.zeros(4, 3), reduction=reduction).grad_fn
-    assert inside.saved_by(node, "reduction") == {"mean": 1, "sum": 2}[reduction]
-    assert tuple(inside.saved_by(node, "self").shape) == (4, 3)
-    assert tuple(inside.saved_by(getattr(scores, reduction)().grad_fn, "self_sym_sizes")) == (4, 3)
-    assert torch.equal(inside.saved_by((scores * torch.ones(4, 3)).grad_fn, "other"), torch.ones(4, 3))
+    assert _saved(inside, node, "reduction") == {"mean": 1, "sum": 2}[reduction]
+    assert tuple(_saved(inside, node, "self").shape) == (4, 3)
+    assert tuple(_saved(inside, getattr(scores, reduction)().grad_fn, "self_sym_sizes")) == (4, 3)
+    assert torch.equal(_saved(inside, (scores * torch.ones(4, 3)).grad_fn, "other"), torch.ones(4, 3))
 
 
 # --- modules
@@ -297,3 +301,47 @@ def test_overflows_are_seen_and_written_and_forgotten(inside: ModuleType):
         found.fill_(1.0)
     scaler.step(optimizer)
     assert parameter.tolist() == [1.0, 1.0]
+
+
+# --- what steps beside the optimizer
+
+
+def test_instance_norm_layer_is_what_all_of_them_are(inside: ModuleType):
+    assert all(isinstance(kind(2), inside.InstanceNormLayer) for kind in (nn.InstanceNorm1d, nn.InstanceNorm3d))
+    assert not isinstance(nn.BatchNorm1d(2), inside.InstanceNormLayer)
+
+
+def test_spectral_norm_weight_steps_two_vectors_in_every_forward(inside: ModuleType):
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))
+    weight = layer.parametrizations.weight[0]
+    assert isinstance(weight, inside.SpectralNormWeight)
+    before = [inside.buffers_of(weight)[name].clone() for name in ("_u", "_v")]
+    layer(torch.randn(2, 3))
+    assert not any(map(torch.equal, before, [inside.buffers_of(weight)[name] for name in ("_u", "_v")]))
+
+
+def test_pre_hooks_of_holds_the_old_form_of_spectral_norm(inside: ModuleType):
+    layer = nn.utils.spectral_norm(nn.Linear(3, 4))
+    (hook,) = inside.pre_hooks_of(layer).values()
+    assert hook.name == "weight"
+    assert {"weight_u", "weight_v"} <= inside.buffers_of(layer).keys()
+
+
+def test_gradient_hooks_of_shows_both_kinds_and_nothing_without_any(inside: ModuleType):
+    weight = nn.Parameter(torch.zeros(2))
+    assert not any(inside.gradient_hooks_of(weight))
+    handles = [weight.register_hook(len), weight.register_post_accumulate_grad_hook(len)]
+    assert [list(hooks.values()) for hooks in inside.gradient_hooks_of(weight)] == [[len], [len]]
+    for handle in handles:
+        handle.remove()
+    assert not any(inside.gradient_hooks_of(weight))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_parameters_stepped_in_backward_carry_their_optimizers(inside: ModuleType):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    weight = nn.Parameter(torch.zeros(2))
+    assert inside.STEPPED_IN_BACKWARD not in weight.__dict__
+    _apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.1})
+    assert isinstance(weight.__dict__[inside.STEPPED_IN_BACKWARD][0], torch.optim.SGD)

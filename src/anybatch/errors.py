@@ -24,6 +24,19 @@ AnybatchError
 Each message names the value, what was expected, and the fix.
 """
 
+import sys
+from pathlib import Path
+
+_OWN = Path(__file__).parent
+
+
+def levels_to_the_caller() -> int:
+    """How far up from the caller of this the first line is that is not ours: whose update it is, for `warnings.warn`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(_OWN):
+        level, frame = level + 1, frame.f_back
+    return level
+
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one short line, with its kind: messages of others may run over pages.

@@ -16,5 +16,8 @@ Offload = Literal["auto", "host", "disk"] | None
 OnNonFinite = Literal["raise", "skip", "drop", "ignore"]
 """What an inf or nan in the gradient does to the update."""
 
+OnEmpty = Literal["skip", "step"]
+"""What a batch without any target is: no update, or one with a gradient of zeros, which decays weights and moves averages."""
+
 Reduction = Literal["mean", "sum"]
 """How a loss puts its units together."""

@@ -1,7 +1,7 @@
-"""Every private name of torch that anybatch uses, one alias or small function each; no other module uses one.
+"""Every private name of torch that anybatch uses, one alias or small function each.
 
-torch promises none of them: each has a test, so that a new release fails with a list of names rather than with a symptom. Where
-a release lacks what DDP or FSDP2 need, `check_ddp` and `check_fsdp` refuse the model, before its first forward.
+torch promises none of them. `tests/test_torch_inside.py` has a test for each, so that a new release of torch fails with a list
+of names, and no other module uses one. Where a release lacks what DDP or FSDP2 need, the model is refused at once.
 """
 
 import sys
@@ -22,7 +22,9 @@ from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -32,6 +34,10 @@ from anybatch.errors import ParallelError
 __all__ = ["FakeTensor", "FakeTensorMode", "StorageWeakRef", "TorchDispatchMode"]  # under torch's own names
 BatchNormLayer = _BatchNorm
 """What all BatchNorm layers are."""
+InstanceNormLayer = _InstanceNorm
+"""What all InstanceNorm layers are."""
+SpectralNormWeight = _SpectralNorm
+"""The parametrization that steps its power iteration in every forward."""
 NormLayer = _NormBase
 """What all layers with running statistics are: BatchNorm and InstanceNorm."""
 DropoutLayer = _DropoutNd
@@ -40,6 +46,14 @@ children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_m
 """The table of a module's children, to put another in the place of one."""
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """The table of a module's buffers, to put back the very tensor that was there."""
+pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+"""What a module calls before its forward: the old form of spectral norm among it."""
+gradient_hooks_of: Callable[[Any], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""What backward calls with each gradient of a tensor, before and after it is added to `.grad`."""
+STEPPED_IN_BACKWARD = "_in_backward_optimizers"
+"""The attribute of parameters that torch's optimizer in backward steps."""
+op_name: Callable[[Any], str] = attrgetter("_schema.name")
+"""What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
 num_writes: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written to in place."""
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
@@ -66,20 +80,12 @@ lower_each_ = torch._foreach_clamp_max_
 """A list of tensors, none of their numbers above a bound, in place."""
 COPY_ELSEWHERE = torch.ops.aten._to_copy.default
 """The op that copies a tensor to another device."""
-op_name: Callable[[Any], str] = attrgetter("_schema.name")
-"""What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
+SAVED = "_saved_"
+"""How the names begin under which a node of the graph keeps what its backward needs: "_saved_target"."""
+outputs_of: Callable[[Any], list[Any]] = attrgetter("_input_metadata")
+"""What a node of the graph computed, each with its shape."""
 read_layout = torch.serialization._get_layout
 """What a pickled layout, such as `torch.strided`, is read with."""
-
-
-def saved_by(node: Any, name: str) -> Any:
-    """What a node of the graph keeps for its backward, such as "target"; None where it keeps nothing of that name."""
-    return getattr(node, f"_saved_{name}", None)
-
-
-def output_sizes(node: Any) -> list[tuple[int, ...]]:
-    """The shapes of what a node of the graph computed."""
-    return [tuple(of.shape) for of in node._input_metadata]
 
 
 def inside_compiled(model: nn.Module) -> nn.Module | None:
@@ -138,10 +144,8 @@ def _lacking(thing: Any, name: str, wrapper: str) -> ParallelError:
 
 def _has(thing: Any, name: str) -> bool:
     """True of an attribute that is there, and of one that the class announces and sets later; properties are not called."""
-    kind = type(thing)
-    if hasattr(kind, name) or name in getattr(thing, "__dict__", ()):
-        return True
-    return any(name in get_annotations(base) for base in kind.__mro__)
+    is_there = hasattr(type(thing), name) or name in getattr(thing, "__dict__", ())
+    return is_there or any(name in get_annotations(base) for base in type(thing).__mro__)
 
 
 def check_ddp(module: DistributedDataParallel) -> None:
@@ -186,8 +190,7 @@ def active_ddp_put_back() -> Iterator[None]:
 
 def sharded_kind() -> type | None:
     """FSDP2's mark on a module; None where its package was never imported, so that no module can have it."""
-    package = sys.modules.get("torch.distributed.fsdp")
-    return None if package is None else package.FSDPModule
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
 def check_fsdp(root: nn.Module) -> None:
@@ -271,15 +274,11 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Parameter, 
 
 @contextmanager
 def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """The block in which the hooks of `fully_shard` only cast inputs and outputs, and neither gather nor free parameters.
-
-    They know one forward at a time: the second to leave a unit would free it. This state of theirs is meant for forwards that
-    are repeated inside backward.
-    """
+    """The block in which hooks of `fully_shard` only cast: they know one forward, and the second to end would free a unit."""
     states = [state for root in roots for state in fsdp_states(root)]
+    for state in states:
+        state._training_state = type(state._training_state)["PRE_BACKWARD"]
     try:
-        for state in states:
-            state._training_state = type(state._training_state)["PRE_BACKWARD"]
         yield
     finally:
         for state in states:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -238,3 +240,42 @@ def test_micro_batches_that_are_cut_further_are_read_as_they_were_when_they_were
     batch = {"x": torch.arange(6), "pair": [torch.arange(6), torch.arange(6)]}
     cut = CutFurther(Rows(2), 1).cut(batch)
     assert [part["pair"][1].tolist() for part in cut] == [[row] for row in range(6)]
+
+
+def shaped_like(kind: object, row: int) -> object:
+    """A sample of this kind: its numbers say which row it is, so that it is told apart from all others."""
+    if isinstance(kind, tuple) and all(isinstance(size, int) for size in kind):
+        return torch.full(kind, float(row))
+    if isinstance(kind, dict):
+        return {name: shaped_like(inner, row) for name, inner in kind.items()}
+    if isinstance(kind, list):
+        return tuple(shaped_like(inner, row) for inner in kind)
+    return row if kind is int else f"row {row}"
+
+
+LEAVES = st.one_of(st.lists(st.integers(1, 4), max_size=2).map(tuple), st.just(int), st.just(str))
+KINDS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3), st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def read_as(batch: object) -> int | None:
+    """How many rows a batch is cut into; None where it is refused."""
+    try:
+        return len(Rows(1).cut(batch))
+    except BatchError:
+        return None
+
+
+@given(kind=KINDS, rows=st.integers(1, 5))
+def test_whatever_samples_are_made_of_neither_they_nor_what_is_collated_of_them_is_misread(kind, rows):
+    samples = [shaped_like(kind, row) for row in range(rows)]
+    assert read_as(SampleList(samples)) == rows
+    assert read_as(default_collate(samples)) in (rows, None)
+    # the one belief: one or two tensors, or dicts of matrices, are what a loader makes of singles and pairs
+    matrices = isinstance(kind, dict) and all(isinstance(inner, tuple) and len(inner) > 1 for inner in kind.values())
+    assert read_as(samples) in (rows, None) or (rows <= 2 and (isinstance(kind, tuple) or matrices))

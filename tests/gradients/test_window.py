@@ -1,9 +1,11 @@
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from anybatch import LossError, UnitsError, Window, WindowError
 from tests.reference import gradient, relative_error, whole_batch_gradient
@@ -185,3 +187,45 @@ def test_gradients_are_summed_in_fp32_for_bf16_parameters():
     for index in range(512):
         (weight * (1.0 if index else 256.0) / 512).sum().float().backward()
     assert gradient([weight]).item() < 1.2, "the plain sum in bf16 stops growing"
+
+
+Listed = Callable[[nn.Module, nn.Module], Iterable[nn.Parameter]]
+
+
+def six_times_off(parameters: Listed) -> tuple[Tensor, Tensor]:
+    """The gradient of a head that a window may list or not, and the unit-weighted mean that it should be."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+    x, sizes = torch.randn(7, 4).double(), [1, 6]
+    with Window(parameters(body, head)) as window:
+        for part in x.split(sizes):
+            window.backward(head(body(part)).square().mean(), units=len(part))
+    seen = head.weight.grad.clone()
+    head.weight.grad = None
+    head(body(x)).square().mean().backward()
+    return seen, head.weight.grad
+
+
+def test_a_head_that_is_not_listed_is_refused_before_its_backward():
+    with pytest.raises(WindowError, match=r"a parameter of shape \(1, 4\) that is not among the 2 .*head\.parameters"):
+        six_times_off(lambda body, head: body.parameters())
+
+
+def test_listed_it_is_the_mean():
+    seen, wanted = six_times_off(lambda body, head: [*body.parameters(), *head.parameters()])
+    assert float((seen - wanted).norm() / wanted.norm()) <= 1e-12
+
+
+def test_not_rescaled_it_would_be_far_off(monkeypatch):
+    monkeypatch.setattr(Window, "_check_leaves", lambda self, loss: None)
+    seen, wanted = six_times_off(lambda body, head: body.parameters())
+    assert float((seen - wanted).norm() / wanted.norm()) > 3
+
+
+def test_an_input_that_requires_a_gradient_is_refused_and_frozen_parameters_are_not():
+    model, x = nn.Linear(4, 1), torch.randn(3, 4, requires_grad=True)
+    model.bias.requires_grad_(False)
+    with Window(model.parameters()) as window:
+        assert window.backward(model(x.detach()).mean(), units=3)
+    with pytest.raises(WindowError, match=r"a tensor of shape \(3, 4\)"), Window(model.parameters()) as window:
+        window.backward(model(x).mean(), units=3)

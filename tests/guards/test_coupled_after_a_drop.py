@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from anybatch import Accumulated, Accumulator, Coupled, MicroBatches, info_nce
 from tests.reference import gradient
 
+pytestmark = pytest.mark.filterwarnings("ignore:the forward changes buffers of its own")
+
 SIZES = (3, 2, 4, 3)
 """Ragged on purpose."""
 

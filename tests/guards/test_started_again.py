@@ -12,6 +12,8 @@ from anybatch import Accumulator, Coupled, MicroBatches, NonFiniteError, Objecti
 from tests.injection import OutOfMemoryAbove, OutOfMemoryAt
 from tests.reference import gradient
 
+pytestmark = pytest.mark.filterwarnings("ignore:the forward changes buffers of its own")
+
 
 class Queue(nn.Module):
     """A coupled loss with a memory of its own: it remembers representations and counts its calls, in buffers."""

@@ -59,6 +59,27 @@ def test_where_all_that_counts_is_dropped_rows_without_units_do_not_stand_in_for
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_gradient_that_is_not_finite_through_exact_batch_norm_drops_the_whole_batch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    before = copy.deepcopy(model.state_dict())
+
+    def steep(model: nn.Module, x: Tensor) -> Tensor:
+        """Finite, with an infinite slope: the square root of 0, in rows that begin with 9."""
+        outputs = model(x).square().mean()
+        return outputs + (outputs - outputs.detach()).abs().sqrt() * (x[:, 0] == 9).any()
+
+    batch = torch.randn(6, 3)
+    batch[3, 0] = 9
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = Update(
+        model, optimizer, Objective(steep), micro_batch=2, batch_norm="exact", on_nonfinite="drop", check=False
+    )
+    result = update(batch)
+    assert (result.applied, result.dropped) == (False, (0, 1, 2))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_stage_that_an_exception_left_open_is_closed(monkeypatch):
     open_ranges: list[str] = []
 

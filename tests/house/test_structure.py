@@ -28,6 +28,7 @@ ROOMS = [
     "low_precision",
     "options",
     "torch_inside",
+    "autograd_graph",
     "host_memory",
     "events",
     "stages",

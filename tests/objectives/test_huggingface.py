@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-from anybatch import Accumulator, BatchError, LossError, UnitsError, huggingface, rows
+from anybatch import Accumulator, BatchError, Coupled, LossError, UnitsError, huggingface, rows
 from tests.reference import gradient, mean_of_means, relative_error
 
 VOCABULARY, WIDTH, ROWS, LENGTH, CLASSES = 31, 16, 12, 10, 3
@@ -253,10 +253,131 @@ def test_a_loss_that_is_more_than_a_mean_over_labels_is_caught():
     settings = {**LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True}
     model = hf.MixtralForCausalLM(hf.MixtralConfig(**settings, router_aux_loss_coef=0.5))
     batch = text() | {"labels": token_labels()}
-    with pytest.raises(UnitsError, match=r"MixtralForCausalLM returned a loss of .* router's balance"):
+    with pytest.raises(UnitsError, match=r"MixtralForCausalLM returned a loss that adds something .* router's balance"):
         Accumulator(model, huggingface(), micro_batch=3).backward(batch)
     model.config.output_router_logits = False
     Accumulator(model, huggingface(), micro_batch=3).backward(batch)
+
+
+MOE = {**LLAMA, "num_experts_per_tok": 1, "output_router_logits": True, "router_aux_loss_coef": 1e-3}
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe"])
+def test_a_routers_balance_is_caught_however_little_it_adds(kind):
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts": 4, "decoder_sparse_step": 1}
+    settings = {**MOE, **experts, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    model = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**settings))
+    batch = text() | {"labels": token_labels()}
+    output = model(**batch)
+    added = float(output.aux_loss.detach()) * 1e-3 / float(output.loss.detach())
+    assert 0 < added < 1e-3, "within the tolerance of before"
+    with pytest.raises(UnitsError, match=rf"{kind}ForCausalLM returned a loss that adds something"):
+        Accumulator(model, huggingface(), micro_batch=3).backward(batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_clip_is_told_to_be_coupled_and_is_exact_so():
+    torch.manual_seed(0)
+    tower = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    words = tower | {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "eos_token_id": 2}
+    seen = tower | {"image_size": 8, "patch_size": 4}
+    config = hf.CLIPConfig(text_config=words, vision_config=seen, projection_dim=8)
+    model = hf.CLIPModel(config).double()
+    batch = text() | {"pixel_values": torch.randn(ROWS, 3, 8, 8).double()}
+    asked = batch | {"return_loss": True}
+    for objective in (huggingface(), huggingface(units=rows)):
+        with pytest.raises(
+            LossError, match=r"return_loss asks for a contrastive loss.*use Coupled\(encode, clip_loss\(\)\)"
+        ):
+            Accumulator(model, objective, micro_batch=4).backward(asked)
+
+    def encode(model: nn.Module, part: Any) -> Any:
+        output = model(**part)
+        return output.text_embeds, output.image_embeds, model.logit_scale
+
+    def loss(seen: Any) -> Tensor:
+        words, images, scale = seen
+        similar = words @ images.T * scale.exp()
+        own = torch.arange(len(words))
+        return (F.cross_entropy(similar, own) + F.cross_entropy(similar.T, own)) / 2
+
+    model(**asked).loss.backward()
+    reference = gradient(model.parameters())
+    model.zero_grad()
+    Accumulator(model, Coupled(encode, loss), micro_batch=4).backward(batch)
+    assert relative_error(model, reference) <= 1e-12
+    parts = [{key: value[start : start + 4] for key, value in batch.items()} for start in range(0, ROWS, 4)]
+    mean_of_means(model, lambda model, part: model(**part, return_loss=True).loss, parts)
+    assert relative_error(model, reference) > 0.1
+
+
+def log_probability(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    """Of each row's answer, the tokens that are not ignored."""
+    predicted, wanted = model(input_ids=ids).logits[:, :-1].log_softmax(-1), labels[:, 1:]
+    chosen = predicted.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+    return (chosen * (wanted != -100)).sum(1)
+
+
+def dpo_loss(model: nn.Module, batch: Any) -> Tensor:
+    """As a preference trainer's `compute_loss`: a mean over pairs."""
+    gains = [
+        log_probability(model, batch[f"{side}_input_ids"], batch[f"{side}_labels"]) - batch[f"{side}_reference"]
+        for side in ("chosen", "rejected")
+    ]
+    return -F.logsigmoid(0.1 * (gains[0] - gains[1])).mean()
+
+
+def sft_loss(model: nn.Module, batch: Any) -> Tensor:
+    """As a fine-tuning trainer's `compute_loss`: a mean over the tokens of answers."""
+    return model(**batch).loss
+
+
+def preferences() -> dict[str, Tensor]:
+    sides = {side: text()["input_ids"] for side in ("chosen", "rejected")}
+    batch = {f"{side}_input_ids": ids for side, ids in sides.items()}
+    batch |= {f"{side}_labels": token_labels() for side in sides}
+    return batch | {f"{side}_reference": -20 * torch.rand(ROWS) for side in sides}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_trainers_loss_is_given_as_it_is_and_has_its_units(kind):
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)).double()
+    batch = text() | {"labels": token_labels()} if kind == "sft" else preferences()
+    compute = sft_loss if kind == "sft" else dpo_loss
+    compute(model, batch).backward()
+    reference = gradient(model.parameters())
+    model.zero_grad()
+    result = Accumulator(model, huggingface(loss=compute), micro_batch=5).backward(batch)
+    assert result.units == (int((batch["labels"][:, 1:] != -100).sum()) if kind == "sft" else ROWS)
+    assert relative_error(model, reference) <= (1e-6 if kind == "sft" else 1e-12), "the head's own loss is fp32"
+    parts = [{key: value[start : start + 5] for key, value in batch.items()} for start in range(0, ROWS, 5)]
+    mean_of_means(model, compute, parts)
+    assert relative_error(model, reference) > 0.03
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_ctc_head_averages_or_sums_over_rows_as_its_configuration_says(reduction):
+    torch.manual_seed(0)
+    settings = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    settings |= {"intermediate_size": 24, "conv_dim": (8, 8), "conv_kernel": (4, 4), "conv_stride": (2, 2)}
+    settings |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+    settings |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "final_dropout": 0.0}
+    settings |= {"layerdrop": 0.0, "activation_dropout": 0.0, "feat_extract_norm": "layer", "pad_token_id": 0}
+    model = hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**settings, ctc_loss_reduction=reduction)).double().train()
+    labels = torch.randint(3, VOCABULARY, (7, 5))
+    labels[torch.arange(5) > torch.arange(7)[:, None] % 4] = -100
+    batch = {"input_values": torch.randn(7, 120).double(), "labels": labels}
+    model(**batch).loss.backward()
+    reference = gradient(model.parameters())
+    model.zero_grad()
+    result = Accumulator(model, huggingface(), micro_batch=3).backward(batch)
+    assert (result.units, result.micro_batches) == (7, 3)
+    assert relative_error(model, reference) <= 1e-6, "the head computes its loss in fp32"
+    parts = [{key: value[start : start + 3] for key, value in batch.items()} for start in range(0, 7, 3)]
+    mean_of_means(model, lambda model, part: model(**part).loss, parts)
+    assert relative_error(model, reference) > 0.1
 
 
 def test_a_loss_that_cannot_be_seen_is_refused_and_mended_with_units():

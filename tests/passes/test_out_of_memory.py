@@ -369,6 +369,7 @@ def test_the_observer_is_told_what_is_void_and_metrics_count_once():
     assert float(result.metrics["rows"]) == 16
 
 
+@pytest.mark.filterwarnings("ignore:the forward changes buffers of its own")
 def test_a_buffer_that_changes_for_the_first_time_in_the_batch_that_fails_is_an_error_not_a_wrong_state():
     class Late(nn.Linear):
         def __init__(self) -> None:
@@ -394,6 +395,7 @@ def test_a_buffer_that_changes_for_the_first_time_in_the_batch_that_fails_is_an_
     assert float(model.calls) == 4
 
 
+@pytest.mark.filterwarnings("ignore:the forward changes buffers of its own")
 def test_a_buffer_written_through_data_is_put_back():
     class Average(nn.Linear):
         def __init__(self) -> None:

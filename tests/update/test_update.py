@@ -450,10 +450,18 @@ def test_an_odd_last_micro_batch_does_not_recompile_again_and_again():
     assert compiled.frame_count <= 3, "one for the first size, one for any other"
 
 
-def test_a_zero_unit_batch_is_a_step_with_zero_gradients():
+def test_a_batch_without_any_target_is_no_update():
     model = nn.Linear(3, 2)
     weights = model.weight.detach().clone()
     result = make(model)((torch.randn(4, 3), torch.full((4,), -100)))
+    assert (result.applied, result.units, float(result.loss), float(result.grad_norm)) == (False, 0, 0.0, 0.0)
+    assert torch.equal(model.weight, weights)
+
+
+def test_chosen_it_is_a_step_with_zero_gradients():
+    model = nn.Linear(3, 2)
+    weights = model.weight.detach().clone()
+    result = make(model, on_empty="step")((torch.randn(4, 3), torch.full((4,), -100)))
     assert (result.applied, result.units, float(result.loss), float(result.grad_norm)) == (True, 0, 0.0, 0.0)
     assert torch.equal(model.weight, weights)
 
@@ -510,7 +518,7 @@ def test_dropping_all_that_counts_beside_a_micro_batch_of_no_units_applies_nothi
     assert (result.applied, result.dropped, result.units) == (False, (1,), 0)
 
 
-def test_a_batch_of_no_units_is_a_zero_step_under_drop_too():
+def test_a_batch_of_no_units_is_no_update_under_drop_either():
     model = nn.Linear(3, 2)
     result = make(model, micro_batch=2, on_nonfinite="drop")((torch.randn(4, 3), torch.full((4,), -100)))
-    assert (result.applied, result.dropped, float(result.grad_norm)) == (True, (), 0.0)
+    assert (result.applied, result.dropped, float(result.grad_norm)) == (False, (), 0.0)

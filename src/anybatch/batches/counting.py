@@ -141,8 +141,11 @@ def _take(batch: Batch, chosen: RowNumbers, count: int) -> Batch:
 
 def split_rows(batch: Batch, sizes: list[int]) -> list[Batch]:
     """Consecutive rows, `sizes` of them at a time; tensors are cut into views. The sizes add up to the number of rows."""
-    batch, stops, count = read(batch), list(accumulate(sizes)), sum(sizes)
-    return _columns_split(batch, stops, count) if is_columns(batch) else _split(batch, stops, count)
+    stops, count = list(accumulate(sizes)), sum(sizes)
+    if _rows_of_columns(batch) == 0:
+        batch = read(batch)
+        return _columns_split(batch, stops, count) if is_columns(batch) else _split(batch, stops, count)
+    return _split(batch, stops, count) if isinstance(batch, Tensor) else _columns_split(batch, stops, count)
 
 
 def _split(batch: Batch, stops: list[int], count: int) -> list[Batch]:

@@ -13,7 +13,16 @@ PaddedDims = Mapping[str, tuple[int, ...]]
 """By path, the dims of a tensor that are padded."""
 
 TOKEN_NAMES = frozenset(
-    ["input_ids", "inputs_embeds", "token_ids", "tokens", "token_type_ids", "position_ids", "special_tokens_mask"]
+    [
+        "ids",
+        "input_ids",
+        "inputs_embeds",
+        "token_ids",
+        "tokens",
+        "token_type_ids",
+        "position_ids",
+        "special_tokens_mask",
+    ]
 )
 """What tokenizers call fields with one entry per token."""
 

@@ -125,14 +125,20 @@ def _is_of_kinds(value: Batch) -> bool:
 
 
 def _is_collated(batch: Batch) -> bool:
-    """True if all leaves are arrays of one or more dims: collation leaves no number, and no 0-dim tensor, as it is."""
+    """True if all leaves are arrays of one or more dims, or lists of strings: collation leaves no number as it is."""
     if is_array(batch):
         return len(batch.shape) > 0
+    if _are_strings(batch):
+        return True
     held = children(batch)
     return batch is None or (bool(held) and all(_is_collated(child) for _, child in held or ()))
 
 
+def _are_strings(value: Batch) -> bool:
+    return is_sequence(value) and len(value) > 0 and all(isinstance(item, str | bytes) for item in value)
+
+
 def _leading_sizes(batch: Batch) -> list[int]:
-    if is_array(batch):
-        return [batch.shape[0]]  # every leaf has one, or the list is not collated
+    if is_array(batch) or _are_strings(batch):
+        return [len(batch)]  # every leaf has one, or the list is not collated
     return [size for _, child in children(batch) or () for size in _leading_sizes(child)]

@@ -2,6 +2,7 @@
 
 from anybatch.gradients.gradient_sum import GradientSum, all_finite
 from anybatch.gradients.norm_and_clip import clip_to_norm, clip_to_value, gradient_norm
+from anybatch.gradients.parameter_hooks import check_hooks
 from anybatch.gradients.precision import cast_gradients, takes_fp32_gradients
 from anybatch.gradients.shares import shares_of, weighted_sum
 from anybatch.gradients.window import Window
@@ -11,6 +12,7 @@ __all__ = [
     "Window",
     "all_finite",
     "cast_gradients",
+    "check_hooks",
     "clip_to_norm",
     "clip_to_value",
     "gradient_norm",

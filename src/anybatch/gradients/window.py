@@ -6,10 +6,12 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from anybatch.autograd_graph import leaves_of
 from anybatch.errors import LossError, UnitsError, WindowError
 from anybatch.gradients.gradient_sum import GradientSum
 from anybatch.gradients.shares import weighted_sum
 from anybatch.objectives import Number
+from anybatch.parallel import is_sharded
 
 
 class Window:
@@ -19,8 +21,10 @@ class Window:
 
     The first pass's units serve as a provisional denominator, and the gradients are rescaled once at the close. `.grad` is
     added to, as `backward()` adds to it. An exception that leaves the block leaves the gradients as they were before it.
-    With `drop_nonfinite`, a pass whose loss or gradient is inf or nan adds nothing and counts for nothing; this needs a
-    second set of gradients and waits for the device after each pass.
+    Only `parameters` are rescaled, so a loss whose gradient reaches any other leaf (a head that was not listed, a criterion's
+    parameters, inputs that require a gradient) is refused before its backward pass. With `drop_nonfinite`, a pass whose loss
+    or gradient is inf or nan adds nothing and counts for nothing; this needs a second set of gradients and waits for the device
+    after each pass.
 
     >>> weight = nn.Parameter(torch.zeros(1))
     >>> with Window([weight]) as window:
@@ -38,6 +42,8 @@ class Window:
         if isinstance(parameters, nn.Module):
             raise WindowError(f"Window({type(parameters).__name__}): expected parameters; give model.parameters().")
         self._sum = GradientSum(parameters, keep_fp32=keep_fp32, isolate=drop_nonfinite)
+        self._listed = set(self._sum.parameters)
+        self._is_sharded = any(is_sharded(parameter) for parameter in self._listed)
         self._provisional: float = 0
         self._losses: list[Tensor] = []
         self._units: list[float] = []
@@ -87,6 +93,7 @@ class Window:
             raise LossError(f"the loss has shape {tuple(mean_loss.shape)}; expected one number: give its mean.")
         if number == 0:
             return False
+        self._check_leaves(mean_loss)
         self._provisional = self._provisional or number
         loss = mean_loss.detach().reshape(())
         is_counted = not (self._sum.isolate and not bool(loss.isfinite()))
@@ -98,6 +105,17 @@ class Window:
         self._losses.append(loss)
         self._units.append(number)
         return True
+
+    def _check_leaves(self, loss: Tensor) -> None:
+        """Refuse a gradient that would not be rescaled at the close. Of sharded parameters other tensors are in the graph."""
+        for leaf in () if self._is_sharded else leaves_of([loss]):
+            if leaf not in self._listed:
+                what = "a parameter" if isinstance(leaf, nn.Parameter) else "a tensor"
+                raise WindowError(
+                    f"the gradient of this loss reaches {what} of shape {tuple(leaf.shape)} that is not among the "
+                    f"{len(self._listed)} parameters of this window, and would not become their mean. List all that get a "
+                    "gradient: Window([*model.parameters(), *head.parameters()]); or detach it, or requires_grad_(False)."
+                )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

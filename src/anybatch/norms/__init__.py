@@ -3,13 +3,16 @@
 from anybatch.norms.layers import Layers, batch_norms, uses_batch_statistics
 from anybatch.norms.lockstep import Lockstep, pooled
 from anybatch.norms.policy import NormPolicy
+from anybatch.norms.spectral_norms import NO_POWER, PowerSteps
 from anybatch.norms.statistics import AS_IS, Statistics
 
 __all__ = [
     "AS_IS",
     "Layers",
     "Lockstep",
+    "NO_POWER",
     "NormPolicy",
+    "PowerSteps",
     "Statistics",
     "batch_norms",
     "pooled",

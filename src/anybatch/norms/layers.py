@@ -1,28 +1,31 @@
-"""BatchNorm layers whose statistics are not those of the micro-batch that runs: pooled, merged or frozen.
+"""BatchNorm layers whose statistics are not those of the micro-batch that runs: pooled, merged or frozen; and InstanceNorm.
 
-A layer's own `forward` runs as always; only the call of `F.batch_norm` inside it is computed otherwise, for as long as the
-block lasts. So subclasses, momentum and counters stay the layer's business.
+A layer's own `forward` runs as always; only the call of `F.batch_norm`, or `F.instance_norm`, inside it is computed otherwise,
+for as long as the block lasts. So subclasses, momentum and counters stay the layer's business.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from anybatch.torch_inside import BatchNormLayer
+from anybatch.torch_inside import BatchNormLayer, InstanceNormLayer, NormLayer
 
-Layers = Mapping[str, BatchNormLayer]
-"""BatchNorm layers by their names in the model."""
+Layers = Mapping[str, NormLayer]
+"""BatchNorm layers, or InstanceNorm layers, by their names in the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """What a layer asks of `F.batch_norm`, with its names and defaults."""
+
+    is_averaged: ClassVar[bool] = False
+    """True where running statistics follow the mean over rows of each row's own statistics."""
 
     input: Tensor
     running_mean: Tensor | None
@@ -47,7 +50,22 @@ class Call:
         return F.batch_norm(self.input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
 
 
-Compute = Callable[[str, BatchNormLayer, Call], Tensor]
+class InstanceCall(Call):
+    """What a layer asks of `F.instance_norm`: `training` is `use_input_stats`. Each row has its own statistics."""
+
+    is_averaged = True
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return self.input.shape[0]
+
+    def with_running(self, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
+        return F.instance_norm(self.input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
+
+
+Compute = Callable[[str, NormLayer, Call], Tensor]
+_CALLS: Mapping[Any, type[Call]] = {F.batch_norm: Call, F.instance_norm: InstanceCall}
 
 
 def batch_norms(model: nn.Module) -> dict[str, BatchNormLayer]:
@@ -55,7 +73,13 @@ def batch_norms(model: nn.Module) -> dict[str, BatchNormLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BatchNormLayer)}
 
 
-def uses_batch_statistics(layer: BatchNormLayer) -> bool:
+def instance_norms(model: nn.Module) -> dict[str, NormLayer]:
+    """Every InstanceNorm layer of the model that keeps running statistics, by name."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, InstanceNormLayer)}
+    return {name: layer for name, layer in found.items() if layer.track_running_stats}
+
+
+def uses_batch_statistics(layer: NormLayer) -> bool:
     """True of a layer whose rows look at each other: in training, or without running statistics to use instead."""
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
@@ -63,7 +87,7 @@ def uses_batch_statistics(layer: BatchNormLayer) -> bool:
 @contextmanager
 def replaced(layers: Layers, compute: Compute) -> Iterator[None]:
     """Inside this block, `compute(name, layer, call)` stands for `F.batch_norm` in the forward of these layers."""
-    before: list[tuple[BatchNormLayer, Any]] = []
+    before: list[tuple[NormLayer, Any]] = []
     try:
         for name, layer in layers.items():
             before.append((layer, layer.__dict__.get("forward")))
@@ -85,15 +109,19 @@ def _forward(own: Callable[..., Tensor], compute: Callable[[Call], Tensor], *arg
 
 
 class _Intercept(TorchFunctionMode):
-    """Answers `F.batch_norm` in training by `compute`."""
+    """Answers `F.batch_norm` and `F.instance_norm` in training by `compute`."""
 
     def __init__(self, compute: Callable[[Call], Tensor]) -> None:
         super().__init__()
         self._compute = compute
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
-            call = Call(*args, **(kwargs or {}))
+        if func in _CALLS:
+            call = _CALLS[func](*args, **_renamed(kwargs or {}))
             if call.training:
                 return self._compute(call)
         return func(*args, **(kwargs or {}))
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"training" if name == "use_input_stats" else name: value for name, value in kwargs.items()}

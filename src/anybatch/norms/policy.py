@@ -1,27 +1,45 @@
 """What BatchNorm does when a batch is cut: exact, by micro-batch, or frozen; and the warning where nobody chose."""
 
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 from torch import nn
 
 from anybatch.batches import MicroBatches
-from anybatch.norms.layers import Layers, batch_norms, uses_batch_statistics
+from anybatch.errors import levels_to_the_caller
+from anybatch.norms.layers import Layers, batch_norms, instance_norms, uses_batch_statistics
+from anybatch.norms.spectral_norms import NO_POWER, PowerSteps, Rewound, spectral_norms
 from anybatch.norms.statistics import AS_IS, Frozen, Merged, Statistics, frozen
 from anybatch.options import BatchNorm
 from anybatch.parallel import Ranks
+from anybatch.torch_inside import NormLayer
 
 
 class NormPolicy:
-    """How the BatchNorm layers of one model see a batch that is cut; None is `"micro"` with one warning."""
+    """How the BatchNorm layers of one model see a batch that is cut; None is `"micro"` with one warning.
+
+    InstanceNorm's running statistics and the power iterations of spectral norm advance once per batch, whatever the mode.
+    """
 
     def __init__(self, model: nn.Module, mode: BatchNorm | None) -> None:
         self.mode = mode
-        self._layers = batch_norms(model)
         self._is_told = mode is not None
+        self.look_at(model)
+
+    def look_at(self, model: nn.Module) -> None:
+        """Find the layers of the model as it is now."""
+        self._layers = batch_norms(model)
+        self._instances = instance_norms(model)
+        self._spectral = spectral_norms(model)
+
+    def knows(self, module: nn.Module, buffer: str) -> bool:
+        """True of a buffer that advances once per batch."""
+        return isinstance(module, NormLayer) or any((module, buffer) in layer.slots for layer in self._spectral)
+
+    def power(self) -> PowerSteps:
+        """What makes the power iterations of the next batch one for all its micro-batches."""
+        return Rewound(self._spectral) if self._spectral else NO_POWER
 
     def touched(self, *, is_cut: bool) -> Layers:
         """The layers whose statistics the cut touches: none where the batch is one micro-batch, or the model has none."""
@@ -29,11 +47,15 @@ class NormPolicy:
             return {}
         return {name: layer for name, layer in self._layers.items() if uses_batch_statistics(layer)}
 
-    def statistics(self, layers: Layers, ranks: Ranks, meet: Callable[[], None]) -> Statistics:
+    def averaging(self, *, is_cut: bool) -> Layers:
+        """The InstanceNorm layers whose running statistics the cut touches."""
+        return {name: layer for name, layer in self._instances.items() if layer.training} if is_cut else {}
+
+    def statistics(self, layers: Layers, averaging: Layers, ranks: Ranks, meet: Callable[[], None]) -> Statistics:
         """What these layers do while micro-batches run one by one; `meet` is called before ranks exchange statistics."""
-        if not layers:
-            return AS_IS
-        return Frozen(layers) if self.mode == "frozen" else Merged(layers, ranks, meet)
+        if self.mode != "frozen":
+            return Merged({**layers, **averaging}, ranks, meet) if layers or averaging else AS_IS
+        return Merged(averaging, ranks, meet, resting=layers) if averaging else Frozen(layers) if layers else AS_IS
 
     def alone(self) -> AbstractContextManager[object]:
         """The block in which one micro-batch can run by itself, to be looked at; a single row has no statistics of its own."""
@@ -51,16 +73,5 @@ class NormPolicy:
             f"{most} rows, each with its own statistics, so its gradient is not the whole batch's. verify(model, objective, "
             "batch) measures how far off it is. Use batch_norm='exact' for the whole batch's gradient, or batch_norm='micro' "
             "to keep this without the warning.",
-            stacklevel=_levels_to_the_caller(),
+            stacklevel=levels_to_the_caller(),
         )
-
-
-def _levels_to_the_caller() -> int:
-    """How far up the first line is that is not ours: whose update it is."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(_OWN):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-_OWN = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""Mean and variance of the values that a BatchNorm layer was given, pooled over micro-batches and ranks."""
+"""Mean and variance of the values that a layer was given, pooled over micro-batches and ranks."""
 
 from dataclasses import dataclass
 
@@ -18,26 +18,32 @@ class MeanAndVariance:
     var: Tensor
     momentum: float
     """What the layer weighs these statistics with in its running ones."""
+    is_averaged: bool = False
+    """True of InstanceNorm: means over `count` rows of each row's own mean and unbiased variance."""
 
 
 def pool(parts: list[MeanAndVariance]) -> MeanAndVariance:
     """The statistics of all values together (Chan's formula); autograd sees through it.
 
     mean = sum n_k mean_k / n,   var = sum n_k (var_k + (mean_k - mean)^2) / n
+
+    Of rows that each have their own statistics, the variance is the mean of variances.
     """
     total = sum(part.count for part in parts)
     means, variances = torch.stack([part.mean for part in parts]), torch.stack([part.var for part in parts])
     weights = torch.tensor([part.count / total for part in parts], dtype=means.dtype, device=means.device)[:, None]
     mean = (weights * means).sum(0)
-    var = (weights * (variances + (means - mean).square())).sum(0)
-    return MeanAndVariance(total, mean, var, parts[0].momentum)
+    is_averaged = parts[0].is_averaged
+    var = (weights * (variances if is_averaged else variances + (means - mean).square())).sum(0)
+    return MeanAndVariance(total, mean, var, parts[0].momentum, is_averaged)
 
 
 def nothing(call: Call) -> MeanAndVariance:
     """The statistics of no values, for a layer's running statistics."""
     assert call.running_mean is not None
     assert call.running_var is not None
-    return MeanAndVariance(0, torch.zeros_like(call.running_mean), torch.ones_like(call.running_var), call.momentum)
+    nought = torch.zeros_like(call.running_mean), torch.ones_like(call.running_var)
+    return MeanAndVariance(0, *nought, call.momentum, call.is_averaged)
 
 
 def of_every_rank(ranks: Ranks, own: list[MeanAndVariance]) -> list[list[MeanAndVariance]]:
@@ -53,7 +59,7 @@ def of_every_rank(ranks: Ranks, own: list[MeanAndVariance]) -> list[list[MeanAnd
 
 def _unpacked(piece: Tensor, like: MeanAndVariance) -> MeanAndVariance:
     mean, var = piece[1:].to(like.mean.dtype).chunk(2)
-    return MeanAndVariance(int(piece[0]), mean, var, like.momentum)
+    return MeanAndVariance(int(piece[0]), mean, var, like.momentum, like.is_averaged)
 
 
 def pool_over_ranks(ranks: Ranks, own: list[MeanAndVariance]) -> list[MeanAndVariance]:
@@ -67,7 +73,8 @@ def pool_over_ranks(ranks: Ranks, own: list[MeanAndVariance]) -> list[MeanAndVar
 @torch.no_grad()
 def update_running(call: Call, statistics: MeanAndVariance) -> None:
     """One big-batch update of the running statistics, with the unbiased variance, as torch makes it."""
-    unbiased = statistics.var * (statistics.count / max(statistics.count - 1, 1))
+    bias = 1.0 if statistics.is_averaged else statistics.count / max(statistics.count - 1, 1)
+    unbiased = statistics.var * bias
     for running, value in ((call.running_mean, statistics.mean), (call.running_var, unbiased)):
         if running is not None:
             running.lerp_(value.to(running.dtype), statistics.momentum)

@@ -11,7 +11,7 @@ from anybatch.errors import BatchError, UpdateError
 from anybatch.norms.layers import Call, Layers, replaced
 from anybatch.norms.pooling import MeanAndVariance, nothing, pool, pool_over_ranks, update_running
 from anybatch.parallel import Ranks
-from anybatch.torch_inside import BatchNormLayer
+from anybatch.torch_inside import BatchNormLayer, NormLayer
 
 
 class Statistics(Protocol):
@@ -29,10 +29,15 @@ class Statistics(Protocol):
     def forget(self) -> None:
         """The micro-batch that ran last does not count: it was dropped, or ran because other ranks run."""
 
+    @property
+    def sees_all(self) -> bool:
+        """True where rows without a target count too: they are in the statistics of the whole batch."""
+
 
 class AsIs:
     """The layers are left alone: no cut touches them."""
 
+    sees_all = False
     _nothing = nullcontext()
 
     def around(self) -> AbstractContextManager[object]:
@@ -64,16 +69,22 @@ class Frozen(AsIs):
 class Merged(AsIs):
     """Each micro-batch has its own statistics; after the passes that count, the running ones get the big batch's update.
 
-    Merged are mean and variance of the activations as they were, each micro-batch normalised by itself. A micro-batch that did
-    not run, because it has 0 units, has no part. An error leaves running statistics as they were. `meet` is called before
-    ranks tell each other their statistics.
+    Merged are mean and variance of the activations as they were, each micro-batch normalised by itself; of InstanceNorm, whose
+    rows are normalised each by itself, this is exact. Micro-batches of 0 units have their part. An error leaves running
+    statistics as they were. `meet` is called before ranks tell each other theirs. Meanwhile `resting` layers are frozen.
     """
 
-    def __init__(self, layers: Layers, ranks: Ranks, meet: Callable[[], None]) -> None:
+    sees_all = True
+
+    def __init__(self, layers: Layers, ranks: Ranks, meet: Callable[[], None], resting: Layers | None = None) -> None:
         self._layers = layers
+        self._resting = resting or {}
         self._ranks = ranks
         self._meet = meet
         self._merging = Merging({}, ranks)
+
+    def around(self) -> AbstractContextManager[object]:
+        return frozen(self._resting)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -104,6 +115,7 @@ class Merging:
             name: layer.num_batches_tracked.clone()
             for name, layer in layers.items()
             if layer.num_batches_tracked is not None
+            and isinstance(layer, BatchNormLayer)  # InstanceNorm does not count
         }
         self._num_calls: dict[str, int] = {}
         self._current: list[tuple[tuple[str, int], Call, MeanAndVariance]] = []
@@ -118,8 +130,8 @@ class Merging:
         for name, number in self._num_tracked.items():
             self._layers[name].num_batches_tracked.copy_(number)  # type: ignore[union-attr]
 
-    def compute(self, name: str, layer: BatchNormLayer, call: Call) -> Tensor:
-        if call.count == 1:
+    def compute(self, name: str, layer: NormLayer, call: Call) -> Tensor:
+        if call.count == 1 and not call.is_averaged:
             raise BatchError(
                 f"BatchNorm {name!r} got one value per channel (input of shape {tuple(call.input.shape)}): it has no variance. "
                 "Use batch_norm='exact', whose statistics are the whole batch's, or larger micro-batches."
@@ -129,8 +141,9 @@ class Merging:
         mean, var = torch.zeros_like(call.running_mean), torch.zeros_like(call.running_var)
         output = call.with_running(mean, var, 1.0)  # momentum 1: what is written is this micro-batch's own
         number = self._num_calls[name] = self._num_calls.get(name, -1) + 1
-        own = MeanAndVariance(call.count, mean, var * ((call.count - 1) / call.count), call.momentum)
-        running = Call(mean[:0], call.running_mean, call.running_var)
+        biased = var if call.is_averaged else var * ((call.count - 1) / call.count)
+        own = MeanAndVariance(call.count, mean, biased, call.momentum, call.is_averaged)
+        running = type(call)(mean[:0], call.running_mean, call.running_var)
         self._current.append(((name, number), running, own))
         return output
 

@@ -38,6 +38,7 @@ class Coupled:
     units: Units = rows
     reduction: Literal["mean"] = field(default="mean", init=False)
     units_for: None = field(default=None, init=False)
+    reduction_for: None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.encode) or not callable(self.loss):

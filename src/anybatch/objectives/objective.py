@@ -33,6 +33,8 @@ class Objective:
     reduction: Reduction = "mean"
     units_for: Callable[[nn.Module], Units] | None = None
     """For objectives whose units depend on the model: the units of this model, used instead of `units`."""
+    reduction_for: Callable[[nn.Module], Reduction] | None = None
+    """For objectives whose reduction depends on the model: that of this model, used instead of `reduction`."""
 
     def __post_init__(self) -> None:
         if not callable(self.loss) or not callable(self.units):

@@ -19,6 +19,8 @@ class ObservedMeans(TorchFunctionMode):
         super().__init__()
         self.units: list[Number] = []
         self.means: list[Any] = []
+        self.nodes: list[Any] = []
+        """Where each mean is in the graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = FUNCTIONAL_RULES.get(func)
@@ -30,5 +32,6 @@ class ObservedMeans(TorchFunctionMode):
                 self.units.append(rule(options.target, options))
                 mean = func(*args, **(kwargs or {}))
                 self.means.append(mean.detach().clone())  # a model may add to its loss in place
+                self.nodes.append(mean.grad_fn)
                 return mean
         return func(*args, **(kwargs or {}))

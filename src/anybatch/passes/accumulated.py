@@ -30,6 +30,8 @@ class Accumulated:
     """Numbers of the micro-batches that were not finite and left out."""
     retries: int = 0
     """How often memory ran out and the batch was started again, in smaller micro-batches."""
+    is_empty: bool = False
+    """True of a mean over no units: there was nothing to learn, and the gradient is zeros."""
 
     @property
     def has_gradient(self) -> bool:
@@ -58,6 +60,7 @@ def _result(
         micro_batches=plan.num_micro_batches,
         metrics=combine([part.metrics for part in outcome.parts], units, rows, kept),
         dropped=tuple(outcome.dropped),
+        is_empty=plan.is_empty,
     )
 
 
@@ -108,6 +111,7 @@ def _over_ranks(plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks) -
         micro_batches=plan.num_micro_batches,
         metrics=metrics,
         dropped=dropped,
+        is_empty=plan.is_empty,
     )
 
 

@@ -1,30 +1,29 @@
 """The accumulator: a batch in, its exact gradient in `.grad`."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, RepeatsWatch, Split, Workload, as_split, tensors
-from anybatch.dropout import UNNUMBERED, Masks, RowNumbering, hold_numbers, masks_of, number_rows
+from anybatch.batches import Batch, MicroBatch, MicroBatches, RepeatsWatch, Split, Workload, as_split
+from anybatch.dropout import Masks, hold_numbers, masks_of
 from anybatch.errors import MemoryLimitError
 from anybatch.events import SILENT, Events, Observer, Retry, events_for
-from anybatch.gradients import GradientSum
-from anybatch.norms import Layers, NormPolicy
+from anybatch.gradients import GradientSum, check_hooks
+from anybatch.norms import NO_POWER, Layers, NormPolicy
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
-from anybatch.passes.agreement import OwnRows, has_rows, plan_batch, size_of
+from anybatch.passes.agreement import OwnRows, own_rows, plan_batch, size_of
 from anybatch.passes.barrier import Barrier
 from anybatch.passes.batch_plan import BatchPlan
-from anybatch.passes.cutting import Cutting, units_of
-from anybatch.passes.forward_pass import ForwardPass
-from anybatch.passes.run_batch import run
+from anybatch.passes.cutting import Cutting
+from anybatch.passes.forward_pass import ForwardPass, is_there, rows_of
+from anybatch.passes.run_batch import effect_on_loss, run
 from anybatch.passes.running import (
     Option,
     Running,
@@ -38,7 +37,17 @@ from anybatch.passes.running import (
 from anybatch.passes.schedules import schedule_for
 from anybatch.passes.timing import laps_of
 from anybatch.passes.tools import TRUSTING, Dropping, Schedule, StartGradient, Tools
-from anybatch.state import MovingBuffers, TensorFile, once_more, tracking_layers, until_it_fits
+from anybatch.state import (
+    BatchState,
+    Held,
+    Slot,
+    Snapshot,
+    TensorFile,
+    WriteWatch,
+    once_more,
+    tracking_layers,
+    until_it_fits,
+)
 
 
 class Accumulator:
@@ -112,39 +121,49 @@ class Accumulator:
         self._optimizer = optimizer
         check_drops(self.running, objective, self.engine)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
-        self._buffers = MovingBuffers([model, *own_loss], aside=True)
+        self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
         self._file = TensorFile()
         self._proven_size = 0
         self._masks: tuple[Masks, ...] | None = None
         self._repeats = RepeatsWatch()
+        self._forget_masks: Callable[[], None] = hold_numbers(())
 
-    def backward(self, batch: Batch, *, scaler: GradScaler | None = None) -> Accumulated:
+    def backward(
+        self, batch: Batch, *, scaler: GradScaler | None = None, before: Snapshot | None = None
+    ) -> Accumulated:
         """Add to `.grad` what one backward pass over the whole batch would add.
 
             grad += sum_k (units_k / units) * d loss(micro_batch_k)
 
         Exact up to summation order when rows do not look at each other. Gradients are neither zeroed, clipped nor
         stepped here. Micro-batches are moved to the model's device one at a time. With a `scaler`, gradients come out
-        scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` as it
-        was before the call.
+        scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` and
+        buffers as they were before the call, which `before` says, where `before_batch` was asked already.
         """
         self._repeats.look(rank=self.engine.ranks.rank, ranks=self.engine.ranks.size)
-        forget = self.before_batch()
+        before = before or self.before_batch()
         for masks in self._row_masks():
             masks.begin()
         try:
-            return self._until_it_fits(batch, scaler)
+            return self._until_it_fits(batch, scaler, before)
         except BaseException:
-            forget()
+            self.forget_batch(before.buffers)
             raise
 
-    def before_batch(self) -> Callable[[], None]:
-        """What to call if the next batch teaches nothing: given again, its rows draw from `row_dropout` what they drew."""
-        return hold_numbers(self._row_masks())
+    def before_batch(self) -> Snapshot:
+        """What a batch may change beside gradients, to go back to: buffers, and torch's random state."""
+        before = once_more(self._state.snapshot)
+        self._forget_masks = hold_numbers(self._row_masks())
+        return before
 
-    def _until_it_fits(self, batch: Batch, scaler: GradScaler | None) -> Accumulated:
+    def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
+        """Make buffers what they were before a batch that teaches nothing, and let its rows draw the same masks again."""
+        self._state.forget(buffers)
+        self._forget_masks()
+
+    def _until_it_fits(self, batch: Batch, scaler: GradScaler | None, before: Snapshot) -> Accumulated:
         events = events_for(self.observer)
-        before = once_more(self._buffers.snapshot)
+        watch = WriteWatch.of(batch)
         ran: MicroBatches | None = None
 
         def attempt() -> Accumulated:
@@ -152,13 +171,14 @@ class Accumulator:
             ran = None
             plan, schedule, tools = self.prepare(batch, scaler, events)
             ran = plan.cut
-            result = run(plan, schedule, tools)
+            result = run(plan, schedule, tools, lambda: self._look(plan, tools, before))
             if self.engine.ranks.size > 1:
                 self._proven_size = max(self._proven_size, *map(size_of, plan.cut.micro_batches))
             return result
 
         def start_again(reason: str) -> None:
-            lost = self._buffers.put_back(before)
+            watch.check(f"this batch would start again, because memory ran out ({reason}),")
+            lost = self._state.put_back(before)
             if self.engine.ranks.any(bool(lost)):
                 raise MemoryLimitError(
                     f"memory ran out ({reason}), and this batch cannot start again: it was the first to change "
@@ -172,6 +192,11 @@ class Accumulator:
             return attempt()
         result, retries = until_it_fits(attempt, start_again)
         return replace(result, retries=retries) if retries else result
+
+    def _look(self, plan: BatchPlan, tools: Tools, before: Snapshot) -> None:
+        if len(plan.passes) > 1:
+            effect = partial(effect_on_loss, plan, tools, self._state, before)
+            self._state.tell_moving(self.norms.knows, len(plan.passes), effect)
 
     @property
     def split(self) -> Split:
@@ -203,15 +228,16 @@ class Accumulator:
         device = common_device(parameters) or common_device(self.model.parameters())
         autocast = autocast_context(self.running.autocast, device)
         layers: Layers = {}
+        averaging: Layers = {}
 
         def choose(is_cut: bool) -> Schedule:
-            nonlocal layers
-            layers = self.norms.touched(is_cut=is_cut)
-            return given or schedule_for(self.objective, layers, self.running, self._file)
+            nonlocal layers, averaging
+            layers, averaging = self.norms.touched(is_cut=is_cut), self.norms.averaging(is_cut=is_cut)
+            return given or schedule_for(self.objective, layers, averaging, self.running, self._file)
 
         plan, schedule = plan_batch(
             self.engine,
-            lambda: once_more(lambda: self._count(batch)),
+            lambda: once_more(lambda: self._count(batch, parameters)),
             choose,
             underflows=scaler is None and passes_fp16(parameters, autocast),
             proven_size=self._proven_size,
@@ -223,7 +249,15 @@ class Accumulator:
         barrier = Barrier(ranks, is_over=ranks.size == 1 or needs.even_passes or needs.one_collective)
         drops = self.running.drops and not plan.is_empty
         tools = Tools(
-            forward=self._forward(plan, schedule, batch, device, autocast, events),
+            forward=ForwardPass(
+                model=self.model,
+                compute=schedule.compute,
+                device=None if is_there(plan.cut[0], device) else device,
+                autocast=autocast,
+                rows=rows_of(self._row_masks(), self.model, plan.cut, batch, ranks),
+                power=self.norms.power() if len(plan.cut) > 1 else NO_POWER,
+                events=events,
+            ),
             gradients=GradientSum(
                 parameters,
                 keep_fp32=self.keep_fp32,
@@ -231,50 +265,24 @@ class Accumulator:
                 copies=self.engine.overwrites,
             ),
             sync=sync,
-            statistics=self.norms.statistics(layers, ranks, barrier.hold),
+            statistics=self.norms.statistics(layers, averaging, ranks, barrier.hold),
             start=StartGradient(sync.factor, scaler),
             events=events,
             finite=Dropping(self.model, tracking_layers(self.model)) if drops else TRUSTING,
             barrier=barrier,
             laps=laps_of(self.split, batch, plan.cut, device),
             ranks=ranks,
+            is_even=needs.even_passes,
         )
         return plan, schedule, tools
 
-    def _forward(
-        self,
-        plan: BatchPlan,
-        schedule: Schedule,
-        batch: Batch,
-        device: torch.device | None,
-        autocast: AbstractContextManager[object],
-        events: Events,
-    ) -> ForwardPass:
-        is_there = device is None or all(tensor.device == device for tensor in tensors(plan.cut[0]))
-        numbering: RowNumbering = UNNUMBERED
-        for masks in self._row_masks():
-            numbering = number_rows(masks, self.model, plan.cut, batch, self.engine.ranks)
-        return ForwardPass(
-            model=self.model,
-            compute=schedule.compute,
-            device=None if is_there else device,
-            autocast=autocast,
-            rows=numbering,
-            events=events,
-        )
+    def _count(self, batch: Batch, parameters: list[nn.Parameter]) -> OwnRows:
+        def cut_rows(rows: Batch) -> MicroBatches:
+            cut = self._cutting.cut(rows, lambda: self.workload)
+            check_hooks(parameters, self.model.named_parameters, len(cut))
+            return cut
 
-    def _count(self, batch: Batch) -> OwnRows:
-        """This rank's micro-batches and their units. A stand-in for no rows is a mean over nothing, of a sum too."""
-        reduction = self.objective.reduction
-        is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
-        own = batch.batch if isinstance(batch, Dealt) else batch
-        if self.engine.ranks.size > 1 and (is_stand_in or not has_rows(own)):
-            return OwnRows(cut=None, units=(), reduction=reduction)
-        cut = self._cutting.cut(own, lambda: self.workload)
-        units = units_of(self.objective, self.model, cut)
-        if is_stand_in:
-            return OwnRows(cut=cut, units=[0] * len(units), reduction="mean")
-        return OwnRows(cut=cut, units=units, reduction=reduction)
+        return own_rows(self.objective, self.model, self.engine.ranks, batch, cut_rows)
 
     def _row_masks(self) -> tuple[Masks, ...]:
         """What the model's swapped dropout layers share: nothing, or one. Looked for once, at the first batch."""

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from anybatch.batches import Batch, Cut, MicroBatches, move, tensors
+from anybatch.batches import Batch, Cut, Dealt, MicroBatches, move, tensors
 from anybatch.errors import BatchError, ParallelError
+from anybatch.objectives import Coupled, Objective
 from anybatch.options import Reduction
 from anybatch.parallel import Engine, Ranks
 from anybatch.passes.batch_plan import BatchPlan, Layout, lay_out
+from anybatch.passes.cutting import units_of
 from anybatch.passes.tools import Schedule
 
 
@@ -46,6 +49,26 @@ def has_rows(batch: Batch) -> bool:
     """False of None, and of a batch all of whose tensors have 0 rows: what a rank is given when there are too few for all."""
     counts = [len(tensor) for tensor in tensors(batch) if tensor.dim() > 0] if batch is not None else [0]
     return not counts or any(counts)
+
+
+def own_rows(
+    objective: Objective | Coupled,
+    model: nn.Module,
+    ranks: Ranks,
+    batch: Batch,
+    cut_rows: Callable[[Batch], MicroBatches],
+) -> OwnRows:
+    """This rank's micro-batches and their units. A stand-in for no rows is a mean over nothing, of a sum too."""
+    reduction = objective.reduction if objective.reduction_for is None else objective.reduction_for(model)
+    is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
+    rows = batch.batch if isinstance(batch, Dealt) else batch
+    if ranks.size > 1 and (is_stand_in or not has_rows(rows)):
+        return OwnRows(cut=None, units=(), reduction=reduction)
+    cut = cut_rows(rows)
+    units = units_of(objective, model, cut)
+    if is_stand_in:
+        return OwnRows(cut=cut, units=[0] * len(units), reduction="mean")
+    return OwnRows(cut=cut, units=units, reduction=reduction)
 
 
 def size_of(micro_batch: Batch) -> int:

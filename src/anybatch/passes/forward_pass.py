@@ -1,6 +1,6 @@
 """`ForwardPass`: the only place that calls the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.batches import Batch, move
-from anybatch.dropout import UNNUMBERED, RowNumbering
+from anybatch.batches import Batch, MicroBatches, move, tensors
+from anybatch.dropout import UNNUMBERED, Masks, RowNumbering, number_rows
 from anybatch.events import SILENT, Events, Load
+from anybatch.norms import NO_POWER, PowerSteps
+from anybatch.parallel import Ranks
 from anybatch.passes.running import NO_AUTOCAST
 
 
@@ -25,12 +27,15 @@ class ForwardPass:
     autocast: AbstractContextManager[object] = NO_AUTOCAST
     rows: RowNumbering = UNNUMBERED
     """Which rows of the batch micro-batches hold, where the model's dropout asks."""
+    power: PowerSteps = NO_POWER
+    """Power iterations, which step in a forward: every micro-batch finds them where the first one did."""
     events: Events = SILENT
     is_bare: bool = field(init=False)
     """True where nothing surrounds a forward: three blocks that do nothing would be 2 % of a tiny one."""
 
     def __post_init__(self) -> None:
         is_bare = self.events is SILENT and self.autocast is NO_AUTOCAST and self.rows is UNNUMBERED
+        is_bare = is_bare and self.power is NO_POWER
         object.__setattr__(self, "is_bare", is_bare)
 
     def __call__(self, micro_batch: Batch, index: int = 0) -> Any:
@@ -38,6 +43,7 @@ class ForwardPass:
         there = self.load(micro_batch, index)
         if self.is_bare:
             return self.compute(self.model, there)
+        self.power.begin()
         with self.events.forward(self.model, index), self.autocast, self.rows.at(index):
             return self.compute(self.model, there)
 
@@ -47,3 +53,16 @@ class ForwardPass:
         there = micro_batch if self.device is None else move(micro_batch, self.device)
         self.events.end(Load, micro_batch=index, batch=there)
         return there
+
+
+def is_there(micro_batch: Batch, device: torch.device | None) -> bool:
+    """True of a micro-batch that need not be brought to `device`; None is no one device."""
+    return device is None or all(tensor.device == device for tensor in tensors(micro_batch))
+
+
+def rows_of(masks: Iterable[Masks], model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> RowNumbering:
+    """Which rows of the batch its micro-batches hold, for dropout that asks: of a model without any, nobody does."""
+    rows: RowNumbering = UNNUMBERED
+    for each in masks:
+        rows = number_rows(each, model, cut, batch, ranks)
+    return rows

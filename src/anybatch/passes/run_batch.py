@@ -1,18 +1,27 @@
 """The engine: a plan in, its gradient in `.grad`, its result out; and the loop that starts again without what is not finite."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
+from anybatch.batches import map_tensors
+from anybatch.objectives import loss_and_metrics
 from anybatch.passes.accumulated import Accumulated, result_of
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.tools import Outcome, Schedule, Tools
-from anybatch.state import NOTHING
+from anybatch.state import NOTHING, BatchState, MovingBuffers, Snapshot, WriteWatch
 
 
-def run(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Accumulated:
-    """Add to `.grad` what the batch's one backward pass would add. An exception leaves `.grad` as it was."""
+def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], None]) -> Accumulated:
+    """Add to `.grad` what the batch's one backward pass would add. An exception leaves `.grad` as it was.
+
+    `look()` is called after the passes, before anything of them is final.
+    """
     try:
         with tools.gradients:
             outcome = _passes(plan, schedule, tools)
+            look()
             tools.barrier.hold(is_final=True)
             tools.sync.close(tools.gradients.parameters)
             result = result_of(plan, outcome, tools.ranks)
@@ -34,13 +43,39 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Accumulated:
 def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
     """What the passes leave. Where rows look at each other, one that is not finite spoils all: they run again without it."""
     before = tools.finite.before_all() if schedule.layout.runs_all else NOTHING
+    watch = WriteWatch.of(plan.cut) if schedule.layout.runs_all else None
     dropped: list[int] = []
     while plan.passes:
         outcome = schedule.run(plan, tools)
         if not outcome.spoilt:
             return replace(outcome, dropped=sorted(dropped)) if dropped else outcome
+        if watch is not None:
+            watch.check("the others would run again without a micro-batch that is not finite,")
         before.put_back()
         tools.gradients.zero()
         dropped += outcome.spoilt
         plan = plan.without(outcome.spoilt)
     return Outcome(dropped=sorted(dropped))
+
+
+def effect_on_loss(plan: BatchPlan, tools: Tools, state: BatchState, before: Snapshot) -> str:
+    """What a batch left in buffers does to the loss of its first micro-batch, in words; none where this cannot be tried."""
+    index = plan.passes[0].micro_batch
+    after = MovingBuffers([tools.forward.model]).snapshot()
+
+    def loss() -> float:
+        rows = map_tensors(plan.cut[index], torch.clone)  # a forward may write into them
+        return loss_and_metrics(tools.quiet_forward()(rows, index))[0].item()
+
+    if tools.ranks.size > 1:
+        return ""
+    try:
+        with torch.no_grad():
+            moved = loss()
+            state.put_back(replace(before, random=after.random))
+            was = loss()
+    except Exception:  # a loss that needs gradients, or representations, which are no loss
+        return ""
+    finally:
+        after.put_back()
+    return f" It moves the loss of the first micro-batch by {abs(moved - was) / (abs(was) or 1.0):.1e} of itself."

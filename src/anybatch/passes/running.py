@@ -10,7 +10,7 @@ from torch import nn
 
 from anybatch.errors import LossError, ParallelError, UpdateError
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload, OnNonFinite
+from anybatch.options import Autocast, BatchNorm, Offload, OnEmpty, OnNonFinite
 from anybatch.parallel import Engine
 from anybatch.state import check_offload
 
@@ -24,6 +24,7 @@ class Running:
     offload: Offload = "auto"
     reshard: bool = True
     on_nonfinite: OnNonFinite = "raise"
+    on_empty: OnEmpty = "skip"
     clip_norm: float | None = None
     clip_value: float | None = None
 
@@ -42,6 +43,8 @@ class Running:
             raise UpdateError(
                 f"on_nonfinite={self.on_nonfinite!r}: expected one of {', '.join(get_args(OnNonFinite))}."
             )
+        if self.on_empty not in get_args(OnEmpty):
+            raise UpdateError(f"on_empty={self.on_empty!r}: expected one of {', '.join(get_args(OnEmpty))}.")
         if self.clip_norm is not None and self.clip_value is not None:
             raise UpdateError(
                 f"clip_norm={self.clip_norm} and clip_value={self.clip_value} are both given; choose one."

@@ -133,6 +133,8 @@ class Tools:
     barrier: Barrier
     laps: Laps
     ranks: Ranks
+    is_even: bool = False
+    """True where every pass is a collective, so that none can run on one rank alone."""
 
     def loss_of(self, plan: BatchPlan, one: Pass) -> tuple[Tensor, Metrics]:
         """The loss of one pass, checked to be a single differentiable number, and its metrics."""

@@ -30,6 +30,13 @@ class MovingBuffers:
         self._known: dict[Slot, tuple[Tensor | None, int]] = {}
         self._moving: set[Slot] = set()
         self._first: dict[Slot, Copy] = {}
+        self.num_layouts = 0
+        """How often the modules were seen to have other buffers than before; BatchNorm has some, if only empty places."""
+
+    @property
+    def num_moving(self) -> int:
+        """How many buffers were seen to change, by the last snapshot."""
+        return len(self._moving)
 
     def snapshot(self) -> Snapshot:
         """This moment, to go back to."""
@@ -40,6 +47,8 @@ class MovingBuffers:
             version = -1 if tensor is None else _version(tensor)
             buffers[slot] = (tensor, None if tensor is None else self._copy(slot, tensor, version, keep))
             known[slot] = (tensor, version)
+        if known.keys() != self._known.keys():
+            self.num_layouts += 1
         self._known = known
         return Snapshot(random=random_state(self._devices()), buffers=buffers)
 
@@ -52,6 +61,17 @@ class MovingBuffers:
             for (module, name), (tensor, copy) in whole.items()
             if tensor is not None and copy is None and self._has_moved((module, name), tensor)
         ]
+
+    def moved(self) -> list[Slot]:
+        """The buffers that somebody has changed since the last snapshot, or before it, without BatchNorm's and the like."""
+        return [
+            slot
+            for slot, tensor in self._slots()
+            if not isinstance(slot[0], NormLayer) and tensor is not None and self._is_other(slot, tensor)
+        ]
+
+    def _is_other(self, slot: Slot, tensor: Tensor) -> bool:
+        return slot in self._known and (self._has_moved(slot, tensor) or self._differs(self._first.get(slot), tensor))
 
     def _copy(self, slot: Slot, tensor: Tensor, version: int, keep: Callable[[Tensor], Copy]) -> Copy | None:
         """A copy of a buffer never seen before, or seen to change, or BatchNorm's, which changes unseen."""
@@ -78,9 +98,9 @@ class MovingBuffers:
 
     def _differs_from_first(self, slot: Slot, tensor: Tensor) -> bool:
         """True of a buffer that the first batch changed through `.data`, which no version tells of."""
-        if not self._is_aside:
-            return False
-        first = self._first.pop(slot, None)
+        return self._differs(self._first.pop(slot, None), tensor) if self._is_aside else False
+
+    def _differs(self, first: Copy | None, tensor: Tensor) -> bool:
         if first is None or isinstance(tensor, FakeTensor) or tensor.is_meta:
             return False
         return not torch.equal(first().to(tensor.device), tensor)

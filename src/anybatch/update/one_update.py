@@ -1,21 +1,23 @@
 """The update in its one right order: zero, micro-batches, unscale, clip, step, scaler, scheduler."""
 
 import math
-from typing import Any
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batches import Batch, MicroBatch
-from anybatch.errors import MemoryLimitError, NonFiniteError, UpdateError
+from anybatch.errors import NonFiniteError
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload, OnNonFinite
-from anybatch.passes import Accumulated, Accumulator, Option, Running, check_model, find_culprit
-from anybatch.state import of_statistics, once_more, tracking_layers
+from anybatch.options import Autocast, BatchNorm, Offload, OnEmpty, OnNonFinite
+from anybatch.passes import Accumulator, Option, Running, find_culprit
+from anybatch.state import once_more
+from anybatch.update.fitting_parts import check_loss_parameters, check_parts
+from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_scheduler
+from anybatch.update.held_interrupts import HeldInterrupts
 from anybatch.update.loss_scale import LossScale, loss_scale
 from anybatch.update.result import UpdateResult
 from anybatch.update.stepping import Stepping
@@ -26,7 +28,9 @@ class Update:
 
     `on_nonfinite` says what an inf or nan in the gradient does: `"raise"` names the parameter and the micro-batch, `"skip"`
     leaves the update out, `"drop"` leaves the bad micro-batch out and renormalises the rest, `"ignore"` does not look (and so
-    never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`.
+    never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`. A
+    batch without any target is no update, unless `on_empty="step"`: then it steps with zeros, which decays weights.
+    An optimizer or scheduler prepared by Accelerate is taken as the one inside it.
     `batch_norm`, `offload` and `reshard` are those of `Accumulator`, and so is what it says of models on many ranks: the
     decisions of an update are taken by all ranks together. With `check`, some rows of the first batch run on a copy, in one
     go and accumulated, before anything is learnt; where their gradients differ, `ExactnessError` names the cause. `running`
@@ -44,6 +48,7 @@ class Update:
     clip_norm = Option()
     clip_value = Option()
     on_nonfinite = Option()
+    on_empty = Option()
 
     def __init__(
         self,
@@ -60,18 +65,21 @@ class Update:
         batch_norm: BatchNorm | None = None,
         offload: Offload = "auto",
         on_nonfinite: OnNonFinite = "raise",
+        on_empty: OnEmpty = "skip",
         reshard: bool = True,
         check: bool = False,
         observer: Observer | None = None,
         running: Running | None = None,
     ) -> None:
-        _check(model, optimizer, scaler, scheduler)
+        optimizer, scheduler = unwrapped_optimizer(optimizer, scaler), unwrapped_scheduler(scheduler)
+        check_parts(model, optimizer, scaler, scheduler)
         running = running or Running(
             autocast=autocast,
             batch_norm=batch_norm,
             offload=offload,
             reshard=reshard,
             on_nonfinite=on_nonfinite,
+            on_empty=on_empty,
             clip_norm=clip_norm,
             clip_value=clip_value,
         )
@@ -90,9 +98,9 @@ class Update:
             optimizer=optimizer,
         )
         self._scale: LossScale = loss_scale(self.scaler, optimizer)
-        self._tracking_layers = tracking_layers(model)
         self._stepping = Stepping(optimizer)
         self._is_to_check = check
+        self._is_first = True
 
     @property
     def running(self) -> Running:
@@ -119,38 +127,50 @@ class Update:
     def __call__(self, batch: Batch) -> UpdateResult:
         """Learn from one batch: zero, accumulate, unscale, clip, step, schedule, each once.
 
-        An exception before the step leaves weights, optimizer, scheduler and running statistics as they were.
+        An exception before the step is done, whatever it is, leaves weights, optimizer, scheduler, scaler and buffers as they
+        were; Ctrl-C in the step waits until all of it is done. An update that is not applied leaves them so too.
         """
+        if self._is_first:
+            self._is_first = False
+            check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
         if self._is_to_check:
             self._check_first(batch)
         events = events_for(self.observer)
-        statistics = once_more(lambda: of_statistics(self._tracking_layers))
-        forget_batch = self.accumulator.before_batch()
+        before = self.accumulator.before_batch()
+        buffers = before.buffers
         lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))
         is_applied = False
         try:
             self._zero(events)
-            accumulated = self.accumulator.backward(batch, scaler=self.scaler)
+            accumulated = self.accumulator.backward(batch, scaler=self.scaler, before=before)
+            del before  # its random state need not lie beside the step
             stepped = self._stepped()
-            if accumulated.has_gradient:
+            is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.running.on_empty == "skip")
+            if is_learnable:
                 self._scale.unscale()
             grad_norm = once_more(lambda: gradient_norm(stepped))
-            is_applied = accumulated.has_gradient and self._is_finite(grad_norm)
-            if not is_applied and accumulated.has_gradient and self._raises():
-                statistics.put_back()  # they may hold the nan that is looked for
+            is_finite = is_learnable and self._is_finite(grad_norm)
+            if is_learnable and not is_finite and self._raises():
+                self.accumulator.forget_batch(buffers)  # buffers may hold the nan that is looked for
                 raise NonFiniteError(self._explain(batch, grad_norm))
-            if is_applied:
+            if is_finite:
                 self._clip(stepped, grad_norm, events)
-            retries = accumulated.retries + self._step(stepped, accumulated, is_applied, events)
-        except MemoryLimitError:
-            is_applied = False
-            self._scale.forget()
-            raise
+            events.begin(Step)
+            with HeldInterrupts():
+                retries = accumulated.retries
+                if is_finite:
+                    retries += self._step(stepped)
+                    is_applied = not getattr(self.optimizer, "step_was_skipped", False)
+                if is_learnable:
+                    self._scale.update(is_applied=is_finite)
+                if is_applied and self.scheduler is not None:
+                    self.scheduler.step()
+            events.end(Step, applied=is_applied)
         finally:
             events.close()
             if not is_applied:
-                statistics.put_back()
-                forget_batch()
+                self._scale.forget()
+                self.accumulator.forget_batch(buffers)
         return UpdateResult(
             loss=accumulated.loss,
             grad_norm=grad_norm,
@@ -199,20 +219,11 @@ class Update:
             clip_to_value(stepped, clip_value)
         events.end(Clip, grad_norm=grad_norm)
 
-    def _step(self, stepped: list[nn.Parameter], accumulated: Accumulated, is_applied: bool, events: Events) -> int:
-        """The step, the scale and the schedule; how often memory ran out in it."""
-        retries = 0
-        events.begin(Step)
-        if is_applied:
-            if not takes_fp32_gradients(self.optimizer):
-                once_more(lambda: cast_gradients(stepped))
-            retries = self._stepping.step(self._scale.step)
-        if accumulated.has_gradient:
-            self._scale.update(is_applied=is_applied)
-        if is_applied and self.scheduler is not None:
-            self.scheduler.step()
-        events.end(Step, applied=is_applied)
-        return retries
+    def _step(self, stepped: list[nn.Parameter]) -> int:
+        """The optimizer's step; how often memory ran out in it."""
+        if not takes_fp32_gradients(self.optimizer):
+            once_more(lambda: cast_gradients(stepped))
+        return self._stepping.step(self._scale.step)
 
     def _explain(self, batch: Batch, grad_norm: Tensor) -> str:
         names = {parameter: f"optimizer parameter {index}" for index, parameter in enumerate(self._stepped())}
@@ -238,29 +249,3 @@ class Update:
 
 def _value(lr: float | Tensor) -> float | Tensor:
     return lr.detach().clone() if isinstance(lr, Tensor) else lr
-
-
-def _check(model: nn.Module, optimizer: Any, scaler: object, scheduler: object) -> None:
-    check_model(model)
-    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
-        raise UpdateError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
-    if isinstance(optimizer, LBFGS):
-        raise UpdateError(
-            "LBFGS evaluates the batch several times per step, through a closure. Use Accumulator: "
-            "optimizer.step(closure), where closure() zeroes the gradients and returns accumulator.backward(batch).loss."
-        )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UpdateError(
-            "ReduceLROnPlateau steps on a validation loss, not once per update. Leave scheduler=None and call "
-            "scheduler.step(validation_loss) yourself."
-        )
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise UpdateError(f"scheduler={scheduler!r:.80}: expected one of torch.optim.lr_scheduler, or None.")
-    if scaler is not None and not hasattr(scaler, "unscale_"):
-        raise UpdateError(f"scaler={scaler!r:.80}: expected a torch.amp.GradScaler, or None.")
-    own = set(model.parameters())
-    if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise UpdateError(
-            f"the optimizer holds none of the parameters of this {type(model).__name__}, so no update could change it. Make "
-            "the optimizer from model.parameters(), after the model got its final parameters."
-        )

@@ -4,13 +4,14 @@ The gradient that arrives at such a node is the weight of its mean, or of its su
 read by a hook in front of the node while backward runs; nothing lies on the forward path.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybatch.torch_inside import output_sizes, saved_by
+from anybatch.torch_inside import SAVED, outputs_of
 
 MOST_NODES = 400
 MEAN, SUM = 1, 2
@@ -27,6 +28,11 @@ CRITERIA = (
     "CtcLoss",
     "KlDiv",
 )
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What a node of the graph keeps, such as "target"; None where it keeps nothing of that name."""
+    return getattr(node, SAVED + name, None)
 
 
 class TermHook:
@@ -94,11 +100,8 @@ def _is_of_weights(node: Any) -> bool:
 
 
 def _num_out(node: Any) -> int:
-    sizes = output_sizes(node)
-    count = 1
-    for size in sizes[0] if sizes else ():
-        count *= size
-    return count
+    outputs = outputs_of(node)
+    return math.prod(outputs[0].shape) if outputs else 1
 
 
 def _is_criterion(node: Any) -> bool:

@@ -65,12 +65,17 @@ class Lockstep(Generic[T]):
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        return [self._results[index] for index in range(len(self.forwards))]
+        return [self._results.pop(index) for index in range(len(self.forwards))]
 
     @property
     def current(self) -> int:
         """The number of the micro-batch that runs."""
         return self.numbers[self._holder]
+
+    @property
+    def is_over(self) -> bool:
+        """True once every forward has ended."""
+        return len(self._ended) == len(self.forwards)
 
     def meet(self, place: str, value: V, pool: Callable[[list[V]], P]) -> P:
         """Wait until every forward has come to `place` with its value; what `pool` makes of all values is everybody's."""

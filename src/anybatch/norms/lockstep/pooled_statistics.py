@@ -1,20 +1,23 @@
 """BatchNorm over the whole batch, each micro-batch in its own forward: the statistics meet, and stay in the graph."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import checkpoint
 
-from anybatch.errors import BatchError
+from anybatch.errors import BatchError, UpdateError
 from anybatch.low_precision import is_low
 from anybatch.norms.layers import Call, Layers, replaced
 from anybatch.norms.lockstep.baton import Lockstep
-from anybatch.norms.pooling import MeanAndVariance, of_every_rank, pool, update_running
+from anybatch.norms.pooling import MeanAndVariance, of_every_rank, pool, pool_over_ranks, update_running
 from anybatch.parallel import Ranks
-from anybatch.torch_inside import BatchNormLayer
+from anybatch.torch_inside import NormLayer, is_in_backward
 
 
 @contextmanager
@@ -31,11 +34,29 @@ def pooled(
 
     Micro-batches from number `num_own` on are borrowed from another rank, and have no part in the statistics. Running
     statistics get the one update of the big batch. `not_finite` collects the micro-batches whose own statistics `accepts`
-    refuses at the first layer that met any: after it everybody's are spoilt.
+    refuses at the first layer that met any: after it everybody's are spoilt. Once the forwards have ended the layers are as
+    they always are, but refuse to run inside backward.
     """
     exchange = _Exchange(ranks)
 
-    def compute(name: str, layer: BatchNormLayer, call: Call) -> Tensor:
+    def averaged(name: str, call: Call) -> Tensor:
+        """InstanceNorm: every row by its own statistics; the running ones get the mean over all rows, once."""
+        assert call.running_mean is not None
+        assert call.running_var is not None
+        mean, var = torch.zeros_like(call.running_mean), torch.zeros_like(call.running_var)
+        output = call.with_running(mean, var, 1.0)  # momentum 1: what is written is these rows' own
+        rows = call.count if lockstep.current < num_own else 0
+        own = MeanAndVariance(rows, mean, var, call.momentum, is_averaged=True)
+        lockstep.meet(f"InstanceNorm {name!r}", own, lambda parts: update_running(call, _averaged(ranks, parts)))
+        return output
+
+    def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
+        if lockstep.is_over or lockstep.current == lockstep.numbers[0]:
+            _check_not_repeated(name)
+        if lockstep.is_over:
+            return call.as_asked()  # a loss over the representations of all rows
+        if call.is_averaged:
+            return averaged(name, call)
         own_mean, own_var = _Moments.apply(call.input)  # type: ignore[no-untyped-call]
 
         def meet(parts: list[MeanAndVariance]) -> MeanAndVariance:
@@ -65,6 +86,28 @@ def pooled(
 
     with replaced(layers, compute):
         yield
+
+
+def _averaged(ranks: Ranks, parts: list[MeanAndVariance]) -> MeanAndVariance:
+    own = pool(parts) if any(part.count for part in parts) else parts[0]
+    return pool_over_ranks(ranks, [own])[0]
+
+
+def _check_not_repeated(name: str) -> None:
+    """Refuse a layer in a checkpointed block: backward computes it again, for one micro-batch without the others."""
+    if is_in_backward() or any(frame.f_code.co_filename == checkpoint.__file__ for frame in _callers()):
+        raise UpdateError(
+            f"batch_norm='exact': {name!r} is inside a block under checkpointing, which backward computes again for each "
+            "micro-batch by itself, without the statistics of the others. Checkpoint the parts between the BatchNorms, or "
+            "none: offload= keeps what backward needs out of memory. Or use batch_norm='micro'."
+        )
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class _Exchange:

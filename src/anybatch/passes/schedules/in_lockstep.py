@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anybatch.batches import Batch, join_rows, map_tensors, tensors
 from anybatch.errors import UpdateError
 from anybatch.events import SILENT, Forward, Loss
-from anybatch.norms import Layers, Lockstep, pooled
+from anybatch.norms import NO_POWER, Layers, Lockstep, pooled
 from anybatch.objectives import Coupled, Metrics, Objective, checked_loss, detached
 from anybatch.options import Offload
 from anybatch.parallel import Engine, Needs
@@ -47,6 +47,8 @@ class InLockstep:
     finish: Finish
     offload: Offload
     file: TensorFile = field(repr=False)
+    averaging: Layers = field(default_factory=dict)
+    """InstanceNorm layers, whose running statistics get one update."""
     layout: ClassVar[Layout] = Layout(runs_all=True)
 
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
@@ -61,37 +63,41 @@ class InLockstep:
         with tools.sync.passing(is_last=True):
             micro_batches = _loaded(plan, tools)
             with self._saved_tensors(model, micro_batches, tools) as saved:
-                results, not_finite = self._forwards(plan, micro_batches, saved, tools)
-                if not_finite:
-                    return Outcome(spoilt=sorted(not_finite))
-                return self.finish.backward(plan, results, tools)
+                lockstep = self._lockstep(plan, micro_batches, saved, tools)
+                not_finite: set[int] = set()
+                accepts, ranks, num_own = tools.finite.accepts, tools.ranks, plan.num_own
+                layers = {**self.layers, **self.averaging}
+                with (
+                    pooled(layers, lockstep, accepts, not_finite, ranks=ranks, num_own=num_own),
+                    tools.forward.power.in_lockstep(lambda: lockstep.current),
+                ):
+                    tools.events.begin(Forward)
+                    results = lockstep.run()
+                    tools.events.end(Forward, output=None)
+                    if not_finite:
+                        return Outcome(spoilt=sorted(not_finite))
+                    return self.finish.backward(plan, results, tools)
 
     def _saved_tensors(self, model: nn.Module, micro_batches: list[Batch], tools: Tools) -> SavedTensors:
         parameters = [*model.parameters(), *tools.gradients.parameters]
         device = parameters[0].device if parameters else torch.device("cpu")
         return SavedTensors(self.offload, [*parameters, *model.buffers(), *tensors(micro_batches)], device, self.file)
 
-    def _forwards(
+    def _lockstep(
         self, plan: BatchPlan, micro_batches: list[Batch], saved: SavedTensors, tools: Tools
-    ) -> tuple[list[Any], set[int]]:
-        """What each pass computed, and the micro-batches that were not finite at the first layer that met any."""
-        tools.events.begin(Forward)
+    ) -> Lockstep[Any]:
+        """The forwards of all passes, ready to run."""
 
         def run(micro_batch: Batch, index: int) -> Any:
             # an autocast context remembers the state it found: one for each thread
             autocast = copy.copy(tools.forward.autocast)
-            forward = replace(tools.forward, device=None, events=SILENT, autocast=autocast)
+            forward = replace(tools.forward, device=None, events=SILENT, autocast=autocast, power=NO_POWER)
             with saved.hooks():
                 return forward(micro_batch, index)
 
         numbers = [one.micro_batch for one in plan.passes]
         calls = [partial(run, micro_batch, index) for micro_batch, index in zip(micro_batches, numbers, strict=True)]
-        lockstep: Lockstep[Any] = Lockstep(calls, numbers)
-        not_finite: set[int] = set()
-        with pooled(self.layers, lockstep, tools.finite.accepts, not_finite, ranks=tools.ranks, num_own=plan.num_own):
-            results = lockstep.run()
-        tools.events.end(Forward, output=None)
-        return results, not_finite
+        return Lockstep(calls, numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """Micro-batches one by one: forward, backward, and its graph is gone before the next begins."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from anybatch.autograd_graph import leaves_of
 from anybatch.batches import Batch
 from anybatch.objectives import Objective, loss_and_metrics
 from anybatch.parallel import Engine, Needs
@@ -47,8 +49,7 @@ class OneByOne:
                         parts.append(part)
                     else:
                         dropped.append(one.micro_batch)
-            if has_metrics:
-                parts += [_metrics_alone(plan, index, tools) for index in plan.left_out]
+            parts += _left_out(plan, tools, has_metrics=has_metrics)
         return Outcome(parts=parts, dropped=dropped, dtype=starts[0].dtype)
 
 
@@ -68,9 +69,30 @@ def _run_pass(
     return part_of(plan, one.micro_batch, loss, metrics), is_kept, starts
 
 
-def _metrics_alone(plan: BatchPlan, index: int, tools: Tools) -> Part:
-    """The metrics of a micro-batch that has no units and so no loss, but may have rows to count."""
+def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]:
+    """What micro-batches that have no units, and so no loss, leave all the same, as their rows in the whole batch do.
+
+    They are in the statistics of BatchNorm, may have metrics to count, and give zeros to parameters that no other rows use.
+    They run only where one of these asks for it. Where the last pass was synchronised by torch, parameters are left alone,
+    because ranks would no longer agree on which have a gradient; where passes are collectives, none runs but for metrics.
+    """
+    if not plan.left_out:
+        return []
+    bare = [] if tools.sync.is_shared else [p for p in tools.gradients.parameters if p.grad is None]
+    if not has_metrics and not bare and (tools.is_even or not tools.statistics.sees_all):
+        return []
+    parts = [_forward_alone(plan, index, tools, bare) for index in plan.left_out]
+    return parts if has_metrics else []
+
+
+def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Parameter]) -> Part:
+    """The metrics of a micro-batch without units. Parameters among `bare` that it uses get zeros: its loss may be nan."""
     tools.statistics.begin()
-    with torch.no_grad():
-        _, metrics = loss_and_metrics(tools.quiet_forward()(plan.cut[index], index))
+    around = nullcontext() if tools.is_even else tools.sync.passing(is_last=False)
+    with around, torch.set_grad_enabled(bool(bare) and torch.is_grad_enabled()):
+        loss, metrics = loss_and_metrics(tools.quiet_forward()(plan.cut[index], index))
+        touched = {id(leaf) for leaf in leaves_of([loss])} if bare else ()
+    for parameter in bare:
+        if id(parameter) in touched and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
     return part_of(plan, index, None, metrics)

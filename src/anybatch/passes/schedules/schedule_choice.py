@@ -10,11 +10,13 @@ from anybatch.passes.tools import Schedule
 from anybatch.state import TensorFile
 
 
-def schedule_for(objective: Objective | Coupled, layers: Layers, running: Running, file: TensorFile) -> Schedule:
-    """How to run a batch whose cut touches these BatchNorm layers. `file` is for what exact BatchNorm keeps on disk."""
+def schedule_for(
+    objective: Objective | Coupled, layers: Layers, averaging: Layers, running: Running, file: TensorFile
+) -> Schedule:
+    """How to run a batch whose cut touches these BatchNorm and InstanceNorm layers. `file` is for what is kept on disk."""
     if running.batch_norm == "exact" and layers:
         finish = JoinedLoss(objective) if isinstance(objective, Coupled) else EachLoss(objective)
-        return InLockstep(layers, finish, running.offload, file)
+        return InLockstep(layers, finish, running.offload, file, averaging)
     if isinstance(objective, Coupled):
         return TwoPasses(objective)
     return OneByOne(objective, drops=running.drops)

@@ -31,7 +31,7 @@ from anybatch.passes.schedules.representations import (
     share_out,
 )
 from anybatch.passes.tools import Outcome, Part, Tools
-from anybatch.state import MovingBuffers, Snapshot
+from anybatch.state import MovingBuffers, Snapshot, WriteWatch
 
 
 @dataclass(slots=True)
@@ -81,8 +81,10 @@ class TwoPasses:
     def _first(self, plan: BatchPlan, one: Pass, buffers: MovingBuffers, tools: Tools) -> _Encoded:
         tools.statistics.begin()
         before = None if one.is_last else buffers.snapshot()
+        watch = WriteWatch.of(plan.cut[one.micro_batch])
         with torch.set_grad_enabled(one.is_last and torch.is_grad_enabled()), tools.sync.passing(is_last=False):
             representations = tools.forward(plan.cut[one.micro_batch], one.micro_batch)
+        watch.check("a coupled loss runs every forward twice, the second time")
         if not one.reports:
             tools.statistics.forget()
         return _Encoded(one, before, representations if one.is_last else map_tensors(representations, alone))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, map_tensors
 from anybatch.errors import VerifyError
+from anybatch.gradients import check_hooks
 from anybatch.objectives import Coupled, Objective
 from anybatch.state import outer_random, random_state
 from anybatch.torch_inside import num_writes
@@ -18,7 +19,11 @@ Copy = Callable[[nn.Module], nn.Module]
 
 
 def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
-    """Another model with the same weights and state, and no gradients; `make` for models that deepcopy refuses."""
+    """Another model with the same weights and state, and no gradients; `make` for models that deepcopy refuses.
+
+    Copies lose the hooks on parameters, and would be exact where the model is not: hooks are refused.
+    """
+    check_hooks(model.parameters(), model.named_parameters, num_passes=2)
     try:
         twin = copy.deepcopy(model) if make is None else make(model)
     except Exception as error:
