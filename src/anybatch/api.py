@@ -21,11 +21,13 @@ from anybatch.batches import (
     take_rows,
     windows,
 )
+from anybatch.doctor import Diagnosis, Doctor, Finding
 from anybatch.dropout import row_dropout
 from anybatch.errors import (
     AnybatchError,
     BatchError,
     CheckpointError,
+    DoctorError,
     DropoutError,
     ExactnessError,
     LockstepError,
@@ -82,8 +84,12 @@ __all__ = [
     "Coupled",
     "CutResult",
     "Dealt",
+    "Diagnosis",
+    "Doctor",
+    "DoctorError",
     "DropoutError",
     "ExactnessError",
+    "Finding",
     "Fit",
     "Fitted",
     "GlobalBatches",

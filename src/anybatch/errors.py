@@ -18,6 +18,7 @@ AnybatchError
 ├── TaskError        a task that is not there, or is not one
 ├── SettingsError    a setting of a training run that makes no sense
 ├── CheckpointError  a checkpoint that cannot be read, or is of something else
+├── DoctorError      a script that cannot be watched, or a loop in which the doctor found errors
 └── RunError         a folder that is no run, or is one of another kind
 
 Each message names the value, what was expected, and the fix.
@@ -117,6 +118,10 @@ class SettingsError(AnybatchError, ValueError):
 
 class CheckpointError(AnybatchError, ValueError):
     """A checkpoint that cannot be read, or is of something else."""
+
+
+class DoctorError(AnybatchError, ValueError):
+    """A script that cannot be watched, or a training loop in which the doctor found errors; the message is the report."""
 
 
 class RunError(AnybatchError, ValueError):
