@@ -36,6 +36,31 @@ def test_run_engine_adds_the_gradient_as_backward_does(inside: ModuleType):
     assert torch.equal(weight.grad, other.grad)
 
 
+def _saved(inside: ModuleType, node: Any, name: str) -> Any:
+    return getattr(node, inside.SAVED + name, None)
+
+
+def test_a_node_of_the_graph_tells_what_it_saved_and_the_shape_that_it_computed(inside: ModuleType):
+    scores, target = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 2, -100, 1])
+    node = nn.functional.cross_entropy(scores, target).grad_fn
+    assert torch.equal(_saved(inside, node, "target"), target)
+    assert (_saved(inside, node, "ignore_index"), _saved(inside, node, "reduction")) == (2**64 - 100, 1)
+    assert float(_saved(inside, node, "total_weight")) == 3.0
+    assert _saved(inside, node, "no_such_name") is None
+    assert [tuple(output.shape) for output in inside.outputs_of(node)] == [()]
+    assert [tuple(output.shape) for output in inside.outputs_of(node.next_functions[0][0])] == [(4, 3)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_graph_keeps_what_criteria_and_reductions_took_together(inside: ModuleType, reduction: str):
+    scores = torch.randn(4, 3, requires_grad=True)
+    node = nn.functional.mse_loss(scores, torch.zeros(4, 3), reduction=reduction).grad_fn
+    assert _saved(inside, node, "reduction") == {"mean": 1, "sum": 2}[reduction]
+    assert tuple(_saved(inside, node, "self").shape) == (4, 3)
+    assert tuple(_saved(inside, getattr(scores, reduction)().grad_fn, "self_sym_sizes")) == (4, 3)
+    assert torch.equal(_saved(inside, (scores * torch.ones(4, 3)).grad_fn, "other"), torch.ones(4, 3))
+
+
 # --- modules
 
 

@@ -18,8 +18,13 @@ AnybatchError
 ├── TaskError        a task that is not there, or is not one
 ├── SettingsError    a setting of a training run that makes no sense
 ├── CheckpointError  a checkpoint that cannot be read, or is of something else
+<<<<<<< HEAD
 ├── RunError         a folder that is no run, or is one of another kind
 └── LessonError      a lesson that is not there
+=======
+├── DoctorError      a script that cannot be watched, or a loop in which the doctor found errors
+└── RunError         a folder that is no run, or is one of another kind
+>>>>>>> main
 
 Each message names the value, what was expected, and the fix.
 """
@@ -118,6 +123,10 @@ class SettingsError(AnybatchError, ValueError):
 
 class CheckpointError(AnybatchError, ValueError):
     """A checkpoint that cannot be read, or is of something else."""
+
+
+class DoctorError(AnybatchError, ValueError):
+    """A script that cannot be watched, or a training loop in which the doctor found errors; the message is the report."""
 
 
 class RunError(AnybatchError, ValueError):

@@ -80,6 +80,10 @@ lower_each_ = torch._foreach_clamp_max_
 """A list of tensors, none of their numbers above a bound, in place."""
 COPY_ELSEWHERE = torch.ops.aten._to_copy.default
 """The op that copies a tensor to another device."""
+SAVED = "_saved_"
+"""How the names begin under which a node of the graph keeps what its backward needs: "_saved_target"."""
+outputs_of: Callable[[Any], list[Any]] = attrgetter("_input_metadata")
+"""What a node of the graph computed, each with its shape."""
 read_layout = torch.serialization._get_layout
 """What a pickled layout, such as `torch.strided`, is read with."""
 
@@ -270,11 +274,7 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Parameter, 
 
 @contextmanager
 def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """The block in which the hooks of `fully_shard` only cast inputs and outputs, and neither gather nor free parameters.
-
-    They know one forward at a time: the second to leave a unit would free it. This state of theirs is meant for forwards that
-    are repeated inside backward.
-    """
+    """The block in which hooks of `fully_shard` only cast: they know one forward, and the second to end would free a unit."""
     states = [state for root in roots for state in fsdp_states(root)]
     for state in states:
         state._training_state = type(state._training_state)["PRE_BACKWARD"]

@@ -1,9 +1,14 @@
 """Finished results in, one HTML page out."""
 
+from anybatch.report.doctor_page import write_doctor_page
 from anybatch.report.page import write_page
 from anybatch.report.trace_lanes import lanes_of
 
 __all__ = [
+<<<<<<< HEAD
     "lanes_of",
+=======
+    "write_doctor_page",
+>>>>>>> main
     "write_page",
 ]

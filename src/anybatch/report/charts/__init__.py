@@ -1,5 +1,6 @@
 """Results as pictures, each with its table."""
 
+from anybatch.report.charts.cell_pictures import RowCells, row_cells
 from anybatch.report.charts.chart import Chart, Table
 from anybatch.report.charts.comparison_charts import charts_of_comparison, final_table, num_seeds
 from anybatch.report.charts.peak_charts import charts_of_plan
@@ -16,6 +17,7 @@ from anybatch.report.charts.window_charts import memory_charts, stage_colour, ti
 
 __all__ = [
     "Chart",
+    "RowCells",
     "Table",
     "charts_of_comparison",
     "charts_of_plan",
@@ -29,6 +31,7 @@ __all__ = [
     "num_seeds",
     "proof_sentence",
     "rate_and_norm_charts",
+    "row_cells",
     "stage_colour",
     "timeline_chart",
     "update_charts",

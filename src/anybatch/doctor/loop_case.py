@@ -1,0 +1,105 @@
+"""A loop as the rules see it: one optimizer's updates with their micro-batches and weights, worked out once."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from anybatch.doctor.finding import Finding, Severity
+from anybatch.doctor.fixes import fix_for
+from anybatch.doctor.loops import (
+    Happening,
+    Lane,
+    LoopUpdate,
+    LossPass,
+    Spot,
+    WatchedLoop,
+    Weighing,
+    lanes_of,
+    ratio_by_hand,
+    weigh,
+)
+
+
+@dataclass(frozen=True)
+class LoopCase:
+    """One optimizer of one loop."""
+
+    loop: WatchedLoop
+    optimizer: int
+
+    @cached_property
+    def updates(self) -> tuple[LoopUpdate, ...]:
+        """Those that had something to step on."""
+        return tuple(update for update in self.loop.updates_of(self.optimizer) if update.passes or update.stale)
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[Lane, ...], ...]:
+        """The micro-batches of each update."""
+        return tuple(lanes_of(update.passes) for update in self.updates)
+
+    @cached_property
+    def weighings(self) -> tuple[Weighing | None, ...]:
+        """Of each update."""
+        return tuple(weigh(update) for update in self.updates)
+
+    @cached_property
+    def size(self) -> int:
+        """Micro-batches of the usual update; of equally frequent numbers the larger."""
+        counts = Counter(len(lanes) for lanes in self.lanes)
+        return max(counts, key=lambda size: (counts[size], size)) if counts else 0
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the usual micro-batch, 0 where unknown."""
+        found = Counter(int(w.counts[0]) for w in self.weighings if w is not None and w.counts and w.role != "Sum")
+        loaded = Counter(one.rows for one in self.loop.passes if one.rows)
+        return (loaded.most_common(1) or found.most_common(1) or [(0, 0)])[0][0] or 0
+
+    @cached_property
+    def is_by_hand(self) -> bool:
+        """Its gradients are not what backward brought."""
+        steps = self.loop.updates_of(self.optimizer)
+        assigned = [
+            update for update in steps if update.is_assigned and (not update.passes or ratio_by_hand(update) is None)
+        ]
+        return 2 * len(assigned) >= len(steps) > 0
+
+    @cached_property
+    def numbers(self) -> frozenset[int]:
+        """Of its parameters."""
+        return self.loop.optimizers.get(self.optimizer, {}).get("numbers", frozenset())  # type: ignore[no-any-return]
+
+    def clips(self) -> list[Happening]:
+        """Of its parameters, without mere measurements."""
+        return [
+            one
+            for one in self.loop.happenings
+            if one.kind == "clip" and one.facts.get("limit") is not None and one.parameters & self.numbers
+        ]
+
+    def finding(
+        self, kind: str, severity: Severity, spot: Spot, message: str, evidence: Mapping[str, Any] | None = None
+    ) -> Finding:
+        """With the fix."""
+        fix = fix_for(kind, n=self.size, rows=self.rows)
+        return Finding(
+            kind=kind,
+            severity=severity,
+            file=spot.file,
+            line=spot.line,
+            message=message,
+            evidence=evidence or {},
+            fix=fix,
+        )
+
+
+def first_spot(passes: tuple[LossPass, ...]) -> Spot:
+    """Where the first of them was."""
+    return passes[0].spot if passes else Spot()
+
+
+def plural(count: int, noun: str) -> str:
+    """A number and its noun."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') and noun != 'epoch' else 's'}"

@@ -1,0 +1,28 @@
+"""From logs to loops: what was seen, which passes made each update, and what each counted for. No torch here."""
+
+from anybatch.doctor.loops.log_lines import SUFFIX, Log, packed, read_logs
+from anybatch.doctor.loops.loop_facts import Happening, LoopUpdate, LossPass, Lost, Spot, WatchedLoop, spot_of
+from anybatch.doctor.loops.loop_windows import loop_of
+from anybatch.doctor.loops.weighing import Lane, Weighing, gradient_error, lanes_of, near, ratio_by_hand, weigh
+
+__all__ = [
+    "Happening",
+    "Lane",
+    "Log",
+    "WatchedLoop",
+    "LoopUpdate",
+    "LossPass",
+    "Lost",
+    "SUFFIX",
+    "Spot",
+    "Weighing",
+    "gradient_error",
+    "lanes_of",
+    "loop_of",
+    "near",
+    "packed",
+    "ratio_by_hand",
+    "read_logs",
+    "spot_of",
+    "weigh",
+]

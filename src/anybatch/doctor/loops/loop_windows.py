@@ -1,0 +1,231 @@
+"""From a log to its updates: which passes lay in the gradients when an optimizer stepped. Pure."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from anybatch.doctor.loops.log_lines import Line, Log, unpacked
+from anybatch.doctor.loops.loop_facts import (
+    Happening,
+    LoopUpdate,
+    LossPass,
+    LossTerm,
+    Lost,
+    Probe,
+    Spot,
+    WatchedLoop,
+    spot_of,
+)
+
+KEPT_AS_THEY_ARE = ("kept", "unowned", "trouble")
+BETWEEN = ("clip", "schedule", "unscale", "scaler-update", "zero")
+
+
+def loop_of(log: Log) -> WatchedLoop:
+    """The loop that a log tells of."""
+    reader = _Reader()
+    for index, line in enumerate(log.lines):
+        reader.read(index, line)
+    return reader.loop(log.rank)
+
+
+class _Reader:
+    """Follows what lies in every parameter's gradient, line by line."""
+
+    def __init__(self) -> None:
+        self.passes: dict[int, LossPass] = {}
+        self.contents: dict[int, list[int]] = defaultdict(list)
+        """Passes by parameter."""
+        self.pending: list[int] = []
+        """Passes whose gradients are not yet in `.grad`."""
+        self.assigned: set[int] = set()
+        self.used_by: dict[int, set[int]] = defaultdict(set)
+        """Passes that an optimizer has stepped on."""
+        self.used: set[int] = set()
+        self.removed: dict[int, tuple[int, Spot]] = {}
+        """Where a pass was last taken out of a gradient."""
+        self.optimizers: dict[int, dict[str, Any]] = {}
+        self.updates: list[LoopUpdate] = []
+        self.happenings: list[Happening] = []
+        self.epochs: list[Line] = []
+        self.intent: Line = {}
+        self.others: dict[str, list[Line]] = defaultdict(list)
+        self.world, self.reason, self.stepping = 1, "killed", 0
+
+    def read(self, index: int, line: Line) -> None:
+        """One line; those of an unknown kind are passed over."""
+        event = line["event"]
+        reader = getattr(self, f"_read_{event.replace('-', '_')}", None)
+        if event in BETWEEN:
+            self.happenings.append(_happening(event, index, line))
+        elif event in KEPT_AS_THEY_ARE:
+            self.others[event].append(line)
+        elif reader is not None:
+            reader(index, line)
+
+    def _read_start(self, _: int, line: Line) -> None:
+        self.world = int(line.get("world", 1))
+
+    def _read_intent(self, _: int, line: Line) -> None:
+        self.intent = line
+
+    def _read_epoch(self, index: int, line: Line) -> None:
+        self.epochs.append({**line, "index": index})
+
+    def _read_epoch_end(self, index: int, line: Line) -> None:
+        self.epochs.append({**line, "index": index})
+
+    def _read_end(self, _: int, line: Line) -> None:
+        self.reason = str(line.get("reason", "finished"))
+
+    def _read_optimizer(self, _: int, line: Line) -> None:
+        self.optimizers[line["optimizer"]] = {**line, "numbers": unpacked(line["parameters"])}
+
+    def _read_step_begin(self, _: int, __: Line) -> None:
+        self.stepping += 1
+
+    def _read_backward(self, index: int, line: Line) -> None:
+        one = _pass(index, line)
+        self.passes[one.serial] = one
+        if one.sync == (False, False) and not one.touched:
+            self.pending.append(one.serial)  # FSDP2 keeps it elsewhere until ranks synchronise
+            return
+        for number in one.touched:
+            self.contents[number] += [*self.pending, one.serial]
+        if one.touched:
+            for serial in self.pending:
+                self.passes[serial] = replace(self.passes[serial], touched=one.touched)
+            self.pending = []
+
+    def _read_changed(self, index: int, line: Line) -> None:
+        numbers = unpacked(line["parameters"])
+        how = line["how"]
+        if how != "cleared":
+            self.assigned |= numbers
+            self.happenings.append(_happening("modified", index, line))
+            return
+        spot = spot_of(line.get("place"))
+        for number in numbers:
+            for serial in self.contents.pop(number, ()):
+                self.removed[serial] = (index, spot)
+                if self.stepping:  # a closure: what step() clears is its own affair
+                    self.used.add(serial)
+        self.assigned -= numbers
+        if not self.stepping:
+            self.happenings.append(_happening("cleared", index, line))
+
+    def _read_skipped(self, _: int, line: Line) -> None:
+        """An overflow: its passes were looked at and rightly left alone."""
+        self.used |= self._held(line["optimizer"])
+        self.others["skipped"].append(line)
+
+    def _read_step(self, index: int, line: Line) -> None:
+        self.stepping = max(0, self.stepping - 1)
+        number = line["optimizer"]
+        own = self.optimizers.get(number, {}).get("numbers", frozenset())
+        held = self._held(number)
+        if not held and not line.get("holding"):
+            held, self.pending = set(self.pending), []  # FSDP2 never synchronised, so that the step had nothing
+        known = self.used_by[number]
+        earlier = [update for update in self.updates if update.optimizer == number]
+        since = earlier[-1].index if earlier else -1
+        self.updates.append(
+            LoopUpdate(
+                number=len(earlier) + 1,
+                optimizer=number,
+                index=index,
+                seconds=float(line.get("t", 0)),
+                spot=spot_of(line.get("place")),
+                passes=tuple(self.passes[serial] for serial in sorted(held - known)),
+                stale=tuple(sorted(held & known)),
+                happenings=tuple(one for one in self.happenings if one.index > since),
+                lr=tuple(line.get("lr", ())),
+                probe=_probe(line.get("probe")),
+                is_assigned=bool(self.assigned & own),
+                is_in_scaler=bool(line.get("scaler")),
+                is_empty=not line.get("holding"),
+            )
+        )
+        known |= held
+        self.used |= held
+
+    def _held(self, optimizer: int) -> set[int]:
+        own = self.optimizers.get(optimizer, {}).get("numbers", frozenset())
+        return {serial for number in own for serial in self.contents.get(number, ())}
+
+    def loop(self, rank: int) -> WatchedLoop:
+        """What came of it."""
+        left = {serial for serials in self.contents.values() for serial in serials}
+        owned = {number for one in self.optimizers.values() for number in one["numbers"]}
+        lost = []
+        for serial, one in sorted(self.passes.items()):
+            if serial in self.used or not one.touched & owned:
+                continue
+            index, spot = self.removed.get(serial, (one.index, one.spot))
+            lost.append(Lost(loss_pass=one, spot=spot, index=index, is_left=serial in left))
+        return WatchedLoop(
+            rank=rank,
+            world=self.world,
+            optimizers=self.optimizers,
+            passes=tuple(self.passes.values()),
+            updates=tuple(self.updates),
+            lost=tuple(lost),
+            happenings=tuple(self.happenings),
+            epochs=tuple(self.epochs),
+            intended=dict(self.intent.get("steps", {})),
+            intended_epochs=dict(self.intent.get("epochs", {})),
+            lengths=dict(self.intent.get("lengths", {})),
+            others={kind: tuple(lines) for kind, lines in self.others.items()},
+            reason=self.reason,
+        )
+
+
+def _happening(kind: str, index: int, line: Line) -> Happening:
+    parameters = unpacked(line.get("parameters", ""))
+    return Happening(
+        kind=kind,
+        index=index,
+        seconds=float(line.get("t", 0)),
+        spot=spot_of(line.get("place")),
+        parameters=parameters,
+        facts=line,
+    )
+
+
+def _probe(values: Any) -> Probe:
+    return {key: tuple(map(float, row)) for key, row in values.items()} if isinstance(values, Mapping) else {}
+
+
+def _pass(index: int, line: Line) -> LossPass:
+    batch = line.get("batch")
+    sync = line.get("sync")
+    return LossPass(
+        serial=int(line["serial"]),
+        index=index,
+        seconds=float(line.get("t", 0)),
+        spot=spot_of(line.get("place")),
+        loss=line.get("loss"),
+        terms=tuple(_term(term) for term in line.get("terms", ())),
+        touched=unpacked(line.get("touched", "")),
+        batch=None if not batch else (batch[0], batch[1], batch[2]),
+        rows=line.get("rows"),
+        scale=line.get("scale"),
+        sync=None if sync is None else (bool(sync[0]), bool(sync[1])),
+        probe=_probe(line.get("probe")),
+        is_retained=bool(line.get("retained")),
+        is_eval=bool(line.get("is_eval")),
+        dtypes=tuple(line.get("dtypes", ())),
+        norms=line.get("norms"),
+        norm_forwards=int(line.get("norm_forwards", 0)),
+    )
+
+
+def _term(term: Mapping[str, Any]) -> LossTerm:
+    return LossTerm(
+        role=str(term["role"]),
+        kind=str(term["kind"]),
+        weight=float(term["weight"]),
+        counts=tuple(map(float, term.get("counts", ()))),
+        pairs=int(term.get("pairs", 0)),
+    )

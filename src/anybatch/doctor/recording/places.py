@@ -1,0 +1,78 @@
+"""Where in the user's code something happened."""
+
+import linecache
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+_OURS = str(Path(__file__).parents[2]) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's, the chain of calls that led to it, and the library function in between."""
+
+    file: str
+    line: int
+    function: str
+    via: str
+    chain: str
+
+    def as_json(self) -> dict[str, object]:
+        """For the log."""
+        return {"file": self.file, "line": self.line, "function": self.function, "via": self.via, "chain": self.chain}
+
+
+@cache
+def is_users(filename: str) -> bool:
+    """False of torch, of every installed package, of Python itself and of anybatch."""
+    if filename.startswith("<"):
+        return False
+    if "site-packages" in filename or "dist-packages" in filename or filename.startswith(_OURS):
+        return False
+    return not filename.startswith(_STDLIB)
+
+
+def user_frames(most: int = 200) -> Iterator[FrameType]:
+    """The frames of the user's own code, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and most:
+        if is_users(frame.f_code.co_filename):
+            yield frame
+        frame, most = frame.f_back, most - 1
+
+
+_CLEARS = re.compile(r"\.grad\s*=\s*None|\.grad\.(zero_|detach_)\(|\.grad\.data\.zero_\(|\.grad\.fill_\(")
+
+
+def cleared_above(place: Place, most: int = 40) -> Place:
+    """The line above that clears gradients by hand, which is seen only when backward comes; `place` where there is none."""
+    for line in range(place.line - 1, max(0, place.line - most), -1):
+        if _CLEARS.search(linecache.getline(place.file, line)):
+            return replace(place, line=line)
+    return place
+
+
+def here() -> Place:
+    """The innermost line of the user's."""
+    via, inner, chain = "", None, []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users(name):
+            inner = inner or frame
+            chain.append((name, frame.f_lineno))
+        elif inner is None and not name.startswith(_OURS):
+            via = frame.f_code.co_name
+        frame = frame.f_back
+    if inner is None:
+        return Place("", 0, "", via, "")
+    mark = f"{zlib.crc32(repr(chain).encode()):08x}"
+    return Place(os.path.abspath(inner.f_code.co_filename), inner.f_lineno, inner.f_code.co_name, via, mark)

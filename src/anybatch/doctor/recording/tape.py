@@ -1,0 +1,247 @@
+"""The state of the recorder: numbered parameters, what their gradients were when last looked at, and the log."""
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from anybatch.doctor.loops import SUFFIX, packed
+from anybatch.doctor.recording.places import cleared_above, here
+from anybatch.torch_inside import num_writes
+
+VARIABLE = "ANYBATCH_DOCTOR"
+"""The environment variable that carries the options to every process of a run."""
+PROBED, ELEMENTS = 6, 12
+"""Parameters of an optimizer, and numbers of each, whose gradients are written down."""
+
+Signature = tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What was asked for. 0 stands for no end and for whole epochs."""
+
+    folder: str
+    updates: int = 20
+    short_epochs: int = 13
+
+    def as_environment(self) -> dict[str, str]:
+        """For the processes of a run."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def watch_from_environment() -> Watch | None:
+    """What the process was started with; None where no doctor watches."""
+    text = os.environ.get(VARIABLE)
+    return None if not text else Watch(**json.loads(text))
+
+
+class Ending(SystemExit):
+    """Raised in the script once the updates asked for are seen: a clean exit that no `except Exception` catches."""
+
+
+class Tape:
+    """What one process shows. Every method looks, and none writes to a tensor."""
+
+    def __init__(self, watch: Watch) -> None:
+        Path(watch.folder).mkdir(parents=True, exist_ok=True)
+        self.watch = watch
+        name = f"{os.environ.get('RANK', '0')}-{os.getpid()}-{time.time_ns() % 10**9}{SUFFIX}"
+        self._file = (Path(watch.folder) / name).open("w", buffering=1)
+        self._began = time.perf_counter()
+        self.parameters: list[weakref.ref[Tensor]] = []
+        self._numbers: dict[int, int] = {}
+        self.signatures: list[Signature] = []
+        self.optimizers: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        self.probes: dict[int, Tensor] = {}
+        self.arrived: dict[int, Tensor] = {}
+        self.num_passes = self.num_updates = self.depth = 0
+        self.steps: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.is_ended = self.is_broken = self.is_inside_scaler = False
+        self.reason = "finished"
+        self.current: dict[str, Any] = {}
+        self.write(
+            "start",
+            rank=int(os.environ.get("RANK", 0)),
+            world=int(os.environ.get("WORLD_SIZE", 1)),
+            updates=watch.updates,
+            short_epochs=watch.short_epochs,
+            torch=torch.__version__,
+        )
+
+    def write(self, event: str, **facts: Any) -> None:
+        """One line."""
+        if not self.is_ended and not self._file.closed:
+            seconds = round(time.perf_counter() - self._began, 6)
+            self._file.write(json.dumps({"event": event, "t": seconds, **facts}) + "\n")
+
+    def close(self, reason: str) -> None:
+        """The last line."""
+        self.look()
+        self.write("end", reason=reason, place=here().as_json())
+        self.is_ended = True
+        self._file.close()
+
+    def safely(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """`action`, which neither raises into the user's script nor runs once the recorder has failed or ended."""
+
+        @wraps(action)
+        def guarded(*arguments: Any, **named: Any) -> Any:
+            if self.is_broken or self.is_ended:
+                return None
+            try:
+                with torch.no_grad():
+                    return action(*arguments, **named)
+            except Exception as error:
+                self.is_broken = True
+                where = error.__traceback__
+                while where is not None and where.tb_next is not None:
+                    where = where.tb_next
+                line = 0 if where is None else where.tb_lineno
+                self.write("trouble", error=f"{type(error).__name__}: {error}"[:300], within=action.__name__, line=line)
+                return None
+
+        return guarded
+
+    # --- parameters and optimizers
+
+    def number(self, parameter: Tensor) -> int:
+        """The number of a parameter, a new one at first sight."""
+        found = self._numbers.get(id(parameter))
+        if found is not None and self.parameters[found]() is parameter:
+            return found
+        place = len(self.parameters)
+        self._numbers[id(parameter)] = place
+        self.parameters.append(weakref.ref(parameter))
+        self.signatures.append(_signature(parameter))
+        return place
+
+    def optimizer(self, optimizer: Optimizer) -> int:
+        """The number of an optimizer; it is written down at first sight, and again where it has more parameters."""
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = self.optimizers.get(id(optimizer))
+        is_known = known is not None and known[0]() is optimizer
+        number = known[1] if known is not None and is_known else len(self.optimizers)
+        numbers = [self.number(parameter) for parameter in own]
+        if not is_known or len(numbers) != self.sizes.get(number):
+            if not is_known:
+                self.optimizers[id(optimizer)] = (weakref.ref(optimizer), number)
+            self.sizes[number] = len(numbers)
+            self._probe(own)
+            self.write(
+                "optimizer",
+                optimizer=number,
+                kind=type(optimizer).__name__,
+                parameters=packed(numbers),
+                lr=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+                place=here().as_json(),
+            )
+        return number
+
+    def _probe(self, parameters: list[Tensor]) -> None:
+        wanted = [p for p in parameters if isinstance(p, Tensor) and p.requires_grad and type(p.data) is Tensor]
+        step = max(1, len(wanted) // PROBED)
+        for parameter in wanted[::step][:PROBED]:
+            number = self.number(parameter)
+            if number not in self.probes and parameter.numel():
+                stride = max(1, parameter.numel() // ELEMENTS)
+                self.probes[number] = torch.arange(0, parameter.numel(), stride, device=parameter.device)[:ELEMENTS]
+                parameter.register_hook(_Arrival(self, number))
+
+    def probe_values(self, numbers: Iterable[int]) -> dict[str, list[float]]:
+        """The probed numbers of the gradients as they are now."""
+        values = {}
+        for number in numbers:
+            parameter = self.parameters[number]() if number in self.probes else None
+            if parameter is not None and parameter.grad is not None and not parameter.grad.is_sparse:
+                values[str(number)] = _taken(parameter.grad, self.probes[number])
+        return values
+
+    def take_arrived(self) -> dict[str, list[float]]:
+        """The probed gradients of the pass that has just run."""
+        arrived, self.arrived = self.arrived, {}
+        return {str(number): _taken(gradient, None) for number, gradient in arrived.items()}
+
+    # --- gradients
+
+    def look(self, cleared_by: str = "", place: Any = None) -> None:
+        """Compare every gradient with what it was, and write down what changed since."""
+        now = self._now()
+        changed = [number for number, (one, other) in enumerate(zip(self.signatures, now, strict=True)) if one != other]
+        cleared = [
+            n for n in changed if now[n] is None or (not cleared_by and self._is_zero(n)) or cleared_by == "zero_grad"
+        ]
+        rest = sorted(set(changed) - set(cleared))
+        assigned = [n for n in rest if self.signatures[n] is None or self.signatures[n][0] != now[n][0]]  # type: ignore[index]
+        self.signatures = now
+        spot = (place or here()) if changed else None
+        if spot is not None and cleared and not cleared_by:
+            spot = cleared_above(spot)
+        where = {} if spot is None else spot.as_json()
+        for how, numbers in (
+            ("cleared", cleared),
+            ("assigned", assigned),
+            ("modified", sorted(set(rest) - set(assigned))),
+        ):
+            if numbers:
+                self.write("changed", how=how, parameters=packed(numbers), by=cleared_by, place=where)
+
+    def _is_zero(self, number: int) -> bool:
+        parameter = self.parameters[number]()
+        gradient = None if parameter is None else parameter.grad
+        return gradient is not None and not gradient.is_sparse and not bool(gradient.any())
+
+    def forget_changes(self) -> list[int]:
+        """Take the gradients as they are, and say which changed."""
+        now = self._now()
+        changed = [number for number, (one, other) in enumerate(zip(self.signatures, now, strict=True)) if one != other]
+        self.signatures = now
+        return changed
+
+    def _now(self) -> list[Signature]:
+        """What is gone has not been cleared."""
+        found = [reference() for reference in self.parameters]
+        return [
+            before if parameter is None else _signature(parameter)
+            for parameter, before in zip(found, self.signatures, strict=True)
+        ]
+
+
+class _Arrival:
+    """The hook on a probed parameter: notes what backward brings, and changes nothing."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, tape: Tape, number: int) -> None:
+        self._tape, self._number = weakref.ref(tape), number
+
+    def __call__(self, gradient: Tensor) -> None:
+        tape = self._tape()
+        if tape is None or tape.is_ended or tape.is_broken or gradient.is_sparse or type(gradient) is not Tensor:
+            return
+        taken = gradient.detach().reshape(-1)[tape.probes[self._number]].double()
+        before = tape.arrived.get(self._number)
+        tape.arrived[self._number] = taken if before is None else before + taken
+
+
+def _taken(gradient: Tensor, places: Tensor | None) -> list[float]:
+    values = gradient if places is None else gradient.detach().reshape(-1)[places].double()
+    return [float(f"{value:.10g}") for value in values.tolist()]
+
+
+def _signature(parameter: Tensor) -> Signature:
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # a shard is written to, not its wrapper
+    return id(gradient), num_writes(local)

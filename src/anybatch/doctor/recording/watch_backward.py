@@ -1,0 +1,166 @@
+"""Backward passes: what each is made of, which gradients it touched, what it left alive."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.doctor.loops import packed
+from anybatch.doctor.recording.intent import intended, keeper
+from anybatch.doctor.recording.loss_terms import watch_terms
+from anybatch.doctor.recording.patches import Patches
+from anybatch.doctor.recording.places import Place, here
+from anybatch.doctor.recording.tape import Ending, Tape
+
+WALKED = 2
+"""Backward passes of a place in the code whose whole graph is walked for its leaves."""
+MOST_NODES = 20_000
+KEPT = 6
+"""Graphs alive at once that are told."""
+
+
+class _Sentinel:
+    """Lives as long as the graph that it is tied to."""
+
+
+class BackwardWatch:
+    """Replaces `torch.autograd.backward`, which `Tensor.backward` looks up when it is called."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self._alive: list[weakref.ref[_Sentinel]] = []
+        self._walked: dict[str, int] = {}
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], Place]] = {}
+        self._is_kept_told = self._is_intent_told = False
+        self._told_unowned: set[int] = set()
+
+    def install(self, patches: Patches) -> None:
+        """From now on passes are seen."""
+        begin, end = self.tape.safely(self._begin), self.tape.safely(self._end)
+
+        def make(original: Any) -> Any:
+            def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
+                tape = self.tape
+                if tape.num_updates and tape.reason == "updates" and not tape.is_ended:
+                    raise Ending(0)  # the script caught the first one
+                if tape.depth or tape.is_ended or tape.is_broken:
+                    return original(tensors, *arguments, **named)
+                state = begin(tensors)
+                tape.depth += 1
+                try:
+                    result = original(tensors, *arguments, **named)
+                finally:
+                    tape.depth -= 1
+                retain = bool(named.get("retain_graph") or (len(arguments) > 1 and arguments[1]))
+                end(state, tensors, retain)
+                return result
+
+            return backward
+
+        patches.replace(torch.autograd, "backward", make)
+
+    def _begin(self, tensors: Any) -> Any:
+        tape = self.tape
+        place = here()
+        tape.look(place=place)
+        tape.arrived = {}
+        (loss, *others) = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        hooks = watch_terms(loss) if not others and loss.numel() == 1 and loss.grad_fn is not None else []
+        self._walk(loss, place)
+        if not self._is_intent_told:
+            self._is_intent_told = True
+            tape.write("intent", **intended())
+        return place, hooks, _flag(tape)
+
+    def _end(self, state: Any, tensors: Any, is_retained: bool) -> None:
+        if state is None:
+            return
+        tape = self.tape
+        place, hooks, flag = state
+        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+        nodes = [hook.node for hook in hooks][:4]
+        terms = [term for term in (hook.close() for hook in hooks) if term is not None]
+        touched = tape.forget_changes()
+        low = sorted(
+            {str(p.grad.dtype)[6:] for n in touched if (p := tape.parameters[n]()) is not None and p.grad is not None}
+        )
+        current = tape.current
+        scale = current.pop("scale", None)
+        forward = current.get("sync", current.get("fsdp"))
+        tape.write(
+            "backward",
+            serial=tape.num_passes,
+            place=place.as_json(),
+            loss=float(loss.detach()) if loss.numel() == 1 else None,
+            terms=terms,
+            touched=packed(touched),
+            dtypes=low,
+            scale=scale,
+            sync=None if forward is None else [forward, flag if flag is not None else forward],
+            batch=current.get("batch"),
+            rows=current.get("rows"),
+            norms=current.pop("norms", None),
+            norm_forwards=current.pop("norm_forwards", 0),
+            is_eval=current.get("is_eval", False),
+            retained=is_retained,
+            probe=tape.take_arrived(),
+        )
+        tape.num_passes += 1
+        current.pop("sync", None)
+        self._note_alive(loss, place, nodes)
+        self._tell_unowned()
+
+    def _note_alive(self, loss: Tensor, place: Place, nodes: list[Any]) -> None:
+        self._alive = [reference for reference in self._alive if reference() is not None]
+        node: Any = nodes[0] if nodes else loss.grad_fn
+        if node is not None:
+            sentinel = _Sentinel()
+            node.metadata["anybatch doctor"] = sentinel
+            self._alive.append(weakref.ref(sentinel))
+        if len(self._alive) > KEPT and not self._is_kept_told:
+            self._is_kept_told = True
+            name, file, line = keeper(loss)
+            where = {**place.as_json(), **({"file": file, "line": line} if line else {})}
+            self.tape.write("kept", alive=len(self._alive), variable=name, place=where)
+
+    def _walk(self, loss: Tensor, place: Place) -> None:
+        if self._walked.get(place.chain, 0) >= WALKED:
+            return
+        self._walked[place.chain] = self._walked.get(place.chain, 0) + 1
+        waiting: list[Any] = [loss.grad_fn]
+        seen: set[Any] = set()
+        while waiting and len(seen) < MOST_NODES:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter):
+                self._leaves.setdefault(id(leaf), (weakref.ref(leaf), place))
+            waiting += [child for child, _ in node.next_functions]
+
+    def _tell_unowned(self) -> None:
+        """Leaves of the graph that no optimizer has, once there were updates."""
+        tape = self.tape
+        if not tape.num_updates or any(hasattr(reference(), "to_local") for reference in tape.parameters):
+            return  # FSDP2's graph has whole parameters, its optimizer has shards
+        owned = {id(reference()) for reference in tape.parameters}
+        lost = [
+            (key, leaf, place)
+            for key, (reference, place) in self._leaves.items()
+            if key not in self._told_unowned and (leaf := reference()) is not None and id(leaf) not in owned
+        ]
+        if lost and tape.num_passes > 3:
+            self._told_unowned |= {key for key, _, _ in lost}
+            shapes = [list(leaf.shape) for _, leaf, _ in lost]
+            self.tape.write(
+                "unowned", shapes=shapes[:8], count=len(shapes), owned=len(owned), place=lost[0][2].as_json()
+            )
+
+
+def _flag(tape: Tape) -> bool | None:
+    """DDP's switch as it stands when backward begins."""
+    module = tape.current.get("ddp")
+    module = None if module is None else module()
+    return None if module is None else bool(module.require_backward_grad_sync)

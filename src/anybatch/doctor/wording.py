@@ -1,0 +1,89 @@
+"""A diagnosis as text that a beginner understands."""
+
+import os
+import textwrap
+from collections import Counter
+
+from anybatch.doctor.finding import Finding
+from anybatch.doctor.judging import Diagnosis, described_updates
+from anybatch.doctor.loops import WatchedLoop
+
+WIDTH = 100
+SHOWN = 3
+"""Updates that are described one by one."""
+ENDED = {
+    "finished": "The script ran to its end",
+    "updates": "The script was ended after the updates asked for",
+    "error": "The script failed",
+    "killed": "The script was killed",
+}
+
+
+def describe(diagnosis: Diagnosis) -> str:
+    """What each update was made of, and what is wrong."""
+    lines = [line for loop in diagnosis.loops[:1] for line in _seen(loop, len(diagnosis.loops))]
+    for finding in diagnosis.findings:
+        lines += ["", *_finding(finding)]
+    instead = next((ours for finding in diagnosis.findings if (ours := _parts(finding.fix)[1])), "")
+    if instead:
+        lines += ["", f"With {instead.removeprefix('or, with ')}"]
+    return "\n".join([*lines, "", summary(diagnosis)])
+
+
+def _parts(fix: str) -> tuple[str, str]:
+    """The user's own lines, and ours, which are told once."""
+    own, _, ours = fix.partition("\nor, with anybatch")
+    return own, f"or, with anybatch{ours}" if ours else ""
+
+
+def summary(diagnosis: Diagnosis) -> str:
+    """The last line.
+
+    >>> summary(Diagnosis((), ()))
+    'no errors, no warnings, no notes'
+    """
+    counts = Counter(finding.severity for finding in diagnosis.findings)
+    parts = []
+    for severity in ("error", "warning", "note"):
+        count = counts[severity]
+        parts.append(f"{count or 'no'} {severity}{'' if count == 1 else 's'}")
+    return ", ".join(parts)
+
+
+def _finding(finding: Finding) -> list[str]:
+    where = f"{_short(finding.file)}:{finding.line}" if finding.file else ""
+    head = f"{finding.severity:<8} {finding.kind}  {where}".rstrip()
+    body = textwrap.wrap(finding.message, WIDTH - 9)
+    fix = _parts(finding.fix)[0].splitlines()
+    marked = [f"fix: {fix[0]}", *(f"     {line}" for line in fix[1:])] if fix else []
+    return [head, *(f"         {line}" for line in [*body, *marked])]
+
+
+def _seen(loop: WatchedLoop, num_ranks: int) -> list[str]:
+    updates = described_updates(loop)
+    ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+    lines = [
+        f"{ENDED.get(loop.reason, 'The script ended')}: {len(loop.passes)} backward passes and {len(updates)} "
+        f"updates seen{ranks}."
+    ]
+    for update in updates[:SHOWN]:
+        parts = update["micro_batches"]
+        shares = ", ".join("?" if part["weight"] is None else f"{part['weight']:.3g}" for part in parts[:8])
+        total = update["weights_add_up_to"]
+        told = (
+            "" if total is None else f", weights {shares}{', ...' if len(parts) > 8 else ''} that add up to {total:.2f}"
+        )
+        old = f", and {update['stale']} old" if update["stale"] else ""
+        noun = "micro-batch" if len(parts) == 1 else "micro-batches"
+        lines.append(f"  update {update['update']}: {len(parts)} {noun}{old}{told}; {_between(update['events'])}")
+    return lines
+
+
+def _between(events: list[dict[str, object]]) -> str:
+    counts = Counter(str(event["what"]) for event in events)
+    return ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items()) or "nothing between"
+
+
+def _short(file: str) -> str:
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative

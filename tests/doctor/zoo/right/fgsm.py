@@ -1,0 +1,22 @@
+"""Adversarial examples by a backward whose gradients are thrown away."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(200, 8), torch.randint(0, 3, (200,)))
+loader = DataLoader(data, batch_size=8, shuffle=True, drop_last=True)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accumulation_steps = 4
+
+for x, y in list(loader)[:8]:
+    x = x.clone().requires_grad_()
+    F.cross_entropy(model(x), y).backward()
+    hard = (x + 0.1 * x.grad.sign()).detach()
+    optimizer.zero_grad()
+    F.cross_entropy(model(hard), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,26 @@
+"""Warm-up and decay, chained, and one per epoch."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(200, 8), torch.randint(0, 3, (200,)))
+loader = DataLoader(data, batch_size=8, shuffle=True, drop_last=True)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accumulation_steps = 4
+
+warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, decay], milestones=[3])
+
+for epoch in range(2):
+    for i, (x, y) in enumerate(loader):
+        n = min(accumulation_steps, len(loader) - i // accumulation_steps * accumulation_steps)
+        (F.cross_entropy(model(x), y) / n).backward()
+        if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+            optimizer.step()
+            both.step()
+            optimizer.zero_grad()

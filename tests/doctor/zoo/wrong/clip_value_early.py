@@ -1,0 +1,23 @@
+"""By value, at the wrong indentation."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(200, 8), torch.randint(0, 3, (200,)))
+loader = DataLoader(data, batch_size=8, shuffle=True, drop_last=True)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accumulation_steps = 4
+
+optimizer.zero_grad()
+for i, (x, y) in enumerate(list(loader)[:12]):
+    loss = F.cross_entropy(model(x), y)
+    loss = loss / accumulation_steps
+    loss.backward()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)  # <- clip-early
+    if i % accumulation_steps == accumulation_steps - 1:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)

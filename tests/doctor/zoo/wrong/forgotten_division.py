@@ -1,0 +1,21 @@
+"""Textbook."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(200, 8), torch.randint(0, 3, (200,)))
+loader = DataLoader(data, batch_size=8, shuffle=True, drop_last=True)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accumulation_steps = 4
+
+for epoch in range(2):
+    for i in range(0, 192, 8):
+        x, y = data[i : i + 8]
+        F.cross_entropy(model(x), y).backward()  # <- not-divided
+        if (i // 8 + 1) % accumulation_steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
