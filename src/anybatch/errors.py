@@ -18,13 +18,9 @@ AnybatchError
 ├── TaskError        a task that is not there, or is not one
 ├── SettingsError    a setting of a training run that makes no sense
 ├── CheckpointError  a checkpoint that cannot be read, or is of something else
-<<<<<<< HEAD
+├── DoctorError      a script that cannot be watched, or a loop in which the doctor found errors
 ├── RunError         a folder that is no run, or is one of another kind
 └── LessonError      a lesson that is not there
-=======
-├── DoctorError      a script that cannot be watched, or a loop in which the doctor found errors
-└── RunError         a folder that is no run, or is one of another kind
->>>>>>> main
 
 Each message names the value, what was expected, and the fix.
 """

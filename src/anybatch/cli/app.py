@@ -8,6 +8,7 @@ import typer
 from anybatch import __version__
 from anybatch.cli import arguments as opt
 from anybatch.cli import doctor_options as doctor_opt
+from anybatch.cli.learning import learn
 from anybatch.training import Settings, check_alone
 
 app = typer.Typer(
@@ -158,14 +159,9 @@ def trace(
     """
     from anybatch.cli.commands import trace_command
 
+    size = opt.rows_of(micro_batch)
     settings = Settings(
-        batch_size=batch_size,
-        micro_batch=opt.rows_of(micro_batch),
-        lr=lr,
-        clip_norm=clip_norm,
-        seed=seed,
-        device=device,
-        updates=2,
+        batch_size=batch_size, micro_batch=size, lr=lr, clip_norm=clip_norm, seed=seed, device=device, updates=2
     )
     return trace_command(task, settings, out=out, is_quiet=quiet)
 
@@ -279,26 +275,7 @@ def doctor(
     return doctor_command(request)
 
 
-@app.command()
-def learn(
-    page: Annotated[
-        str | None, typer.Argument(metavar="PAGE", help="One lesson; all nine if none is given.", show_default=False)
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the page there.")] = None,
-    site: Annotated[
-        Path | None, typer.Option("--site", metavar="FOLDER", help="Write a static site for a server instead.")
-    ] = None,
-    quiet: opt.Quiet = False,
-) -> int:
-    """Learn gradient accumulation by doing it: nine short pages, one file, no network.
-
-    trace, zero, rows, units, memory, rate, limits, write, recall. Without --out the page is opened in the browser.
-
-    Example: anybatch learn units
-    """
-    from anybatch.cli.commands import learn_command
-
-    return learn_command(page, out=out, site=site, is_quiet=quiet)
+app.command()(learn)
 
 
 @app.command()

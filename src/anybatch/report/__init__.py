@@ -5,10 +5,7 @@ from anybatch.report.page import write_page
 from anybatch.report.trace_lanes import lanes_of
 
 __all__ = [
-<<<<<<< HEAD
     "lanes_of",
-=======
     "write_doctor_page",
->>>>>>> main
     "write_page",
 ]

@@ -6,11 +6,8 @@ from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
     from anybatch.cli.commands.run_compare import compare_command
-<<<<<<< HEAD
-    from anybatch.cli.commands.run_learn import learn_command
-=======
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
->>>>>>> main
+    from anybatch.cli.commands.run_learn import learn_command
     from anybatch.cli.commands.run_plan import plan_command
     from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
     from anybatch.cli.commands.run_trace import trace_command
@@ -23,11 +20,8 @@ __all__ = [
     "DoctorRequest",
     "TrainRequest",
     "compare_command",
-<<<<<<< HEAD
-    "learn_command",
-=======
     "doctor_command",
->>>>>>> main
+    "learn_command",
     "plan_command",
     "ranks_plan_command",
     "trace_command",

@@ -22,6 +22,7 @@ LESSON_OF_ERROR = {
     "CheckpointError": "trace",
     "RunError": "recall",
     "LessonError": "trace",
+    "DoctorError": "rows",
 }
 LESSON_OF_CAUSE = {
     "batch_norm": "limits",

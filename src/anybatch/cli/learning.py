@@ -1,0 +1,29 @@
+"""The command that teaches."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybatch.cli import arguments as opt
+
+
+def learn(
+    page: Annotated[
+        str | None, typer.Argument(metavar="PAGE", help="One lesson; all nine if none is given.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the page there.")] = None,
+    site: Annotated[
+        Path | None, typer.Option("--site", metavar="FOLDER", help="Write a static site for a server instead.")
+    ] = None,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Learn gradient accumulation by doing it: nine short pages, one file, no network.
+
+    trace, zero, rows, units, memory, rate, limits, write, recall. Without --out the page is opened in the browser.
+
+    Example: anybatch learn units
+    """
+    from anybatch.cli.commands import learn_command
+
+    return learn_command(page, out=out, site=site, is_quiet=quiet)
