@@ -11,10 +11,11 @@ CHROMIUM := /usr/bin/chromium
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: help demo test quick check bench clean
+.PHONY: help demo learn test quick check bench clean
 
 help:
 	@echo "make demo    train on handwritten digits for about a minute, and say where the page is"
+	@echo "make learn   open the lessons: gradient accumulation, done by you"
 	@echo "make test    run every test; format, lint and types are among them"
 	@echo "make quick   run what is fast; with ROOM=passes, what a change to that room needs"
 	@echo "make bench   measure speed and memory against a hand-written loop and the peers"
@@ -22,6 +23,9 @@ help:
 # The digits are too small to share between threads: two that wait for each other are slower than one.
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/anybatch train digits
+
+learn: $(READY)
+	$(BIN)/anybatch learn
 
 test: $(READY) | $(CHROMIUM)
 	$(PYTEST)

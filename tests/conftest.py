@@ -2,6 +2,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.browsing import browser as browser
+
 # two workers on two cores: more threads than cores make tiny operations ten times slower
 torch.set_num_threads(1)
 

@@ -23,6 +23,8 @@ LONG = [
     "tests/cli/test_torchrun.py",
     "tests/training/test_ranks.py",
     "tests/report/test_page.py",
+    "tests/lessons/test_learn_page.py",
+    "tests/lessons/test_engine.py",
     "tests/cli/test_kill_resume.py",
     "tests/house/test_lint.py",
     "tests/dropout/test_row_dropout.py",

@@ -19,7 +19,8 @@ AnybatchError
 ├── SettingsError    a setting of a training run that makes no sense
 ├── CheckpointError  a checkpoint that cannot be read, or is of something else
 ├── DoctorError      a script that cannot be watched, or a loop in which the doctor found errors
-└── RunError         a folder that is no run, or is one of another kind
+├── RunError         a folder that is no run, or is one of another kind
+└── LessonError      a lesson that is not there
 
 Each message names the value, what was expected, and the fix.
 """
@@ -126,3 +127,7 @@ class DoctorError(AnybatchError, ValueError):
 
 class RunError(AnybatchError, ValueError):
     """A folder that is no run, or is one of another kind."""
+
+
+class LessonError(AnybatchError, ValueError):
+    """A lesson that is not there."""

@@ -10,6 +10,9 @@ Autocast = torch.dtype | torch.autocast | None
 BatchNorm = Literal["exact", "micro", "frozen"]
 """What BatchNorm layers in training see: the whole batch, each micro-batch for itself, or their running statistics."""
 
+Check = Literal["off", "first", "full"]
+"""What an update looks at before it learns from its first batch: nothing, its losses, or its gradients."""
+
 Offload = Literal["auto", "host", "disk"] | None
 """Where saved tensors go: to `"host"` memory, to `"disk"`, `"auto"`: out once memory is half full; None: they stay."""
 

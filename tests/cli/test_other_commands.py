@@ -29,10 +29,10 @@ def test_compare_takes_a_task_that_is_judged_by_its_loss(tmp_path, task_file, ca
 
 
 def test_trace_shows_stages_and_layers_and_keeps_them(tmp_path, capsys):
-    assert run(["trace", "textbook", "--out", "out"]) == 0
+    assert run(["trace", "textbook", "--out", "out", "--clip-norm", "0.1"]) == 0
     text = capsys.readouterr().out
-    for stage in ("load", "forward", "loss", "backward", "accumulate", "step", "zero"):
-        assert f"  {stage} " in text
+    for stage in ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero"):
+        assert f" {stage}" in text
     assert "micro-batch 3" in text
     assert "one sample, layer by layer" in text
     found = json.loads((tmp_path / "out" / "trace.json").read_text())

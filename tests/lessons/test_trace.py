@@ -65,14 +65,34 @@ def test_zeroing_leaves_no_gradient_and_comes_last(found):
 
 def test_clipping_shows_the_norm_before_and_after():
     settings = Settings(updates=2, warmup=0, decay="none", clip_norm=0.001)
-    whole = entries(trace(assemble(plain_task, settings)), "accumulate")[-1]
-    assert whole.facts["after clipping"] == pytest.approx(0.001, rel=1e-2)
-    assert whole.facts["gradient norm"] > 0.01
+    found = trace(assemble(plain_task, settings))
+    (clip,), whole = entries(found, "clip"), entries(found, "accumulate")[-1]
+    assert clip.facts["norm after"] == pytest.approx(0.001, rel=1e-2)
+    assert clip.facts["norm before"] == whole.facts["gradient norm"] > 0.01
+    shorter = clip.facts["norm after"] / clip.facts["norm before"]
+    assert clip.values == pytest.approx([shorter * value for value in whole.values], rel=1e-3)
+
+
+def test_backward_shows_the_gradient_of_its_own_micro_batch(found):
+    parts = [entry.values for entry in entries(found, "backward")]
+    whole = entries(found, "accumulate")[-1].values
+    assert [sum(column) for column in zip(*parts, strict=True)] == pytest.approx(list(whole), abs=1e-7)
+    assert parts[0] != pytest.approx(list(whole))
+
+
+def test_the_walk_of_the_sample_ends_in_a_prediction(found):
+    *_, last, prediction = found.layers
+    assert prediction.kind == "prediction"
+    assert list(prediction.values) == pytest.approx(torch.tensor(last.values).softmax(0).tolist())
+    guess = int(torch.tensor(last.values).argmax())
+    assert prediction.name.startswith(f"class {guess} (")
+    assert ", label " in prediction.name
 
 
 def test_one_sample_goes_through_every_layer_with_its_shapes(found):
-    assert [(layer.name, layer.kind) for layer in found.layers] == [("0", "Linear"), ("1", "Tanh"), ("2", "Linear")]
-    assert [layer.shapes_out for layer in found.layers] == [((1, 8),), ((1, 8),), ((1, 2),)]
+    layers = found.layers[:-1]  # the last is the prediction
+    assert [(layer.name, layer.kind) for layer in layers] == [("0", "Linear"), ("1", "Tanh"), ("2", "Linear")]
+    assert [layer.shapes_out for layer in layers] == [((1, 8),), ((1, 8),), ((1, 2),)]
     assert found.layers[0].shapes_in == ((1, 6),)
     hidden, squashed = found.layers[0].values, found.layers[1].values
     assert torch.tensor(hidden).tanh().tolist() == pytest.approx(list(squashed))
@@ -95,4 +115,4 @@ def test_a_module_that_calls_none_of_its_children_is_a_layer_itself():
             objective=supervised(nn.CrossEntropyLoss()),
         )
 
-    assert [layer.kind for layer in trace(assemble(build, SETTINGS)).layers] == ["Odd"]
+    assert [layer.kind for layer in trace(assemble(build, SETTINGS)).layers] == ["Odd", "prediction"]

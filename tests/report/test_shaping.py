@@ -255,6 +255,13 @@ def test_stages_are_shown_in_their_order(tmp_path):
     assert [entry.stage for entry in stages[0][1]] == ["load", "forward", "loss", "backward", "accumulate"]
 
 
+def test_a_trace_is_a_picture_with_a_lane_for_each_micro_batch_and_one_for_the_batch(tmp_path):
+    lanes = sections(read_results(trace_folder(tmp_path)))[0].lanes
+    assert [lane.title for lane in lanes] == ["micro-batch 0", "micro-batch 1", "the whole batch, once"]
+    assert [stage for stage, _ in lanes[0].cells] == ["load", "forward", "loss", "backward", "accumulate"]
+    assert lanes[-1].cells[-1][0] == "zero"
+
+
 def test_the_summary_of_a_finished_run_is_one_sentence(tmp_path):
     assert summary(read_results(train_folder(tmp_path))) == (
         "digits reached 97.5 % validation accuracy after 10 epochs: 230 updates with batches of 64 rows "

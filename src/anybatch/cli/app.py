@@ -111,6 +111,7 @@ def compare(
     micro_batch: opt.MicroBatch = None,
     lr: opt.LR = None,
     lr_rule: opt.Rule = None,
+    clip_norm: opt.ClipNorm = None,
     epochs: opt.Epochs = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
@@ -132,6 +133,7 @@ def compare(
         epochs=epochs,
         lr=lr,
         lr_rule=lr_rule,
+        clip_norm=clip_norm,
         seed=seed,
         device=device,
     )
@@ -144,6 +146,7 @@ def trace(
     batch_size: opt.BatchSize = None,
     micro_batch: opt.MicroBatch = None,
     lr: opt.LR = None,
+    clip_norm: opt.ClipNorm = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     out: opt.Out = None,
@@ -156,7 +159,13 @@ def trace(
     from anybatch.cli.commands import trace_command
 
     settings = Settings(
-        batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), lr=lr, seed=seed, device=device, updates=2
+        batch_size=batch_size,
+        micro_batch=opt.rows_of(micro_batch),
+        lr=lr,
+        clip_norm=clip_norm,
+        seed=seed,
+        device=device,
+        updates=2,
     )
     return trace_command(task, settings, out=out, is_quiet=quiet)
 
@@ -268,6 +277,28 @@ def doctor(
         is_compiling=compiling,
     )
     return doctor_command(request)
+
+
+@app.command()
+def learn(
+    page: Annotated[
+        str | None, typer.Argument(metavar="PAGE", help="One lesson; all nine if none is given.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the page there.")] = None,
+    site: Annotated[
+        Path | None, typer.Option("--site", metavar="FOLDER", help="Write a static site for a server instead.")
+    ] = None,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Learn gradient accumulation by doing it: nine short pages, one file, no network.
+
+    trace, zero, rows, units, memory, rate, limits, write, recall. Without --out the page is opened in the browser.
+
+    Example: anybatch learn units
+    """
+    from anybatch.cli.commands import learn_command
+
+    return learn_command(page, out=out, site=site, is_quiet=quiet)
 
 
 @app.command()

@@ -63,7 +63,9 @@ def _fail_of(error: AnybatchError) -> int:
         return code
     if isinstance(error, TaskRaisedError) and error.__cause__ is not None:
         print(short_traceback(error.__cause__), file=sys.stderr)
-    return _fail(str(error), code)
+    from anybatch.lessons import lesson_of_error, see
+
+    return _fail(f"{error} {see(lesson_of_error(error))}", code)
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,4 +1,4 @@
-"""What teaches: one update traced, and ways of training compared."""
+"""What teaches: nine pages to learn from, one update traced, and ways of training compared."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,7 @@ from anybatch.lazy import lazily
 if TYPE_CHECKING:
     from anybatch.lessons.arms import ArmPlan, compare
     from anybatch.lessons.findings import show_spread
+    from anybatch.lessons.pages import learn_page, lesson_of_cause, lesson_of_error, read_lesson, see, write_learn_site
     from anybatch.lessons.update_trace import trace
 else:
     __getattr__ = lazily(__name__)
@@ -14,6 +15,12 @@ else:
 __all__ = [
     "ArmPlan",
     "compare",
+    "learn_page",
+    "lesson_of_cause",
+    "lesson_of_error",
+    "read_lesson",
+    "see",
     "show_spread",
     "trace",
+    "write_learn_site",
 ]

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from anybatch.errors import SettingsError
 from anybatch.lessons.findings import findings
 from anybatch.lessons.usual_loop import run_usual_loop, usual_updates
@@ -140,12 +142,14 @@ def _run_exact(experiment: Experiment, seed: int, tell: Callable[[ArmEpoch], Non
     epochs: list[ArmEpoch] = []
     updates: list[UpdateDone] = []
     peaks: list[int] = []
+    random_state = torch.get_rng_state().nbytes if experiment.device.type == "cpu" else 0
 
     def take(metric: Metric) -> None:
         if isinstance(metric, UpdateDone):
             updates.append(metric)
         elif isinstance(metric, MemorySeen):
-            peaks.append(metric.peak_bytes or 0)
+            # a batch that may have to start again keeps torch's random state; nobody means that by memory
+            peaks.append((metric.peak_bytes or 0) - random_state)
         elif isinstance(metric, EpochDone):
             value = judging_number(experiment.task.metric, metric.valid_loss, metric.metrics)
             losses = {"train_loss": metric.train_loss, "valid_loss": metric.valid_loss}

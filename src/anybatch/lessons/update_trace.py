@@ -1,6 +1,6 @@
 """One update stage by stage, and one sample layer by layer: real shapes and numbers, copied out while they are there."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,10 @@ from anybatch.gradients import gradient_norm
 from anybatch.records import Trace, TracedLayer, TracedStage
 from anybatch.training import Experiment, observed, training_loader
 
-MOST_VALUES = 6
+MOST_VALUES = 12
 """Sample values per entry."""
+MOST_CLASSES = MOST_VALUES
+"""A prediction is told where every class is among the values."""
 
 
 def trace(experiment: Experiment) -> Trace:
@@ -46,6 +48,7 @@ class _Watcher:
         self._weights = [parameter.detach().clone() for parameter in parameters]
         self._batch_loss = 0.0
         self._norm_before_clip: float | None = None
+        self._first_sum: Tensor | None = None
         self._has_begun = False
         self._units = 0.0
         self._add(None, "load", "the whole batch", {"rows": num_rows(batch), "shapes": _shapes(tensors(batch))}, batch)
@@ -63,7 +66,7 @@ class _Watcher:
             case stages.Loss():
                 self._loss(event)
             case stages.Backward():
-                self._add(event, "backward", "this micro-batch's gradients are computed and added", {}, None)
+                self._backward(event)
             case stages.Accumulate():
                 norm = float(gradient_norm(event.parameters))
                 facts = {"gradient norm so far": norm, "of": _first_name(event.parameters)}
@@ -74,12 +77,22 @@ class _Watcher:
                 self._step(event)
             case stages.Zero() if self._has_begun:
                 left = sum(parameter.grad is not None for parameter in event.parameters)
-                facts = {"gradients left": left, "parameters": len(event.parameters)}
+                facts = {"gradients left": left, "parameters": len(event.parameters), ".grad": "None"}
                 self._add(event, "zero", "the next update begins: gradients are cleared", facts, None)
                 self._is_open = False
             case _:
                 pass
         self._has_begun = True  # the first event of all is this update's own zeroing
+
+    def _backward(self, event: stages.Backward) -> None:
+        """The first parameter's gradient of this micro-batch alone: what `.grad` holds now, less what it held before."""
+        total, added = _first_grad(self._parameters), None
+        if total is not None:
+            added = total.detach().clone() if self._first_sum is None else total.detach() - self._first_sum
+            self._first_sum = total.detach().clone()
+        facts: dict[str, Any] = {} if added is None else {"its norm": float(added.norm())}
+        facts |= {"of": _first_name(self._parameters)}
+        self._add(event, "backward", "this micro-batch's gradients are computed and added", facts, added)
 
     def _loss(self, event: stages.Loss) -> None:
         loss = float(event.loss)
@@ -97,13 +110,13 @@ class _Watcher:
         facts = {"loss": self._batch_loss, "units": self._units}
         self._add(None, "loss", "the loss of the whole batch: the shares add up", facts, None)
         norm = float(gradient_norm(self._parameters))
-        total: dict[str, Any] = {"gradient norm": norm}
-        title = "the gradient of the whole batch"
-        if self._norm_before_clip is not None:
-            total = {"gradient norm": self._norm_before_clip, "after clipping": norm}
-            title += ", clipped"
-        total["of"] = _first_name(self._parameters)
-        self._add(None, "accumulate", title, total, _first_grad(self._parameters))
+        name, before_clip = _first_name(self._parameters), self._norm_before_clip
+        total: dict[str, Any] = {"gradient norm": norm if before_clip is None else before_clip, "of": name}
+        summed = _first_grad(self._parameters) if before_clip is None else self._first_sum
+        self._add(None, "accumulate", "the gradient of the whole batch", total, summed)
+        if before_clip is not None:
+            norms: dict[str, Any] = {"norm before": before_clip, "norm after": norm, "of": name}
+            self._add(None, "clip", "the whole gradient is made shorter, once", norms, _first_grad(self._parameters))
         moved = [
             float((parameter.detach() - before).norm())
             for parameter, before in zip(self._parameters, self._weights, strict=True)
@@ -149,7 +162,22 @@ def _trace_layers(experiment: Experiment, batch: Batch) -> tuple[TracedLayer, ..
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-    return tuple(layers)
+    return (*layers, *_prediction(layers, batch))
+
+
+def _prediction(layers: Sequence[TracedLayer], batch: Batch) -> tuple[TracedLayer, ...]:
+    """How the walk ends where the model tells classes apart: probabilities, class and label of the row."""
+    found = list(tensors(batch))
+    if not layers or len(found) != 2 or found[1].dim() != 1 or found[1].is_floating_point():
+        return ()
+    shape = layers[-1].shapes_out[0] if layers[-1].shapes_out else ()
+    if len(shape) != 2 or not 1 < int(shape[1]) <= MOST_CLASSES:
+        return ()
+    probabilities = torch.tensor(layers[-1].values).softmax(0)
+    guess, label = int(probabilities.argmax()), int(found[1][0])
+    told = f"class {guess} ({float(probabilities[guess]):.1%}), label {label}: {'right' if guess == label else 'wrong'}"
+    values = tuple(float(each) for each in probabilities)
+    return (TracedLayer(name=told, kind="prediction", shapes_in=(shape,), shapes_out=((1,),), values=values),)
 
 
 def _layer(name: str, module: nn.Module, inputs: Any, output: Any) -> TracedLayer:

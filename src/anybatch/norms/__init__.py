@@ -1,6 +1,6 @@
 """BatchNorm layers whose statistics are not those of the micro-batch that runs."""
 
-from anybatch.norms.layers import Layers, batch_norms, uses_batch_statistics
+from anybatch.norms.layers import Call, Layers, batch_norms, replaced, uses_batch_statistics
 from anybatch.norms.lockstep import Lockstep, pooled
 from anybatch.norms.policy import NormPolicy
 from anybatch.norms.spectral_norms import NO_POWER, PowerSteps
@@ -8,6 +8,7 @@ from anybatch.norms.statistics import AS_IS, Statistics
 
 __all__ = [
     "AS_IS",
+    "Call",
     "Layers",
     "Lockstep",
     "NO_POWER",
@@ -16,5 +17,6 @@ __all__ = [
     "Statistics",
     "batch_norms",
     "pooled",
+    "replaced",
     "uses_batch_statistics",
 ]

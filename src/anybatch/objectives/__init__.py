@@ -7,7 +7,10 @@ from anybatch.objectives.labels import huggingface
 from anybatch.objectives.metrics import Mean, Metric, Metrics, Number, PerRow, Sum, combine, detached, on_host
 from anybatch.objectives.objective import Objective, checked_loss, count_units, loss_and_metrics
 from anybatch.objectives.observed_means import ObservedMeans
+from anybatch.objectives.part_losses import PartLoss, Place, SeenLoss, TermLosses, part_loss
+from anybatch.objectives.seen_units import WatchedLoss, observed
 from anybatch.objectives.sentence_losses import sentence_transformers
+from anybatch.objectives.terms import Terms, count_terms
 
 __all__ = [
     "Coupled",
@@ -19,17 +22,26 @@ __all__ = [
     "Number",
     "Objective",
     "ObservedMeans",
+    "PartLoss",
     "PerRow",
+    "Place",
+    "SeenLoss",
     "Sum",
+    "TermLosses",
+    "Terms",
+    "WatchedLoss",
     "checked_loss",
     "clip_loss",
     "combine",
+    "count_terms",
     "count_units",
     "detached",
     "huggingface",
     "info_nce",
     "loss_and_metrics",
+    "observed",
     "on_host",
+    "part_loss",
     "sentence_transformers",
     "supervised",
 ]

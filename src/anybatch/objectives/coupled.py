@@ -1,6 +1,6 @@
 """`Coupled`: an objective whose rows look at each other, cut at its representations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ class Coupled:
     reduction: Literal["mean"] = field(default="mean", init=False)
     units_for: None = field(default=None, init=False)
     reduction_for: None = field(default=None, init=False)
+    terms: Mapping[str, Units | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.encode) or not callable(self.loss):

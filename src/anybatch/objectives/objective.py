@@ -1,7 +1,7 @@
 """Objectives: how a loss is made, and what it averages over."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,8 @@ class Objective:
     """For objectives whose units depend on the model: the units of this model, used instead of `units`."""
     reduction_for: Callable[[nn.Module], Reduction] | None = None
     """For objectives whose reduction depends on the model: that of this model, used instead of `reduction`."""
+    terms: Mapping[str, Units | None] = field(default_factory=dict)
+    """For losses of several means (`Terms`): what each divides by; `units` are then those of the micro-batch as a whole."""
 
     def __post_init__(self) -> None:
         if not callable(self.loss) or not callable(self.units):
@@ -66,7 +68,7 @@ class Counted(Protocol):
 def count_units(objective: Counted, model: nn.Module, micro_batches: Sequence[Batch]) -> list[float]:
     """The units of each micro-batch as Python numbers: counted before the first forward."""
     units = objective.units if objective.units_for is None else objective.units_for(model)
-    counted = _numbers([units(micro_batch) for micro_batch in micro_batches])
+    counted = numbers_of([units(micro_batch) for micro_batch in micro_batches])
     for index, number in enumerate(counted):
         if not 0 <= number < float("inf"):
             raise UnitsError(
@@ -95,7 +97,10 @@ def checked_loss(returned: Any) -> tuple[Tensor, Metrics]:
 
 
 def loss_and_metrics(returned: Any) -> tuple[Tensor, Metrics]:
-    """What a loss function returned, `loss` or `(loss, metrics)`, taken apart."""
+    """What a loss function returned for all rows that there are, `loss` or `(loss, metrics)`, taken apart."""
+    of_whole = getattr(returned, "of_whole", None)
+    if of_whole is not None:
+        returned = of_whole()
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor):
         raise LossError(
@@ -110,7 +115,8 @@ def loss_and_metrics(returned: Any) -> tuple[Tensor, Metrics]:
     return loss, metrics
 
 
-def _numbers(values: list[Number]) -> list[float]:
+def numbers_of(values: list[Number]) -> list[float]:
+    """Counts as Python numbers; of several on a device, with one wait for it."""
     for value in values:
         if not isinstance(value, Tensor | int | float):
             raise UnitsError(

@@ -241,6 +241,7 @@ class Accumulator:
             choose,
             underflows=scaler is None and passes_fp16(parameters, autocast),
             proven_size=self._proven_size,
+            num_terms=len(self.objective.terms),
         )
         self.norms.warn_once(layers, plan.cut, plan.num_micro_batches)
         needs = schedule.needs(self.engine)

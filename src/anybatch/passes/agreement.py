@@ -9,10 +9,10 @@ from torch import nn
 
 from anybatch.batches import Batch, Cut, Dealt, MicroBatches, move, tensors
 from anybatch.errors import BatchError, ParallelError
-from anybatch.objectives import Coupled, Objective
+from anybatch.objectives import Coupled, Objective, count_terms
 from anybatch.options import Reduction
 from anybatch.parallel import Engine, Ranks
-from anybatch.passes.batch_plan import BatchPlan, Layout, lay_out
+from anybatch.passes.batch_plan import BatchPlan, Layout, TermUnits, lay_out
 from anybatch.passes.cutting import units_of
 from anybatch.passes.tools import Schedule
 
@@ -25,6 +25,8 @@ class OwnRows:
     """None where it has no rows."""
     units: Sequence[float]
     reduction: Reduction
+    terms: Sequence[Sequence[float]] = ()
+    """What each term of a loss of several means divides by, for each micro-batch."""
 
     def counted(self, layout: Layout) -> list[int]:
         """The micro-batches that count for something, and so run."""
@@ -43,6 +45,8 @@ class _Told:
     total: float
     largest: float
     is_proven: float
+    terms: Sequence[float] = ()
+    """What each term of the loss divides by, on this rank."""
 
 
 def has_rows(batch: Batch) -> bool:
@@ -66,9 +70,11 @@ def own_rows(
         return OwnRows(cut=None, units=(), reduction=reduction)
     cut = cut_rows(rows)
     units = units_of(objective, model, cut)
+    each = [count_terms(objective.terms, part) for part in cut.micro_batches] if objective.terms else []
     if is_stand_in:
-        return OwnRows(cut=cut, units=[0] * len(units), reduction="mean")
-    return OwnRows(cut=cut, units=units, reduction=reduction)
+        nothing = [[0.0] * len(one) for one in each]
+        return OwnRows(cut=cut, units=[0] * len(units), reduction="mean", terms=nothing)
+    return OwnRows(cut=cut, units=units, reduction=reduction, terms=each)
 
 
 def size_of(micro_batch: Batch) -> int:
@@ -83,6 +89,7 @@ def plan_batch(
     *,
     underflows: bool,
     proven_size: int,
+    num_terms: int = 0,
 ) -> tuple[BatchPlan, Schedule]:
     """Cut and count on every rank, sum the units in one small collective, and lay out this rank's passes.
 
@@ -101,7 +108,7 @@ def plan_batch(
         schedule = schedule_for(len(own.cut) > 1)
         return _planned(ranks, own, [_told(own, [], is_proven=True)], schedule.layout, 0, underflows), schedule
     schedule = schedule_for(True)
-    own, told = _ask_all(ranks, count, schedule.layout, proven_size)
+    own, told = _ask_all(ranks, count, schedule.layout, proven_size, num_terms)
     if not any(one.num_own for one in told):
         raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
     own = _with_borrowed(ranks, own, told, schedule.layout)
@@ -111,7 +118,8 @@ def plan_batch(
 
 def _told(own: OwnRows, counted: list[int], *, is_proven: bool) -> _Told:
     num_own = 0 if own.cut is None else len(own.cut)
-    return _Told(0.0, num_own, len(counted), sum(own.units), max(own.units, default=0), is_proven)
+    terms = [sum(column) for column in zip(*own.terms, strict=True)]
+    return _Told(0.0, num_own, len(counted), sum(own.units), max(own.units, default=0), is_proven, terms)
 
 
 def _planned(
@@ -135,11 +143,14 @@ def _planned(
         num_by_rank=num_by_rank,
         rank=ranks.rank,
         is_proven=all(one.is_proven for one in told),
+        terms=TermUnits(
+            each=own.terms, totals=[sum(each) for each in zip(*(one.terms for one in told), strict=True)], rows=total
+        ),
     )
 
 
 def _ask_all(
-    ranks: Ranks, count: Callable[[], OwnRows], layout: Layout, proven_size: int
+    ranks: Ranks, count: Callable[[], OwnRows], layout: Layout, proven_size: int, num_terms: int
 ) -> tuple[OwnRows, list[_Told]]:
     """This rank's rows, and what every rank tells of its own; an error where one failed."""
     own, error = OwnRows(cut=None, units=(), reduction="mean"), None
@@ -150,7 +161,10 @@ def _ask_all(
     counted = own.counted(layout)
     facts = _told(own, counted, is_proven=_is_proven(own, counted, proven_size))
     numbers = [float(error is not None), facts.num_own, facts.num_counted, facts.total, facts.largest, facts.is_proven]
-    told = [_Told(*every) for every in ranks.gather([float(number) for number in numbers])]
+    numbers += (
+        facts.terms or [0.0] * num_terms
+    )  # a rank with no row has none, and the collective carries as many of each
+    told = [_heard(every) for every in ranks.gather([float(number) for number in numbers])]
     if error is not None:
         raise error
     failed = [rank for rank, one in enumerate(told) if one.has_failed]
@@ -159,6 +173,11 @@ def _ask_all(
             f"rank {failed[0]} failed before its first forward (its own error says why); no rank ran this batch."
         )
     return own, told
+
+
+def _heard(numbers: list[float]) -> _Told:
+    has_failed, num_own, num_counted, total, largest, is_proven, *terms = numbers
+    return _Told(has_failed, num_own, num_counted, total, largest, is_proven, terms)
 
 
 def _is_proven(own: OwnRows, counted: list[int], proven_size: int) -> bool:
@@ -183,7 +202,8 @@ def _with_borrowed(ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout
     lent = ranks.lend(lend, lenders.index(max(lenders)))
     if lenders[ranks.rank]:
         return own
-    return OwnRows(cut=_joined(own.cut, lent), units=(*own.units, 0.0), reduction=own.reduction)
+    terms = (*own.terms, (0.0,) * len(told[0].terms))
+    return OwnRows(cut=_joined(own.cut, lent), units=(*own.units, 0.0), reduction=own.reduction, terms=terms)
 
 
 def _joined(own: MicroBatches | None, lent: Batch) -> MicroBatches:

@@ -1,9 +1,10 @@
 """`BatchPlan`: everything about a batch that is decided before its first forward."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from anybatch.batches import MicroBatches
+from anybatch.objectives import Place
 from anybatch.options import Reduction
 
 
@@ -41,6 +42,7 @@ class BatchPlan:
     rank: int = 0
     is_proven: bool = True
     """True where each rank's last pass is known to fit, from one that was no smaller."""
+    terms: "TermUnits" = field(default_factory=lambda: TermUnits())
 
     @property
     def is_empty(self) -> bool:
@@ -78,6 +80,13 @@ class BatchPlan:
         denominator = self.denominator or 1.0
         return [factor * self.units[one.micro_batch] / denominator if one.share else 0.0 for one in self.passes]
 
+    def place(self, micro_batch: int) -> Place:
+        """What a micro-batch is in the batch."""
+        units = self.units[micro_batch]
+        if not self.terms.each:
+            return Place(units=units, total=self.total)
+        return Place(units=units, total=self.terms.rows, terms=self.terms.each[micro_batch], totals=self.terms.totals)
+
     def left_over(self, counted: float) -> float:
         """What the summed gradient is multiplied by at the close, when only `counted` units, of all ranks, went into it."""
         return 1.0 if self.reduction == "sum" or counted == 0 else self.denominator / counted
@@ -87,7 +96,27 @@ class BatchPlan:
         left = [one for one in self.passes if one.micro_batch not in micro_batches]
         if not any(one.share for one in left):
             left = []
-        return replace(self, passes=tuple(replace(one, is_last=one is left[-1]) for one in left))
+        passes = tuple(replace(one, is_last=one is left[-1]) for one in left)
+        return replace(self, passes=passes, terms=self.terms.without(micro_batches, self.units))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermUnits:
+    """The units of a loss of several means, each with its own; none for a loss of one mean."""
+
+    each: Sequence[Sequence[float]] = ()
+    """For each micro-batch of this rank, what each term divides by."""
+    totals: Sequence[float] = ()
+    """What each term divides by in the whole batch, over all ranks."""
+    rows: float = 0.0
+    """The rows of the whole batch that count for any term."""
+
+    def without(self, micro_batches: Collection[int], units: Sequence[float]) -> "TermUnits":
+        """Where these micro-batches have no part in the batch; each is left out once."""
+        lost = [index for index in micro_batches if self.each and any(self.each[index])]
+        each = [() if index in lost else one for index, one in enumerate(self.each)]
+        totals = [total - sum(self.each[index][term] for index in lost) for term, total in enumerate(self.totals)]
+        return replace(self, each=each, totals=totals, rows=self.rows - sum(units[index] for index in lost))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

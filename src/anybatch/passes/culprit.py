@@ -42,7 +42,7 @@ def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Param
     with gradients.undone(), accumulator.norms.alone():
         for one in plan.passes:
             with tools.sync.passing(is_last=is_seen_together):
-                loss, _ = tools.loss_of(plan, one)
+                loss, *_ = tools.loss_of(plan, one)
                 loss.backward()
             if found is None and one.reports:
                 found = _look(plan, one, tools, loss.detach().item(), names, is_seen_together=is_seen_together)

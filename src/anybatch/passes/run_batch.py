@@ -41,8 +41,10 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], No
 
 
 def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
-    """What the passes leave. Where rows look at each other, one that is not finite spoils all: they run again without it."""
-    before = tools.finite.before_all() if schedule.layout.runs_all else NOTHING
+    """What the passes leave. Where one that is not finite spoils all, they run again without it: where rows look at each
+    other, and where a loss has terms, each of which has to be divided by what is left of its units."""
+    runs_again = schedule.layout.runs_all or bool(plan.terms.each)
+    before = tools.finite.before_all() if runs_again else NOTHING
     watch = WriteWatch.of(plan.cut) if schedule.layout.runs_all else None
     dropped: list[int] = []
     while plan.passes:

@@ -119,9 +119,10 @@ def check_drops(running: Running, objective: Objective | Coupled, engine: Engine
             "a model sharded by fully_shard cannot leave single micro-batches out: no rank has one's gradient alone. Use "
             "on_nonfinite='skip', which leaves the update out, or DistributedDataParallel."
         )
-    looks_around = running.batch_norm == "exact" or isinstance(objective, Coupled)
+    looks_around = running.batch_norm == "exact" or isinstance(objective, Coupled) or bool(objective.terms)
     if looks_around and engine.ranks.size > 1:
         raise ParallelError(
-            f"on {engine.ranks.size} ranks, micro-batches whose rows look at each other are not left out one by one. "
+            f"on {engine.ranks.size} ranks, micro-batches whose rows look at each other, or whose loss has terms with units of "
+            "their own, are not left out one by one. "
             "Use on_nonfinite='skip', which leaves the update out."
         )

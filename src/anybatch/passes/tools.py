@@ -12,7 +12,7 @@ from anybatch.batches import Batch, tensors
 from anybatch.events import SILENT, Accumulate, Backward, Events
 from anybatch.gradients import GradientSum
 from anybatch.norms import Statistics
-from anybatch.objectives import Metrics, checked_loss, detached
+from anybatch.objectives import Metrics, PartLoss, detached, part_loss
 from anybatch.parallel import Engine, Needs, Ranks, Sync
 from anybatch.passes.barrier import Barrier
 from anybatch.passes.batch_plan import BatchPlan, Layout, Pass
@@ -136,12 +136,12 @@ class Tools:
     is_even: bool = False
     """True where every pass is a collective, so that none can run on one rank alone."""
 
-    def loss_of(self, plan: BatchPlan, one: Pass) -> tuple[Tensor, Metrics]:
+    def loss_of(self, plan: BatchPlan, one: Pass) -> PartLoss:
         """The loss of one pass, checked to be a single differentiable number, and its metrics."""
         index = one.micro_batch
-        loss, metrics = checked_loss(self.forward(plan.cut[index], index))
-        self.events.end_loss(loss, micro_batch=index, units=plan.units[index], share=one.share)
-        return loss, metrics
+        part = part_loss(self.forward(plan.cut[index], index), plan.place(index))
+        self.events.end_loss(part.loss, micro_batch=index, units=part.units, share=one.share)
+        return part
 
     def quiet_forward(self) -> ForwardPass:
         """The same forward, of which nobody is told."""
@@ -159,11 +159,11 @@ class Tools:
         return is_finite
 
 
-def part_of(plan: BatchPlan, index: int, loss: Tensor | None, metrics: Metrics) -> Part:
+def part_of(index: int, units: float, loss: Tensor | None, metrics: Metrics) -> Part:
     """What micro-batch `index` left, without its graph, which would keep its activations alive."""
     return Part(
         micro_batch=index,
-        units=plan.units[index],
+        units=units,
         loss=None if loss is None else loss.detach(),
         metrics=detached(metrics) if metrics else metrics,
     )

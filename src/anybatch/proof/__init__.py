@@ -7,6 +7,7 @@ from anybatch.lazy import lazily
 if TYPE_CHECKING:
     from anybatch.proof.comparing import verify
     from anybatch.proof.first_batch import self_check
+    from anybatch.proof.first_look import PENDING, FirstLook, look_first
     from anybatch.proof.floor import ParameterError
     from anybatch.proof.verdict import Cause, CutResult, Verdict
 else:
@@ -15,8 +16,11 @@ else:
 __all__ = [
     "Cause",
     "CutResult",
+    "FirstLook",
+    "PENDING",
     "ParameterError",
     "Verdict",
+    "look_first",
     "self_check",
     "verify",
 ]

@@ -26,7 +26,7 @@ def self_check(accumulator: Accumulator, batch: Batch) -> None:
     if accumulator.engine.is_even:
         raise VerifyError(
             "check=True runs a copy of the model, and one sharded by fully_shard cannot be copied. Call verify() on the model "
-            "before it is sharded, and leave check=False."
+            "before it is sharded, and use check='off'."
         )
     problem: Exception | None = None
     try:
@@ -58,7 +58,7 @@ def _look_at(accumulator: Accumulator, batch: Batch) -> None:
     if not verdict.is_exact:
         raise ExactnessError(
             "the self-check of the first batch found that its accumulated gradient is not the whole batch's; nothing "
-            f"was changed. {verdict.describe()}\nMend the cause, or leave check=False to train as it is."
+            f"was changed. {verdict.describe()}\nMend the cause, or use check='off' to train as it is."
         )
 
 

@@ -238,6 +238,7 @@ class CauseRecord:
     kind: str
     explanation: str
     fix: str
+    lesson: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from anybatch.report.doctor_page import write_doctor_page
 from anybatch.report.page import write_page
+from anybatch.report.trace_lanes import lanes_of
 
 __all__ = [
+    "lanes_of",
     "write_doctor_page",
     "write_page",
 ]

@@ -103,8 +103,9 @@ def _traced(results: Results) -> str:
     parts = [f"One update of {results.run.task}, stage by stage"]
     if micro_batches:
         parts.append(f" through {plural(len(micro_batches), 'micro-batch')}")
-    if results.trace.layers:
-        parts.append(f"; then one sample through {plural(len(results.trace.layers), 'layer')}")
+    layers = [layer for layer in results.trace.layers if layer.kind != "prediction"]
+    if layers:
+        parts.append(f"; then one sample through {plural(len(layers), 'layer')}")
     return "".join(parts) + "."
 
 

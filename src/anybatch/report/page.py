@@ -39,6 +39,7 @@ from anybatch.report.charts import (
     update_charts,
 )
 from anybatch.report.headline import headline, summary
+from anybatch.report.trace_lanes import Lane, lanes_of
 from anybatch.report.writing import (
     plural,
     without_breaks,
@@ -70,6 +71,8 @@ class Section:
     stages: tuple[tuple[str, tuple[TracedStage, ...]], ...] = ()
     """The stages of a trace, gathered by micro-batch."""
     layers: tuple[TracedLayer, ...] = ()
+    lanes: tuple[Lane, ...] = ()
+    """The same stages as a picture."""
 
 
 def write_page(run_folder: Path) -> Path:
@@ -128,7 +131,10 @@ def sections(results: Results) -> tuple[Section, ...]:
 
 
 def _proof_sections(proof: ProofRecord) -> Iterator[Section]:
-    causes = tuple(f"{cause.explanation} Fix: {cause.fix}" for cause in proof.causes)
+    causes = tuple(
+        f"{cause.explanation} Fix: {cause.fix}" + (f" See: anybatch learn {cause.lesson}." if cause.lesson else "")
+        for cause in proof.causes
+    )
     yield Section(name="causes", title="Why it is not exact", notes=causes)
     yield Section(
         name="proof",
@@ -159,7 +165,9 @@ def _trace_sections(trace: Trace) -> Iterator[Section]:
         for index, group in groupby(trace.stages, key=lambda entry: entry.micro_batch)
     )
     charts = tuple(charts_of_trace(trace))
-    yield Section(name="stages", title="One update, stage by stage", charts=charts, stages=stages)
+    yield Section(
+        name="stages", title="One update, stage by stage", charts=charts, stages=stages, lanes=lanes_of(trace.stages)
+    )
     yield Section(name="layers", title="One sample, layer by layer", layers=trace.layers)
 
 

@@ -1,6 +1,7 @@
 """The update in its one right order: zero, micro-batches, unscale, clip, step, scaler, scheduler."""
 
 import math
+from typing import get_args
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -8,12 +9,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batches import Batch, MicroBatch
-from anybatch.errors import NonFiniteError
+from anybatch.errors import NonFiniteError, UpdateError
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload, OnEmpty, OnNonFinite
+from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite
 from anybatch.passes import Accumulator, Option, Running, find_culprit
+from anybatch.proof import PENDING, FirstLook, look_first
 from anybatch.state import once_more
 from anybatch.update.fitting_parts import check_loss_parameters, check_parts
 from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_scheduler
@@ -32,9 +34,12 @@ class Update:
     batch without any target is no update, unless `on_empty="step"`: then it steps with zeros, which decays weights.
     An optimizer or scheduler prepared by Accelerate is taken as the one inside it.
     `batch_norm`, `offload` and `reshard` are those of `Accumulator`, and so is what it says of models on many ranks: the
-    decisions of an update are taken by all ranks together. With `check`, some rows of the first batch run on a copy, in one
-    go and accumulated, before anything is learnt; where their gradients differ, `ExactnessError` names the cause. `running`
-    gives the options as one value instead.
+    decisions of an update are taken by all ranks together. `running` gives the options as one value instead.
+
+    `check` is what is looked at before anything is learnt from the first batch that is cut. `"first"`: whether the losses of a
+    few rows add up, by forwards alone, for less than one micro-batch takes; `guard` tells what was found. `"full"`, or True:
+    whether the gradients of as many rows as a micro-batch has are the same in one go and accumulated, on a copy. `"off"`:
+    nothing. Where it is not so, `ExactnessError` names the cause, and nothing was changed.
 
     >>> import torch
     >>> from anybatch import supervised
@@ -67,7 +72,7 @@ class Update:
         on_nonfinite: OnNonFinite = "raise",
         on_empty: OnEmpty = "skip",
         reshard: bool = True,
-        check: bool = False,
+        check: Check | bool = "first",
         observer: Observer | None = None,
         running: Running | None = None,
     ) -> None:
@@ -99,7 +104,9 @@ class Update:
         )
         self._scale: LossScale = loss_scale(self.scaler, optimizer)
         self._stepping = Stepping(optimizer)
-        self._is_to_check = check
+        self._check = _check_of(check)
+        self.guard = PENDING if self._check == "first" else FirstLook(finding="off")
+        """What the look at the first batch found, where `check="first"`."""
         self._is_first = True
 
     @property
@@ -133,8 +140,8 @@ class Update:
         if self._is_first:
             self._is_first = False
             check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
-        if self._is_to_check:
-            self._check_first(batch)
+        if self._check != "off":
+            self._look_at_first(batch)
         events = events_for(self.observer)
         before = self.accumulator.before_batch()
         buffers = before.buffers
@@ -183,11 +190,16 @@ class Update:
             retries=retries,
         )
 
-    def _check_first(self, batch: Batch) -> None:
+    def _look_at_first(self, batch: Batch) -> None:
+        if self._check == "first":
+            self.guard = look_first(self.accumulator, batch)
+            if self.guard is not PENDING:
+                self._check = "off"
+            return
         from anybatch.proof import self_check  # the proof takes longer to load than all else, and is seldom asked for
 
         self_check(self.accumulator, batch)
-        self._is_to_check = False
+        self._check = "off"
 
     def _stepped(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -245,6 +257,16 @@ class Update:
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
             "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
         )
+
+
+def _check_of(check: Check | bool) -> Check:
+    if check is True or check is False:
+        return "full" if check else "off"
+    if check not in get_args(Check):
+        raise UpdateError(
+            f"check={check!r}: expected one of {', '.join(get_args(Check))}; True is 'full', False is 'off'."
+        )
+    return check
 
 
 def _value(lr: float | Tensor) -> float | Tensor:

@@ -7,6 +7,7 @@ from anybatch.lazy import lazily
 if TYPE_CHECKING:
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
+    from anybatch.cli.commands.run_learn import learn_command
     from anybatch.cli.commands.run_plan import plan_command
     from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
     from anybatch.cli.commands.run_trace import trace_command
@@ -20,6 +21,7 @@ __all__ = [
     "TrainRequest",
     "compare_command",
     "doctor_command",
+    "learn_command",
     "plan_command",
     "ranks_plan_command",
     "trace_command",

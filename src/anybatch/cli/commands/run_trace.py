@@ -7,7 +7,7 @@ from anybatch import __version__
 from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
 from anybatch.cli.screen import plan_lines, say
 from anybatch.cli.tables import table
-from anybatch.records import Shapes, Trace, TracedStage, Values, plain
+from anybatch.records import Shapes, Trace, Values, plain
 from anybatch.training import Settings, check_task_exists, find_task
 
 
@@ -34,34 +34,24 @@ def trace_command(task: str, settings: Settings, *, out: Path | None, is_quiet: 
 
 
 def trace_lines(found: Trace) -> list[str]:
-    """The trace as text."""
-    lines = ["one update, stage by stage"]
-    for entry in found.stages:
-        where = "whole batch  " if entry.micro_batch is None else f"micro-batch {entry.micro_batch}"
-        lines.append(f"  {entry.stage:<10}  {where}  {entry.title}")
-        facts = _facts(entry)
-        if facts:
-            lines.append(f"{'':29}{facts}")
-        if entry.values:
-            lines.append(f"{'':29}values {_numbers(entry.values)}, ...")
+    """The trace as text: a row for each micro-batch, then what happens once, then the sample's walk. The page has it all."""
+    from anybatch.report import lanes_of
+
+    *parts, once = lanes_of(found.stages)
+    stages = [stage for stage, _ in parts[0].cells] if parts else []
+    lanes = [[lane.title, *(dict(lane.cells).get(stage, "") for stage in stages)] for lane in parts]
     rows = [
         [layer.name, layer.kind, _shape(layer.shapes_in), _shape(layer.shapes_out), _numbers(layer.values[:4])]
         for layer in found.layers
     ]
     return [
-        *lines,
+        "one update, stage by stage",
+        *table(["", *stages], lanes),
+        f"{once.title}: {', then '.join(f'{stage} ({outcome})' for stage, outcome in once.cells)}",
         "",
         "one sample, layer by layer",
         *table(["layer", "kind", "in", "out", "first values"], rows),
     ]
-
-
-def _facts(entry: TracedStage) -> str:
-    return ", ".join(
-        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in entry.facts.items()
-        if name != "seconds"
-    )
 
 
 def _numbers(values: Values) -> str:

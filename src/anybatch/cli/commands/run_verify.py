@@ -7,6 +7,7 @@ from pathlib import Path
 from anybatch import __version__
 from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
 from anybatch.cli.screen import say
+from anybatch.lessons import lesson_of_cause, see
 from anybatch.records import ProofRecord, plain, read
 from anybatch.training import Settings, check_task_exists, find_task
 
@@ -39,6 +40,9 @@ def verify_command(
     run = first_record("verify", task, settings)
     summary = {"exact": verdict.is_exact, "error": verdict.error, "causes": ", ".join(c.kind for c in verdict.causes)}
     found = verdict.as_json()
+    for cause in found["causes"]:
+        cause["lesson"] = lesson_of_cause(cause["kind"])
+    lessons = sorted({cause["lesson"] for cause in found["causes"]})
     folder.write(dataclasses.replace(run, plan=plain(experiment.plan), status="finished", summary=plain(summary)))
     record = read(ProofRecord, found)
     assert record is not None
@@ -46,5 +50,6 @@ def verify_command(
     page = write_page(folder)
     if is_json:
         print(json.dumps(found, allow_nan=False, ensure_ascii=False))
-    say(f"{verdict.describe()}\n\npage: {page}", is_quiet=is_silent)
+    told = "\n".join([verdict.describe(), *map(see, lessons)])
+    say(f"{told}\n\npage: {page}", is_quiet=is_silent)
     return 0 if verdict.is_exact else 1

@@ -157,7 +157,7 @@ def _runner(parts: Parts, running: Running) -> _Runner:
     running = replace(running, batch_norm=running.batch_norm or "micro", on_nonfinite="ignore")
     if optimizer is None:
         return _Runner(Accumulator(model, objective, micro_batch=1, running=running))
-    return _Runner(Update(model, optimizer, objective, micro_batch=1, running=running))
+    return _Runner(Update(model, optimizer, objective, micro_batch=1, running=running, check="off"))
 
 
 def _counting_rows(objective: Objective | Coupled) -> Objective | Coupled:

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch.batches import Batch, join_rows, map_tensors, tensors
 from anybatch.errors import UpdateError
 from anybatch.events import SILENT, Forward, Loss
 from anybatch.norms import NO_POWER, Layers, Lockstep, pooled
-from anybatch.objectives import Coupled, Metrics, Objective, checked_loss, detached
+from anybatch.objectives import Coupled, Objective, detached, part_loss
 from anybatch.options import Offload
 from anybatch.parallel import Engine, Needs
 from anybatch.passes.batch_plan import BatchPlan, Layout
@@ -106,28 +106,33 @@ class EachLoss:
 
     objective: Objective
 
-    def compute(self, model: nn.Module, micro_batch: Batch) -> tuple[Tensor, Metrics]:
-        return checked_loss(self.objective.loss(model, micro_batch))
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        return self.objective.loss(model, micro_batch)
 
-    def backward(self, plan: BatchPlan, results: list[tuple[Tensor, Metrics]], tools: Tools) -> Outcome:
+    def backward(self, plan: BatchPlan, results: list[Any], tools: Tools) -> Outcome:
         counted = _that_count(plan)
         passes = [plan.passes[number] for number in counted]
-        losses = torch.stack([results[number][0] for number in counted])
-        metrics = [results[number][1] for number in counted]
+        losses = [
+            part_loss(results[number], plan.place(one.micro_batch)) for number, one in zip(counted, passes, strict=True)
+        ]
         results.clear()
-        told = list(zip(passes, losses.detach(), metrics, strict=True))
-        spoilt = [one.micro_batch for one, loss, _ in told if not tools.finite.accepts(loss)]
+        roots = torch.stack([part.root for part in losses])
+        told = [
+            (one, part_of(one.micro_batch, part.units, part.loss, part.metrics))
+            for one, part in zip(passes, losses, strict=True)
+        ]
+        losses.clear()
+        spoilt = [one.micro_batch for one, part in told if not tools.finite.accepts(part.loss)]
         if spoilt:
             return Outcome(spoilt=spoilt)
-        for one, loss, _ in told:
+        for one, part in told:
+            assert part.loss is not None
             tools.events.begin(Loss)
-            units = plan.units[one.micro_batch]
-            tools.events.end_loss(loss, micro_batch=one.micro_batch, units=units, share=one.share)
-        starts = tools.start.each(plan, losses)
-        if not tools.backward(losses, torch.stack([starts[number] for number in counted])):
+            tools.events.end_loss(part.loss, micro_batch=one.micro_batch, units=part.units, share=one.share)
+        starts = tools.start.each(plan, roots)
+        if not tools.backward(roots, torch.stack([starts[number] for number in counted])):
             return Outcome(spoilt=plan.micro_batches)
-        parts = [part_of(plan, one.micro_batch, loss, metrics) for one, loss, metrics in told if one.reports]
-        return Outcome(parts=parts, dtype=losses.dtype)
+        return Outcome(parts=[part for one, part in told if one.reports], dtype=roots.dtype)
 
 
 @dataclass(frozen=True, slots=True)

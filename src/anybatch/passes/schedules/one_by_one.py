@@ -49,6 +49,8 @@ class OneByOne:
                         parts.append(part)
                     else:
                         dropped.append(one.micro_batch)
+            if dropped and plan.terms.each:
+                return Outcome(spoilt=dropped)
             parts += _left_out(plan, tools, has_metrics=has_metrics)
         return Outcome(parts=parts, dropped=dropped, dtype=starts[0].dtype)
 
@@ -59,14 +61,14 @@ def _run_pass(
     """What one pass left, and False where it was dropped. Its graph dies here: the next forward must not find it alive."""
     before = tools.finite.before_pass()
     tools.statistics.begin()
-    loss, metrics = tools.loss_of(plan, one)
+    root, loss, metrics, units = tools.loss_of(plan, one)
     starts = starts or tools.start.each(plan, loss)
-    is_kept = tools.finite.accepts(loss) and tools.backward(loss, starts[number], one.micro_batch)
+    is_kept = tools.finite.accepts(loss) and tools.backward(root, starts[number], one.micro_batch)
     if not is_kept:
         before.put_back()
     if not is_kept or not one.reports:
         tools.statistics.forget()
-    return part_of(plan, one.micro_batch, loss, metrics), is_kept, starts
+    return part_of(one.micro_batch, units, loss, metrics), is_kept, starts
 
 
 def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]:
@@ -95,4 +97,4 @@ def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Para
     for parameter in bare:
         if id(parameter) in touched and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-    return part_of(plan, index, None, metrics)
+    return part_of(index, plan.units[index], None, metrics)

@@ -4,11 +4,13 @@ from anybatch.proof.cases.case import Case, Gradient, make_case, norm_of
 from anybatch.proof.cases.copies import Copy, copy_model, leaving_untouched
 from anybatch.proof.cases.float64 import ComparedPrecision, roundoff, why_not_float64
 from anybatch.proof.cases.model_state import ModelState, closure_state
+from anybatch.proof.cases.row_draws import Draws, recording, replaying
 
 __all__ = [
     "Case",
     "ComparedPrecision",
     "Copy",
+    "Draws",
     "Gradient",
     "ModelState",
     "closure_state",
@@ -16,6 +18,8 @@ __all__ = [
     "leaving_untouched",
     "make_case",
     "norm_of",
+    "recording",
+    "replaying",
     "roundoff",
     "why_not_float64",
 ]

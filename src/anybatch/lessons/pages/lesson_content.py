@@ -1,0 +1,85 @@
+"""Lessons are data: one TOML file each, with its words, its widgets and every number that it claims."""
+
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from anybatch.errors import LessonError
+
+ORDER = ("trace", "zero", "rows", "units", "memory", "rate", "limits", "write", "recall")
+"""The nine pages, in the order they are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A number of a lesson: how it is measured, in which setting, and how it reads on the page."""
+
+    shown: str
+    measure: str
+    setting: dict[str, Any] = field(default_factory=dict)
+    """Differences from the lessons' usual setting: 1,000 rows, 4 micro-batches of 16, SGD at 0.1, 10 epochs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LessonPart:
+    """A piece of a page: words, or a widget with what it needs."""
+
+    kind: str
+    title: str
+    text: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One page."""
+
+    name: str
+    title: str
+    lead: str
+    insight: str
+    minutes: int
+    answers: tuple[str, ...]
+    """The numbered items that this page settles."""
+    parts: tuple[LessonPart, ...]
+    claims: dict[str, Claim]
+
+
+def read_lesson(name: str) -> Lesson:
+    """The lesson of that name; every claim that its words mention is there."""
+    if name not in ORDER:
+        raise LessonError(f"there is no lesson {name!r}. The lessons are {', '.join(ORDER)}.")
+    return _read(name)
+
+
+@cache
+def _read(name: str) -> Lesson:
+    raw = tomllib.loads(files("anybatch.lessons").joinpath("content", f"{name}.toml").read_text("utf-8"))
+    parts = tuple(
+        LessonPart(
+            kind=part["kind"],
+            title=part.get("title", ""),
+            text=part.get("text", ""),
+            spec={key: value for key, value in part.items() if key not in ("kind", "title", "text")},
+        )
+        for part in raw["part"]
+    )
+    claims = {key: _claim(dict(fields)) for key, fields in raw.get("claims", {}).items()}
+    words = {key: raw[key] for key in ("title", "lead", "insight", "minutes")}
+    return Lesson(name=name, answers=tuple(raw["answers"]), parts=parts, claims=claims, **words)
+
+
+def _claim(fields: dict[str, Any]) -> Claim:
+    return Claim(shown=fields.pop("shown"), measure=fields.pop("measure"), setting=fields)
+
+
+def all_lessons() -> tuple[Lesson, ...]:
+    """All nine, in order."""
+    return tuple(read_lesson(name) for name in ORDER)
+
+
+def memory_table() -> dict[str, Any]:
+    """What `anybatch plan stdlib` says, as it was when the lessons were written; a test asks it again."""
+    return tomllib.loads(files("anybatch.lessons").joinpath("content", "memory_table.toml").read_text("utf-8"))

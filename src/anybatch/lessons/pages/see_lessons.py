@@ -1,0 +1,71 @@
+"""Which lesson explains what went wrong: one for every class of error and every kind of cause; tests hold both complete."""
+
+from anybatch.errors import AnybatchError
+
+LESSON_OF_ERROR = {
+    "BatchError": "rows",
+    "SplitError": "rows",
+    "UnitsError": "units",
+    "LossError": "trace",
+    "DropoutError": "limits",
+    "LockstepError": "limits",
+    "WindowError": "zero",
+    "ParallelError": "limits",
+    "MemoryLimitError": "memory",
+    "UpdateError": "rate",
+    "PlanError": "memory",
+    "VerifyError": "rows",
+    "ExactnessError": "units",
+    "NonFiniteError": "limits",
+    "TaskError": "trace",
+    "SettingsError": "rate",
+    "CheckpointError": "trace",
+    "RunError": "recall",
+    "LessonError": "trace",
+}
+LESSON_OF_CAUSE = {
+    "batch_norm": "limits",
+    "coupled": "limits",
+    "draws": "limits",
+    "error": "trace",
+    "inputs": "rows",
+    "mean": "units",
+    "nonfinite": "limits",
+    "padding": "units",
+    "precision": "limits",
+    "randomness": "limits",
+    "state": "limits",
+    "sum": "units",
+    "touched": "limits",
+    "units": "units",
+    "unknown": "rows",
+}
+
+
+def lesson_of_error(error: AnybatchError) -> str:
+    """The lesson of the error's class, or of the nearest class above it that has one.
+
+    >>> from anybatch.errors import UnitsError
+    >>> lesson_of_error(UnitsError("0 tokens"))
+    'units'
+    """
+    names = (base.__name__ for base in type(error).__mro__)
+    return next((LESSON_OF_ERROR[name] for name in names if name in LESSON_OF_ERROR), "trace")
+
+
+def lesson_of_cause(kind: str) -> str:
+    """The lesson of a kind of cause; what each row counts for, where the kind is not known.
+
+    >>> lesson_of_cause("batch_norm")
+    'limits'
+    """
+    return LESSON_OF_CAUSE.get(kind, LESSON_OF_CAUSE["unknown"])
+
+
+def see(lesson: str) -> str:
+    """How a message ends.
+
+    >>> see("units")
+    'see: anybatch learn units'
+    """
+    return f"see: anybatch learn {lesson}"

@@ -1,0 +1,103 @@
+"""`Terms`: several mean losses from one forward, each divided by units of its own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from anybatch.batches import Batch, num_rows
+from anybatch.errors import LossError
+from anybatch.objectives.metrics import Metrics, Number
+from anybatch.objectives.objective import Objective, Units, numbers_of
+from anybatch.objectives.part_losses import TermLosses
+
+TermFunction = Callable[[nn.Module, Batch], "Mapping[str, Tensor] | tuple[Mapping[str, Tensor], Metrics]"]
+
+
+def Terms(  # noqa: N802 - it reads as what it makes
+    loss: TermFunction,
+    *,
+    units: Mapping[str, Units | None],
+    weights: Mapping[str, float] | None = None,
+) -> Objective:
+    """The objective `sum_t weights[t] * mean_t`, whose terms are averaged each over units of its own.
+
+    `loss(model, batch)` returns a dict of mean losses by name, or `(dict, metrics)`, from one forward. `units[name](batch)` is
+    what the mean of that name divides by; None stands for a penalty that is no mean over rows, such as a norm of the weights,
+    and is counted once. Weights are 1 where none is given. Each term is reported as a metric under its name, without its
+    weight. A term with no units in a micro-batch has no part in it. The units reported are the rows that count for any term.
+
+    >>> import torch
+    >>> from anybatch import Accumulator, rows
+    >>> objective = Terms(
+    ...     lambda model, x: {"fit": (model(x) - 1).square().mean(), "small": model.weight.square().sum()},
+    ...     units={"fit": rows, "small": None},
+    ...     weights={"small": 0.1},
+    ... )
+    >>> sorted(Accumulator(nn.Linear(3, 1), objective, micro_batch=4).backward(torch.randn(10, 3)).metrics)
+    ['fit', 'small']
+    """
+    _check(loss, units, weights or {})
+    scales = dict.fromkeys(units, 1.0) | dict(weights or {})
+
+    def losses(model: nn.Module, batch: Batch) -> TermLosses:
+        given, metrics = _taken_apart(loss(model, batch), units)
+        ordered = {name: given[name] for name in units}
+        return TermLosses(losses=ordered, weights=scales, units=units, metrics=metrics, batch=batch)
+
+    def counted_rows(batch: Batch) -> float:
+        return num_rows(batch) if any(count > 0 for count in count_terms(units, batch)) else 0
+
+    return Objective(losses, counted_rows, terms=units)  # type: ignore[arg-type]
+
+
+def count_terms(units: Mapping[str, Units | None], batch: Batch) -> list[float]:
+    """What each term of this micro-batch divides by; what is counted once per batch is 1 in each of its micro-batches."""
+    counted: list[Number] = [1 if count is None else count(batch) for count in units.values()]
+    return numbers_of(counted)
+
+
+def _check(loss: Any, units: Any, weights: Any) -> None:
+    if not callable(loss):
+        raise LossError(
+            f"Terms({loss!r:.60}): expected a function loss(model, batch) that returns a dict of mean losses."
+        )
+    if not isinstance(units, Mapping) or not units:
+        raise LossError(
+            f"Terms(units={units!r:.80}): expected a dict of functions of the batch by the name of the term, such as "
+            "{'tokens': lambda batch: (batch['labels'] != -100).sum(), 'rows': anybatch.rows, 'penalty': None}."
+        )
+    wrong = [name for name, count in units.items() if count is not None and not callable(count)]
+    if wrong:
+        raise LossError(
+            f"Terms(units={{{wrong[0]!r}: {units[wrong[0]]!r:.40}}}): expected a function of the batch, or None for a penalty "
+            "that is counted once."
+        )
+    unknown = [name for name in weights if name not in units]
+    if unknown:
+        raise LossError(
+            f"Terms(weights=...) names {unknown[0]!r}, which units do not: {', '.join(map(repr, units))}. Give its units too."
+        )
+    odd = [name for name, weight in weights.items() if isinstance(weight, bool) or not isinstance(weight, int | float)]
+    if odd:
+        raise LossError(f"Terms(weights={{{odd[0]!r}: {weights[odd[0]]!r:.40}}}): expected a number.")
+
+
+def _taken_apart(returned: Any, units: Mapping[str, object]) -> tuple[Mapping[str, Tensor], Metrics]:
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    losses, metrics = returned if is_pair else (returned, {})
+    if not isinstance(losses, Mapping) or not isinstance(metrics, Mapping):
+        raise LossError(
+            f"the loss of Terms returned {type(returned).__name__} {returned!r:.60}; expected a dict of mean losses by name, "
+            "or (dict, metrics)."
+        )
+    if set(losses) != set(units):
+        raise LossError(
+            f"the loss of Terms returned terms {', '.join(map(repr, losses))}, but units are given for "
+            f"{', '.join(map(repr, units))}. Give units for each, and return each: units=None for what is counted once."
+        )
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise LossError(f"the term {name!r} is of {what}; expected a tensor of one number, its mean.")
+    return {name: loss.reshape(()) for name, loss in losses.items()}, metrics

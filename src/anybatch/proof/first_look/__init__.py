@@ -1,0 +1,5 @@
+"""The first batch looked at before anything is learnt from it: do the losses of its rows add up?"""
+
+from anybatch.proof.first_look.guard import PENDING, FirstLook, look_first
+
+__all__ = ["FirstLook", "PENDING", "look_first"]

@@ -1,0 +1,161 @@
+"""A few rows of a batch, as different from each other as it has them, in parts that differ most."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from anybatch.batches import Batch, Dealt, MicroBatches, Rows, Tokens, join_rows, num_rows, take_rows, tensors
+from anybatch.errors import BatchError
+from anybatch.passes import Accumulator, has_rows
+
+MOST_ROWS, FEWEST_ROWS = 8, 5
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some rows of a sample."""
+
+    rows: tuple[int, ...]
+    """Their numbers in the sample."""
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Some rows of a batch in one go, and ways to take them apart."""
+
+    batch: Batch
+    num_rows: int
+    ways: tuple[tuple[Piece, ...], ...]
+    """The first is that which shows most; another is for where a part of it has nothing to show."""
+
+
+def choose_rows(accumulator: Accumulator, batch: Batch) -> Sample | str | None:
+    """The rows to look at; what stands in the way, in words; None where the batch is not cut, and any loss is exact."""
+    given = batch.batch if isinstance(batch, Dealt) else batch
+    if (isinstance(batch, Dealt) and batch.is_stand_in) or not has_rows(given):
+        return "this rank has no rows"
+    is_alone = accumulator.engine.ranks.size == 1
+    if isinstance(given, MicroBatches):
+        if len(given) == 1:
+            return None if is_alone else "it has one micro-batch"
+        return whole_micro_batches(accumulator, given) or "its micro-batches cannot be joined to one"
+    size = _size_of_micro_batches(accumulator, given)
+    if size is None and is_alone:
+        return None
+    split = accumulator.split
+    if getattr(split, "batch_dim", 0):
+        return "its rows are not in dim 0"
+    if getattr(split, "groups", None) is not None:
+        return whole_micro_batches(accumulator, given) or "its groups cannot be joined to one micro-batch"
+    collate = getattr(split, "collate", None)
+    if collate is not None:
+        samples = [given[row] for row in _spread(len(given), _num_wanted(len(given), size or MOST_ROWS))]
+        return _sample(collate(samples), len(samples)) or "the batch has one row"
+    return _sample(given, size or MOST_ROWS, split) or "the batch has one row"
+
+
+def whole_micro_batches(accumulator: Accumulator, batch: Batch, most: int = 3) -> Sample | None:
+    """The first micro-batches as they will run, against one with all their rows; None where they cannot be joined.
+
+    The first against all others, so that they differ in size; and each by itself.
+    """
+    given = batch.batch if isinstance(batch, Dealt) else batch
+    cut = given if isinstance(given, MicroBatches) else copy.deepcopy(accumulator.split).cut(given)
+    first, *others = sorted(cut, key=num_rows)[:most]
+    if not others:
+        return None
+    try:
+        ways = [[first, join_rows(others)], [first, *others]]
+        whole = join_rows(ways[0])
+    except BatchError:
+        return None
+    return Sample(batch=whole, num_rows=num_rows(whole), ways=tuple(_in_order(parts) for parts in ways))
+
+
+def _in_order(parts: Sequence[Batch]) -> tuple[Piece, ...]:
+    stops = [0, *accumulate(map(num_rows, parts))]
+    return tuple(
+        Piece(rows=tuple(range(start, stop)), batch=part)
+        for part, (start, stop) in zip(parts, pairwise(stops), strict=True)
+    )
+
+
+def _size_of_micro_batches(accumulator: Accumulator, batch: Batch) -> int | None:
+    """How many rows the first micro-batch will have; None where it has all of them."""
+    split = accumulator.split
+    if split == Rows(getattr(split, "size", 1)):  # with nothing that says what a row is
+        return split.size if num_rows(batch) > split.size else None
+    choose_for = getattr(split, "choose_for", None)
+    if choose_for is not None:
+        choose_for(accumulator.workload, batch)  # what the update begins with
+    rows = copy.deepcopy(accumulator.split).cut(batch).row_numbers  # one that learns must not learn from this
+    return len(rows[0]) if len(rows) > 1 else None
+
+
+def _num_wanted(count: int, size: int) -> int:
+    """Of a micro-batch the rows, 8 at most; of small ones more than they have, but never the half of the batch."""
+    wanted = max(FEWEST_ROWS, min(size, MOST_ROWS))
+    return min(count, max(2, min(wanted, 2 * count // 5)))
+
+
+def _sample(batch: Batch, size: int, split: object = None) -> Sample | None:
+    count = num_rows(batch)
+    wanted = _num_wanted(count, size) if split is not None else count
+    if wanted < 2:
+        return None
+    order = _by_kind(batch, count)
+    chosen = take_rows(batch, [order[place] for place in _spread(count, wanted)])
+    few = 2 if wanted > 3 else 1
+    numbers = range(wanted)
+    mixed = tuple(numbers[1::3]) if wanted > 3 else (wanted - 1,)
+    rest = tuple(number for number in numbers if number not in mixed)
+    ways = [(tuple(numbers[:few]), tuple(numbers[few:])), (mixed, rest)]
+    return Sample(
+        batch=chosen,
+        num_rows=wanted,
+        ways=tuple(tuple(piece for rows in way for piece in _pieces(chosen, rows, split)) for way in ways),
+    )
+
+
+def _pieces(sample: Batch, rows: Sequence[int], split: object) -> list[Piece]:
+    """These rows; cut by tokens, as the split trims them."""
+    part = take_rows(sample, list(rows))
+    if not isinstance(split, Tokens):
+        return [Piece(rows=tuple(rows), batch=part)]
+    split = copy.deepcopy(split)
+    split._has_warned = True
+    cut = split.cut(part)
+    places = zip(cut.row_numbers, cut, strict=True)
+    return [Piece(rows=tuple(rows[number] for number in numbers), batch=trimmed) for numbers, trimmed in places]
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Numbers from the first to the last, evenly."""
+    wanted = min(wanted, count)
+    return [round(index * (count - 1) / max(wanted - 1, 1)) for index in range(wanted)]
+
+
+def _by_kind(batch: Batch, count: int) -> list[int]:
+    """The rows sorted by what a count may depend on: entries that are ignored, that are 0, then classes, then weights."""
+    columns = [column.detach().reshape(count, -1) for column in tensors(batch) if column.dim() and len(column) == count]
+    columns = [column for column in columns if column.numel() and not column.is_complex()]
+    whole = [column for column in columns if not column.is_floating_point()]
+    narrow = [column for column in columns if column.is_floating_point() and column.shape[1] == 1]
+    keys = [_sum([(column == IGNORED).sum(1) for column in whole], count)]
+    keys += [_sum([(column == 0).sum(1) for column in whole], count)]
+    keys += [_sum([column.sum(1) for column in whole], count), _sum([column.sum(1) for column in narrow], count)]
+    return sorted(range(count), key=list(zip(*keys, strict=True)).__getitem__)
+
+
+def _sum(each: list[Tensor], count: int) -> list[float]:
+    if not each:
+        return [0.0] * count
+    total = torch.stack([one.to(torch.float64 if one.device.type != "mps" else torch.float32) for one in each]).sum(0)
+    listed: list[float] = total.tolist()
+    return listed

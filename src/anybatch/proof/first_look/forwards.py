@@ -1,0 +1,205 @@
+"""Forwards of some rows, which leave everything as it was."""
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.batches import Batch, map_tensors, move
+from anybatch.dropout import masks_of, rows_running
+from anybatch.errors import ExactnessError
+from anybatch.objectives import Coupled, Objective, ObservedMeans, WatchedLoss
+from anybatch.options import BatchNorm
+from anybatch.parallel import unwrapped
+from anybatch.passes import Accumulator, autocast_context, common_device
+from anybatch.proof.first_look.chosen_rows import Piece, Sample
+from anybatch.proof.first_look.measured import Measured, measure, measure_rows
+from anybatch.proof.first_look.python_state import PythonState
+from anybatch.proof.first_look.remembered_norms import remembered_norms
+from anybatch.state import MovingBuffers, outer_random, random_state
+from anybatch.torch_inside import DropoutLayer
+
+
+class NotJudgedError(ExactnessError):
+    """Why these rows say nothing; never leaves this room."""
+
+
+class Forwards:
+    """Forwards of a sample's rows, each from the state in which the first one started."""
+
+    def __init__(self, accumulator: Accumulator, sample: Sample) -> None:
+        self.model: nn.Module = unwrapped(accumulator.model)
+        self.objective: Objective | Coupled = accumulator.objective
+        self.sample = sample
+        self._mode: BatchNorm | None = accumulator.running.batch_norm
+        self._autocast = accumulator.running.autocast
+        self._device = common_device(self.model.parameters())
+        self._masks = masks_of(self.model)
+        self._norms = remembered_norms(self.model)
+        own_loss = [self.objective.loss] if isinstance(self.objective.loss, nn.Module) else []
+        self._buffers = MovingBuffers([self.model, *own_loss])
+        self._buffers_before = self._buffers.snapshot()
+        self._python = PythonState()
+        self._devices = {parameter.device for parameter in self.model.parameters()}
+        self._random = random_state(self._devices)
+        self._outer = outer_random()
+        self._draws: Any = None
+        self._has_graph = False
+        self._may_have_drawn = True
+        """From Python's and NumPy's generators: False once all rows have run and have not."""
+        self.changed: list[str] = []
+        """What Python code changed in the first forward."""
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """The block after which everything is as it was."""
+        masks = self._masks
+        kept = None if masks is None else (masks.strict, masks.is_watched, masks.last)
+        dropouts = [module for module in self.model.modules() if _is_stock_dropout(module)]
+        try:
+            for module in dropouts:
+                module.training = False  # without it, rows that draw nothing else are compared as they are
+            self._python = PythonState(self.model, *_functions(self.objective))
+            if masks is not None:
+                masks.strict = False  # who draws is seen here
+            with warnings.catch_warnings(), _eagerly():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            self.put_back()
+            if self._may_have_drawn:
+                self._outer.restore()
+            for module in dropouts:
+                module.training = True
+            if masks is not None and kept is not None:
+                masks.strict, masks.is_watched, masks.last = kept
+
+    def put_back(self) -> None:
+        """Make buffers, generators and what Python code changed what they were."""
+        self._python.put_back()
+        self._buffers.put_back(self._buffers_before)
+
+    def whole(self) -> Measured:
+        """All rows in one go. What they draw is kept, where it can be, for the parts to draw again."""
+        measured = self._run_whole()
+        drawn = self._outer.moved()
+        self._may_have_drawn = bool(drawn)
+        if drawn:
+            raise NotJudgedError(f"the loss draws from {' and '.join(drawn)}, which cannot be drawn again by row")
+        if self._random.is_now():
+            self.changed = self._python.changed()
+            self.put_back()
+            return measured
+        from anybatch.proof.cases import Draws  # seldom needed, and slow to load
+
+        self.put_back()
+        self._draws = Draws(self.sample.num_rows)
+        measured = self._run_whole()
+        self.changed = self._python.changed()
+        self.put_back()
+        self._refuse_permutations()
+        return measured
+
+    def again(self) -> Measured:
+        """All rows in one go once more."""
+        return self.part(Piece(rows=tuple(range(self.sample.num_rows)), batch=self.sample.batch))
+
+    def after(self, first: Piece, second: Piece) -> Measured:
+        """Some rows, after others have run and Python code has kept what it changed; buffers are put back between."""
+        self._run(first.batch, first.rows)
+        self._buffers.put_back(self._buffers_before)
+        return self.part(second)
+
+    def part(self, piece: Piece) -> Measured:
+        """Some of the rows."""
+        measured = self._run(piece.batch, piece.rows)
+        self.put_back()
+        if self._draws is not None and self._draws.strange:
+            raise NotJudgedError(f"random draws cannot be drawn again by row: {self._draws.strange[0]}")
+        return measured
+
+    def _run_whole(self) -> Measured:
+        try:
+            return self._run(self.sample.batch, None)
+        except RuntimeError:
+            if self._has_graph:
+                raise
+            self._has_graph = True  # a loss that takes gradients itself: no backward pass runs even so
+            self.put_back()
+            return self._run(self.sample.batch, None)
+
+    def _run(self, given: Batch, rows: Sequence[int] | None) -> Measured:
+        numbers = range(self.sample.num_rows) if rows is None else rows
+        batch = map_tensors(given, lambda tensor: tensor.detach().clone())  # a forward may write into it
+        batch = batch if self._device is None else move(batch, self._device)
+        objective = self.objective
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._has_graph or _needs_graph(objective)))
+            if self._autocast is not None:
+                stack.enter_context(copy.copy(autocast_context(self._autocast, self._device)))
+            if self._norms.layers:
+                stack.enter_context(self._norms_for(rows))
+            if self._draws is not None:
+                stack.enter_context(self._drawing(rows))
+            if self._masks is not None:
+                stack.enter_context(rows_running(self.model, numbers))
+            if isinstance(objective, Coupled):
+                return measure_rows(objective.encode(self.model, batch))
+            observed = stack.enter_context(ObservedMeans())
+            return measure(objective, self.model, batch, objective.loss(self.model, batch), observed)
+
+    def _norms_for(self, rows: Sequence[int] | None) -> AbstractContextManager[None]:
+        if self._mode == "frozen":
+            return self._norms.frozen()
+        return self._norms.first() if rows is None else self._norms.later()
+
+    def _drawing(self, rows: Sequence[int] | None) -> AbstractContextManager[None]:
+        from anybatch.proof.cases import recording, replaying
+
+        if rows is None:
+            self._draws.whole.clear()
+            return recording(self._draws)
+        return replaying(self._draws, rows)
+
+    def _refuse_permutations(self) -> None:
+        """Drawn numbers that are themselves numbers of rows mean other rows in a part."""
+        for draw in self._draws.whole:
+            is_whole = not draw.numbers.is_floating_point() and draw.numbers.dtype is not torch.bool
+            if is_whole and ("randperm" in draw.operation or "multinomial" in draw.operation):
+                raise NotJudgedError(f"{draw.operation} draws an order or a choice among the rows")
+            if (
+                is_whole
+                and not draw.numbers.is_cpu
+                and draw.numbers.numel()
+                and draw.numbers.max() < self.sample.num_rows
+            ):
+                raise NotJudgedError(f"{draw.operation} may draw numbers of rows")
+
+
+def _is_stock_dropout(module: nn.Module) -> bool:
+    """True of torch's own layers that draw; those that were swapped draw by row."""
+    return isinstance(module, DropoutLayer) and type(module).__module__.startswith("torch.nn.") and module.training
+
+
+def _needs_graph(objective: Objective | Coupled) -> bool:
+    """What a loss divides by is seen only in those means that have a gradient."""
+    return isinstance(objective.loss, WatchedLoss)
+
+
+def _functions(objective: Objective | Coupled) -> list[Any]:
+    return [objective.encode, objective.loss] if isinstance(objective, Coupled) else [objective.loss, objective.units]
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Compiled parts run as they are written: a few rows are no shapes to compile for."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,358 @@
+"""The nine pages in a browser: every claim read off, every item settled, alone, by keyboard, for every eye."""
+
+import json
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from axe_playwright_python.base import AXE_SCRIPT
+
+from anybatch.cli.main import run
+from anybatch.errors import LessonError
+from anybatch.lessons.pages import ORDER, all_lessons, learn_page, memory_table, read_lesson, write_learn_site
+from tests.lessons.claims import measured
+from tests.lessons.measures import OF_A_RUN, SHOWN
+
+ITEMS = {
+    *(f"P{n}" for n in range(1, 12)),
+    *(f"D{n}" for n in range(1, 32)),
+    *(f"E{n}" for n in range(1, 7)),
+    *(f"C{n}" for n in range(1, 13)),
+}
+CLAIMS = [(lesson.name, name) for lesson in all_lessons() for name in lesson.claims]
+
+
+@pytest.fixture(scope="module")
+def learn_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("learn") / "learn.html"
+    path.write_text(learn_page(), encoding="utf-8")
+    return path
+
+
+class Opened:
+    def __init__(self, page, complaints, requests):
+        self.page, self.complaints, self.requests = page, complaints, requests
+
+
+@pytest.fixture(scope="module")
+def opened(browser, learn_file):
+    """Opens a lesson of the page of all nine."""
+    contexts = []
+
+    def opens(name="trace", *, width=1000, state="", **more):
+        context = browser.new_context(viewport={"width": width, "height": 800}, **more)
+        contexts.append(context)
+        page = context.new_page()
+        found = Opened(page, [], [])
+        page.on("console", lambda message: found.complaints.append(message.text))
+        page.on("pageerror", lambda error: found.complaints.append(str(error)))
+        page.on("request", lambda request: found.requests.append(request.url))
+        page.goto(f"{learn_file.as_uri()}#{name}{state}")
+        if more.get("java_script_enabled", True):
+            page.wait_for_selector(f"article#{name}[data-settled]", timeout=600_000)
+        return found
+
+    yield opens
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def lesson_view(opened):
+    """One view that goes from lesson to lesson."""
+    view = opened()
+
+    def shows(name):
+        view.page.goto(view.page.url.split("#")[0] + f"#{name}")
+        view.page.wait_for_selector(f"article#{name}[data-settled]:not([hidden])", timeout=600_000)
+        return view
+
+    return shows
+
+
+def test_every_numbered_item_is_settled_by_some_page():
+    settled = {item for lesson in all_lessons() for item in lesson.answers}
+    assert settled == ITEMS
+
+
+def test_an_item_that_no_page_settles_would_be_seen():
+    settled = {item for lesson in all_lessons() if lesson.name != "write" for item in lesson.answers}
+    assert {"E1", "E2", "E3", "E4", "E5"} == ITEMS - settled
+
+
+@pytest.mark.parametrize(("lesson", "name"), CLAIMS)
+def test_torch_measures_what_the_claim_says(engine, lesson, name):
+    claim = read_lesson(lesson).claims[name]
+    assert measured(engine, claim.measure, dict(claim.setting)) == claim.shown
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_every_claim_stands_on_the_rendered_page_and_the_page_measures_the_same(lesson_view, name):
+    page, lesson = lesson_view(name).page, read_lesson(name)
+    text = page.evaluate(f"""() => {{
+        const article = document.getElementById("{name}");
+        const texts = (value) => typeof value === "string" ? [value]
+            : value && typeof value === "object" ? Object.values(value).flatMap(texts) : [];
+        const specs = [...article.querySelectorAll("[data-spec]")].map((figure) => JSON.parse(figure.dataset.spec));
+        const inner = specs.flatMap(texts).join(" ");
+        const marks = new DOMParser().parseFromString(article.innerHTML + inner, "text/html").querySelectorAll("[data-claim]");
+        return [...marks].map((mark) => [mark.dataset.claim, mark.textContent]);
+    }}""")
+    static = re.findall(r'data-claim="(\w+)" value="[^"]*">([^<]*)<', _article(name))
+    assert {claim for claim, _ in [*text, *static]} == set(lesson.claims)
+    for claim, shown in [*text, *static]:
+        assert shown == lesson.claims[claim].shown
+    for claim, fields in lesson.claims.items():
+        if fields.measure in OF_A_RUN:
+            value = page.evaluate(
+                "([name, setting]) => anybatch.measure(name, setting)", [fields.measure, fields.setting]
+            )
+            assert SHOWN[fields.measure](value) == fields.shown, claim
+
+
+def _article(name):
+    return re.search(rf'<article class="lesson" id="{name}".*?</article>', learn_page(), re.DOTALL)[0]
+
+
+def test_the_table_of_memory_is_that_of_plan(capsys):
+    run(["plan", "stdlib", "--memory", "64MiB", "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    peaks = {size["size"]: size["peak"] for size in planned["sizes"]}
+    for size in memory_table()["sizes"]:
+        assert peaks[size["size"]] == pytest.approx(size["peak"], rel=0.02)
+    fixed = sum(planned["breakdown"][part] for part in ("parameters", "gradients", "optimizer"))
+    assert memory_table()["fixed"] == pytest.approx(fixed, rel=0.02)
+    assert memory_table()["whole"] == planned["whole_size"]
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_page_runs_without_a_complaint_and_asks_for_nothing(lesson_view, name):
+    view = lesson_view(name)
+    alive = view.page.locator(f"#{name} [data-widget][data-alive]").count()
+    assert alive == view.page.locator(f"#{name} [data-widget]").count() > 0
+    assert view.complaints == []
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in view.requests)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ORDER)
+def test_axe_finds_no_violation(lesson_view, name, scheme):
+    page = lesson_view(name).page
+    page.emulate_media(color_scheme=scheme)
+    page.evaluate(AXE_SCRIPT)
+    found = page.evaluate("axe.run()")
+    told = [(rule["id"], [node["html"][:160] for node in rule["nodes"][:3]]) for rule in found["violations"]]
+    page.emulate_media(color_scheme="light")
+    assert told == []
+
+
+def test_axe_would_have_seen_a_picture_without_words(lesson_view):
+    page = lesson_view("rows").page
+    page.evaluate(AXE_SCRIPT)
+    page.evaluate("document.querySelector('#rows svg.cells').removeAttribute('aria-label')")
+    assert [rule["id"] for rule in page.evaluate("axe.run()")["violations"]] == ["svg-img-alt"]
+    page.evaluate("document.querySelector('#rows svg.cells').setAttribute('aria-label', 'rows')")
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_nothing_scrolls_sideways_on_a_narrow_screen(opened, name):
+    page = opened(name, width=375).page
+    assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+
+
+def test_all_nine_read_without_scripts(opened):
+    page = opened(java_script_enabled=False).page
+    assert page.locator("article.lesson:visible").count() == 9
+    text = page.locator("main").inner_text()
+    for lesson in all_lessons():
+        assert lesson.title in text
+    assert "752 of 1,000 rows never count" in text
+
+
+def test_the_size_of_all_nine_is_kept():
+    assert len(learn_page().encode()) <= 250 * 1024
+
+
+def test_a_break_rewrites_the_verdict_and_the_address_and_a_link_restores_it(opened):
+    page = opened("rows").page
+    bench = page.locator("#rows .bench")
+    assert "Exact" in bench.locator(".verdict").inner_text()
+    bench.get_by_label("zero before every micro-batch").check()
+    assert "752 of 1,000 rows never count" in bench.locator(".verdict").inner_text()
+    assert "752 never" in bench.locator("svg.cells").get_attribute("aria-label")
+    state = page.url.split("#rows")[1]
+    again = opened("rows", state=state).page
+    assert "752 of 1,000 rows never count" in again.locator("#rows .bench .verdict").inner_text()
+
+
+def test_the_reader_commits_before_the_answer_is_shown(opened):
+    page = opened("zero").page
+    question = page.locator("#zero .predict").first
+    assert question.locator(".reveal").inner_text() == ""
+    question.get_by_role("button").first.click()
+    assert "No: 752 of 1,000" in question.locator(".reveal").inner_text()
+
+
+def test_the_stepper_walks_through_one_update(opened):
+    page = opened("trace").page
+    stepper = page.locator("#trace .stepper")
+    seen = []
+    for _ in range(23):
+        stepper.get_by_role("button", name="Next", exact=True).click()
+        seen.append(stepper.locator(".stages .now").inner_text())
+    micro = ["load", "forward", "loss", "backward", "accumulate"]
+    assert seen[0] == "zero"
+    assert seen[1:] == micro * 4 + ["step", "zero"]
+    assert "no row is in the sum" in stepper.inner_text()
+
+
+def test_the_parsons_problem_is_solved_by_keyboard_alone(opened):
+    page = opened("write").page
+    page.locator("#write .parsons .line").first.focus()
+
+    def move(text, to, depth, nth=0):
+        lines = page.locator("#write .parsons .lines .line")
+        texts = [lines.nth(k).inner_text() for k in range(lines.count())]
+        at = [k for k, each in enumerate(texts) if each == text][nth]
+        lines.nth(at).focus()
+        for _ in range(abs(to - at)):
+            page.keyboard.press("ArrowUp" if to < at else "ArrowDown")
+        for _ in range(depth):
+            page.keyboard.press("ArrowRight")
+
+    move("optimizer.zero_grad()", 0, 0)
+    move("for epoch in range(epochs):", 1, 0)
+    move("for i, (x, y) in enumerate(loader):", 2, 1)
+    move("loss = criterion(model(x), y)", 3, 2)
+    move("(loss * share(i)).backward()", 4, 2)
+    move("if (i + 1) % N == 0 or i + 1 == len(loader):", 5, 2)
+    move("optimizer.step()", 6, 3)
+    move("optimizer.zero_grad()", 7, 3, nth=1)
+    page.keyboard.press(" ")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.textContent") == "Run it":
+            break
+    page.keyboard.press("Enter")
+    assert page.locator("#write .parsons .verdict").inner_text().startswith("Solved.")
+
+
+def test_a_wrong_arrangement_is_told_what_python_says(opened):
+    page = opened("write").page
+    page.locator("#write .parsons .run").first.click()
+    assert "IndentationError" in page.locator("#write .parsons .verdict").inner_text()
+
+
+def test_a_wrong_answer_gets_its_experiment(opened):
+    page = opened("recall").page
+    page.locator("#recall .quiz").get_by_role("button", name="before each backward", exact=True).click()
+    assert "752 of 1,000 rows never count" in page.locator("#recall .quiz").inner_text()
+
+
+def test_cards_come_back_when_the_package_fsrs_says(opened):
+    from fsrs import Card, Rating, Scheduler
+
+    page = opened("recall").page
+    scheduler, start = Scheduler(enable_fuzzing=False), datetime(2026, 1, 1, tzinfo=UTC)
+    histories = [
+        [(3, 0), (3, 10), (3, 3000), (4, 40000), (1, 90000), (3, 90010), (2, 95000)],
+        [(1, 0), (2, 1), (3, 6), (3, 16), (1, 2000), (1, 2010), (4, 2030), (3, 60000)],
+        [(4, 0), (2, 20000), (3, 20100), (3, 120000), (4, 300000)],
+        [(2, 0), (2, 6), (3, 12), (4, 5000), (1, 5001), (2, 5011), (3, 5026)],
+    ]
+    for history in histories:
+        card, reviews, expected = Card(), [], []
+        for rating, minutes in history:
+            card, _ = scheduler.review_card(card, Rating(rating), start + timedelta(minutes=minutes))
+            reviews.append([rating, minutes * 60_000])
+            expected.append([card.stability, card.difficulty, (card.due - start).total_seconds() * 1000])
+        found = page.evaluate(
+            """async (reviews) => {
+                const { newCard, review } = await import("ab/fsrs");
+                let card = newCard();
+                return reviews.map(([rating, now]) => {
+                    card = review(card, rating, now);
+                    return [card.stability, card.difficulty, card.due];
+                });
+            }""",
+            reviews,
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_a_card_that_was_known_is_kept_for_later_in_this_browser(opened):
+    page = opened("recall").page
+    cards = page.locator("#recall .cards")
+    first = cards.locator(".question").inner_text()
+    cards.get_by_role("button", name="show it").click()
+    cards.get_by_role("button", name="Easy").click()
+    assert cards.locator(".question").inner_text() != first
+    page.reload()
+    assert "13 of 14 cards are due" in page.locator("#recall .cards").inner_text()
+
+
+def test_the_numbers_of_cards_vary_and_are_right(opened):
+    page = opened("recall").page
+    cards = next(part for part in read_lesson("recall").parts if part.kind == "cards").spec["cards"]
+    for card in cards:
+        texts = page.evaluate(
+            """async (card) => {
+                const { filled } = await import("ab/cards");
+                return [0, 0.4, 0.99].map((u) => filled(card, () => u));
+            }""",
+            card,
+        )
+        assert not any("[" in text["front"] + text["back"] for text in texts)
+        assert (len({text["front"] for text in texts}) > 1) == ("draw" in card)
+    early = next(card for card in cards if card["id"] == "early")
+    back = page.evaluate(
+        """async (card) => {
+            const { filled } = await import("ab/cards"), drawn = [0, 0.99, 0.4];
+            return filled(card, () => drawn.shift());
+        }""",
+        early,
+    )
+    assert "1,000 rows, 4 micro-batches of 16" in back["front"]
+    assert back["back"].startswith("752")
+
+
+def test_fp16_on_the_number_line_is_torchs(opened):
+    import torch
+
+    page = opened("limits").page
+    values = [s * m * 10.0**e for e in range(-10, 6) for m in (1.0, 1.7, 3.3, 6.1) for s in (1, -1)] + [
+        2**-25,
+        65519.0,
+        65520.0,
+    ]
+    found = page.evaluate(
+        "async (values) => { const { fp16 } = await import('ab/scaler'); return values.map((v) => String(fp16(v))); }",
+        values,
+    )
+    expected = torch.tensor(values, dtype=torch.float64).half().double().tolist()
+    assert [float(text.replace("Infinity", "inf")) for text in found] == expected
+
+
+def test_one_lesson_is_a_page_of_its_own(tmp_path):
+    page = learn_page("units")
+    assert page.count("<article") == 1
+    assert "anybatch learn zero" in page
+    with pytest.raises(LessonError, match=r"there is no lesson 'unit'.*trace, zero, rows, units"):
+        learn_page("unit")
+
+
+def test_the_site_has_a_file_per_lesson_and_the_scripts_once(tmp_path):
+    first = write_learn_site(tmp_path / "site")
+    assert first.name == "index.html"
+    assert {path.stem for path in first.parent.glob("*.html")} == {"index", *ORDER}
+    assert (first.parent / "web/engine/run.js").exists()
+    assert "data:text/javascript" not in (first.parent / "units.html").read_text()
+
+
+def test_the_printed_cheat_sheet_is_there_and_controls_are_not(opened):
+    page = opened("recall").page
+    page.emulate_media(media="print")
+    assert page.locator("#recall .sheet").is_visible()
+    assert not page.locator("header.top").is_visible()
+    page.emulate_media(media="screen")
