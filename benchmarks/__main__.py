@@ -15,6 +15,7 @@ BENCHMARKS = [
     "dropout",
     "ranks",
     "scale",
+    "doctor",
 ]
 
 

@@ -20,7 +20,7 @@ from anybatch.torch_inside import num_writes
 
 VARIABLE = "ANYBATCH_DOCTOR"
 """The environment variable that carries the options to every process of a run."""
-PROBED, ELEMENTS = 6, 12
+PROBED, ELEMENTS = 4, 8
 """Parameters of an optimizer, and numbers of each, whose gradients are written down."""
 
 Signature = tuple[int, int] | None
@@ -56,7 +56,7 @@ class Tape:
         Path(watch.folder).mkdir(parents=True, exist_ok=True)
         self.watch = watch
         name = f"{os.environ.get('RANK', '0')}-{os.getpid()}-{time.time_ns() % 10**9}{SUFFIX}"
-        self._file = (Path(watch.folder) / name).open("w", buffering=1)
+        self._file = (Path(watch.folder) / name).open("w")
         self._began = time.perf_counter()
         self.parameters: list[weakref.ref[Tensor]] = []
         self._numbers: dict[int, int] = {}
@@ -84,6 +84,12 @@ class Tape:
         if not self.is_ended and not self._file.closed:
             seconds = round(time.perf_counter() - self._began, 6)
             self._file.write(json.dumps({"event": event, "t": seconds, **facts}) + "\n")
+            if event in (
+                "start",
+                "step",
+                "trouble",
+            ):  # a script that is killed leaves what was seen until its last update
+                self._file.flush()
 
     def close(self, reason: str) -> None:
         """The last line."""
@@ -236,7 +242,7 @@ class _Arrival:
 
 def _taken(gradient: Tensor, places: Tensor | None) -> list[float]:
     values = gradient if places is None else gradient.detach().reshape(-1)[places].double()
-    return [float(f"{value:.10g}") for value in values.tolist()]
+    return list(values.tolist())
 
 
 def _signature(parameter: Tensor) -> Signature:
