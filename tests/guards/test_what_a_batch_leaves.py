@@ -42,6 +42,18 @@ def test_running_statistics_of_an_instance_norm_do_not_hold_what_was_dropped():
     assert model[1].running_var.isfinite().all()
 
 
+def test_a_batch_of_one_micro_batch_that_is_dropped_leaves_batch_norm_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    before = copy.deepcopy(model.state_dict())
+    batch = torch.randn(4, 3)
+    batch[1, 2] = torch.inf
+    objective = Objective(lambda model, x: model(x).square().mean())
+    result = Accumulator(model, objective, micro_batch=4, batch_norm="micro", drop_nonfinite=True).backward(batch)
+    assert result.dropped == (0,)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_where_all_that_counts_is_dropped_rows_without_units_do_not_stand_in_for_it():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
