@@ -7,7 +7,8 @@ import typer
 
 from anybatch import __version__
 from anybatch.cli import arguments as opt
-from anybatch.cli.doctor_options import doctor
+from anybatch.cli import doctor_options as doctor_opt
+from anybatch.cli.learning import learn
 from anybatch.training import Settings, check_alone
 
 app = typer.Typer(
@@ -234,7 +235,47 @@ def verify(
     return verify_command(task, settings, memory=memory, out=out, is_json=is_json, is_quiet=quiet)
 
 
-app.command(context_settings={"allow_interspersed_args": False})(doctor)
+@app.command(context_settings={"allow_interspersed_args": False})
+def doctor(
+    script: doctor_opt.Words = None,
+    updates: doctor_opt.UpdatesSeen = 20,
+    short_epochs: doctor_opt.ShortEpochs = 13,
+    log: doctor_opt.LogFolder = None,
+    page: doctor_opt.DoctorPage = None,
+    sarif: doctor_opt.SarifFile = None,
+    fail_on: doctor_opt.FailOn = "error",
+    is_json: doctor_opt.DoctorJson = False,
+    github: doctor_opt.GitHub = False,
+    static: doctor_opt.Static = False,
+    compiling: doctor_opt.Compiling = False,
+) -> int:
+    """Run your own script, watch its training loop, and say what is wrong with it. Exit code 0 clean, 1 errors, 2 usage.
+
+    Example: anybatch doctor train.py --epochs 1
+
+    Example: anybatch doctor -- torchrun --nproc-per-node 2 train.py
+    """
+    from anybatch.cli.commands import DoctorRequest, doctor_command
+
+    if not script and log is None:
+        raise typer.BadParameter("name a script, or -- and a command; or --log with the folder of an earlier run.")
+    request = DoctorRequest(
+        words=tuple(script or ()),
+        updates=updates,
+        short_epochs=short_epochs,
+        log=log,
+        page=page,
+        sarif=sarif,
+        fail_on=fail_on,
+        is_json=is_json,
+        is_github=github,
+        is_static=static,
+        is_compiling=compiling,
+    )
+    return doctor_command(request)
+
+
+app.command()(learn)
 
 
 @app.command()

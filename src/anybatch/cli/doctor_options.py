@@ -1,4 +1,4 @@
-"""`anybatch doctor`: its options, and the request that they make."""
+"""The options of `anybatch doctor`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -29,45 +29,3 @@ DoctorJson = Annotated[bool, typer.Option("--json", help="Print one JSON object:
 GitHub = Annotated[bool, typer.Option("--github", help="Print annotations for GitHub's actions.")]
 Static = Annotated[bool, typer.Option("--static", help="Do not run; hints from the source alone.")]
 Compiling = Annotated[bool, typer.Option("--compile", help="Leave torch.compile on; it hides losses.")]
-
-
-def doctor(
-    script: Words = None,
-    updates: UpdatesSeen = 20,
-    short_epochs: ShortEpochs = 13,
-    log: LogFolder = None,
-    page: DoctorPage = None,
-    sarif: SarifFile = None,
-    fail_on: FailOn = "error",
-    is_json: DoctorJson = False,
-    github: GitHub = False,
-    static: Static = False,
-    compiling: Compiling = False,
-) -> int:
-    """Run your own script, watch its training loop, and say what is wrong with it. Exit code 0 clean, 1 errors, 2 usage.
-
-    Example: anybatch doctor train.py --epochs 1
-
-    Example: anybatch doctor -- torchrun --nproc-per-node 2 train.py
-    """
-    from anybatch.cli.commands import DoctorRequest, doctor_command
-
-    if not script and log is None:
-        raise typer.BadParameter("name a script, or -- and a command; or --log with the folder of an earlier run.")
-    request = DoctorRequest(
-        words=tuple(script or ()),
-        updates=updates,
-        short_epochs=short_epochs,
-        log=log,
-        page=page,
-        sarif=sarif,
-        fail_on=fail_on,
-        is_json=is_json,
-        is_github=github,
-        is_static=static,
-        is_compiling=compiling,
-    )
-    return doctor_command(request)
-
-
-app.command()(learn)
