@@ -7,7 +7,7 @@ from anybatch.objectives.labels import huggingface
 from anybatch.objectives.metrics import Mean, Metric, Metrics, Number, PerRow, Sum, combine, detached, on_host
 from anybatch.objectives.objective import Objective, checked_loss, count_units, loss_and_metrics
 from anybatch.objectives.observed_means import ObservedMeans
-from anybatch.objectives.part_losses import PartLoss, Place, SeenLoss, TermLosses, part_loss
+from anybatch.objectives.part_losses import PartLoss, SeenLoss, TermLosses, TermPlace, part_loss
 from anybatch.objectives.seen_units import WatchedLoss, observed
 from anybatch.objectives.sentence_losses import sentence_transformers
 from anybatch.objectives.terms import Terms, count_terms
@@ -24,10 +24,10 @@ __all__ = [
     "ObservedMeans",
     "PartLoss",
     "PerRow",
-    "Place",
     "SeenLoss",
     "Sum",
     "TermLosses",
+    "TermPlace",
     "Terms",
     "WatchedLoss",
     "checked_loss",

@@ -24,7 +24,7 @@ class PartLoss(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TermPlace:
     """What a micro-batch is in its batch, counted before the first forward."""
 
     units: float
@@ -42,7 +42,7 @@ class Divided(Protocol):
     def of_whole(self) -> tuple[Tensor, Metrics]:
         """The loss where these are all rows that there are."""
 
-    def of_part(self, place: Place) -> PartLoss:
+    def of_part(self, place: TermPlace) -> PartLoss:
         """The loss where these rows are a part of a batch."""
 
 
@@ -66,7 +66,7 @@ class TermLosses:
         told = {name: Mean(loss, 1.0 if counts[name] is None else counts[name]) for name, loss in self.losses.items()}
         return _summed(self.losses, self.weights), told | dict(self.metrics)
 
-    def of_part(self, place: Place) -> PartLoss:
+    def of_part(self, place: TermPlace) -> PartLoss:
         """The share of these rows in each term, divided by the share that the micro-batch has, which backward starts from."""
         factors, told = {}, {}
         for name, own, total in zip(self.losses, place.terms, place.totals, strict=True):
@@ -91,14 +91,14 @@ class SeenLoss:
     def of_whole(self) -> tuple[Tensor, Metrics]:
         return self.loss, self.metrics
 
-    def of_part(self, place: Place) -> PartLoss:
+    def of_part(self, place: TermPlace) -> PartLoss:
         """Weighed by what was seen in place of what was counted; the sum of it all is divided out at the close."""
         loss, metrics = checked_loss(self.loss)
         told = loss if self.units > 0 else torch.zeros_like(loss)
         return PartLoss(loss * (self.units / (place.units or 1.0)), told, metrics or self.metrics, self.units)
 
 
-def part_loss(returned: Any, place: Place) -> PartLoss:
+def part_loss(returned: Any, place: TermPlace) -> PartLoss:
     """What a loss function returned for rows that are a part of a batch."""
     if isinstance(returned, TermLosses | SeenLoss):
         return returned.of_part(place)

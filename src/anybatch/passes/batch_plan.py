@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from anybatch.batches import MicroBatches
-from anybatch.objectives import Place
+from anybatch.objectives import TermPlace
 from anybatch.options import Reduction
 
 
@@ -80,12 +80,14 @@ class BatchPlan:
         denominator = self.denominator or 1.0
         return [factor * self.units[one.micro_batch] / denominator if one.share else 0.0 for one in self.passes]
 
-    def place(self, micro_batch: int) -> Place:
+    def place(self, micro_batch: int) -> TermPlace:
         """What a micro-batch is in the batch."""
         units = self.units[micro_batch]
         if not self.terms.each:
-            return Place(units=units, total=self.total)
-        return Place(units=units, total=self.terms.rows, terms=self.terms.each[micro_batch], totals=self.terms.totals)
+            return TermPlace(units=units, total=self.total)
+        return TermPlace(
+            units=units, total=self.terms.rows, terms=self.terms.each[micro_batch], totals=self.terms.totals
+        )
 
     def left_over(self, counted: float) -> float:
         """What the summed gradient is multiplied by at the close, when only `counted` units, of all ranks, went into it."""
