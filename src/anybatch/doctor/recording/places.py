@@ -16,7 +16,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CodePlace:
     """A line of the user's, the chain of calls that led to it, and the library function in between."""
 
     file: str
@@ -52,7 +52,7 @@ def user_frames(most: int = 200) -> Iterator[FrameType]:
 _CLEARS = re.compile(r"\.grad\s*=\s*None|\.grad\.(zero_|detach_)\(|\.grad\.data\.zero_\(|\.grad\.fill_\(")
 
 
-def cleared_above(place: Place, most: int = 40) -> Place:
+def cleared_above(place: CodePlace, most: int = 40) -> CodePlace:
     """The line above that clears gradients by hand, which is seen only when backward comes; `place` where there is none."""
     for line in range(place.line - 1, max(0, place.line - most), -1):
         if _CLEARS.search(linecache.getline(place.file, line)):
@@ -60,7 +60,7 @@ def cleared_above(place: Place, most: int = 40) -> Place:
     return place
 
 
-def here() -> Place:
+def here() -> CodePlace:
     """The innermost line of the user's."""
     via, inner, chain = "", None, []
     frame: FrameType | None = sys._getframe(1)
@@ -73,6 +73,6 @@ def here() -> Place:
             via = frame.f_code.co_name
         frame = frame.f_back
     if inner is None:
-        return Place("", 0, "", via, "")
+        return CodePlace("", 0, "", via, "")
     mark = f"{zlib.crc32(repr(chain).encode()):08x}"
-    return Place(os.path.abspath(inner.f_code.co_filename), inner.f_lineno, inner.f_code.co_name, via, mark)
+    return CodePlace(os.path.abspath(inner.f_code.co_filename), inner.f_lineno, inner.f_code.co_name, via, mark)

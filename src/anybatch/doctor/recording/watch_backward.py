@@ -10,7 +10,7 @@ from anybatch.doctor.loops import packed
 from anybatch.doctor.recording.intent import intended, keeper
 from anybatch.doctor.recording.loss_terms import watch_terms
 from anybatch.doctor.recording.patches import Patches
-from anybatch.doctor.recording.places import Place, here
+from anybatch.doctor.recording.places import CodePlace, here
 from anybatch.doctor.recording.tape import Ending, Tape
 
 WALKED = 2
@@ -31,7 +31,7 @@ class BackwardWatch:
         self.tape = tape
         self._alive: list[weakref.ref[_Sentinel]] = []
         self._walked: dict[str, int] = {}
-        self._leaves: dict[int, tuple[weakref.ref[Tensor], Place]] = {}
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], CodePlace]] = {}
         self._is_kept_told = self._is_intent_told = False
         self._told_unowned: set[int] = set()
 
@@ -111,7 +111,7 @@ class BackwardWatch:
         self._note_alive(loss, place, nodes)
         self._tell_unowned()
 
-    def _note_alive(self, loss: Tensor, place: Place, nodes: list[Any]) -> None:
+    def _note_alive(self, loss: Tensor, place: CodePlace, nodes: list[Any]) -> None:
         self._alive = [reference for reference in self._alive if reference() is not None]
         node: Any = nodes[0] if nodes else loss.grad_fn
         if node is not None:
@@ -124,7 +124,7 @@ class BackwardWatch:
             where = {**place.as_json(), **({"file": file, "line": line} if line else {})}
             self.tape.write("kept", alive=len(self._alive), variable=name, place=where)
 
-    def _walk(self, loss: Tensor, place: Place) -> None:
+    def _walk(self, loss: Tensor, place: CodePlace) -> None:
         if self._walked.get(place.chain, 0) >= WALKED:
             return
         self._walked[place.chain] = self._walked.get(place.chain, 0) + 1
