@@ -21,7 +21,7 @@ from anybatch.proof.first_look.chosen_rows import Piece, Sample
 from anybatch.proof.first_look.measured import Measured, measure, measure_rows
 from anybatch.proof.first_look.python_state import PythonState
 from anybatch.proof.first_look.remembered_norms import remembered_norms
-from anybatch.state import MovingBuffers, outer_random, random_state
+from anybatch.state import MovingBuffers, once_more, outer_random, random_state
 from anybatch.torch_inside import DropoutLayer
 
 
@@ -71,7 +71,7 @@ class Forwards:
                 warnings.simplefilter("ignore")
                 yield
         finally:
-            self.put_back()
+            once_more(self.put_back)
             if self._may_have_drawn:
                 self._outer.restore()
             for module in dropouts:
