@@ -202,7 +202,7 @@ def _with_borrowed(ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout
     lent = ranks.lend(lend, lenders.index(max(lenders)))
     if lenders[ranks.rank]:
         return own
-    terms = (*own.terms, (0.0,) * len(told[0].terms))
+    terms = (*own.terms, (0.0,) * len(told[0].terms)) if told[0].terms else ()
     return OwnRows(cut=_joined(own.cut, lent), units=(*own.units, 0.0), reduction=own.reduction, terms=terms)
 
 
