@@ -70,12 +70,12 @@ class Accumulator:
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
     micro-batch to the next: fewer all-gathers for more memory.
 
-    `running` gives all these options as one value instead, and `optimizer` is what steps, for a `Fit` to count its memory:
-    `Update` uses both.
+    `running` gives all these options as one value, and `optimizer` is what steps, whose memory a `Fit` counts.
 
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
     `split` is then what the next batches are cut by.
 
+    >>> import torch
     >>> model = nn.Linear(3, 1)
     >>> accumulator = Accumulator(model, Objective(lambda model, x: model(x).square().mean()), micro_batch=4)
     >>> accumulator.backward(torch.randn(10, 3)).micro_batches
