@@ -3,7 +3,8 @@
 from anybatch.proof.cases.case import Case, Gradient, make_case, norm_of
 from anybatch.proof.cases.copies import Copy, copy_model, leaving_untouched
 from anybatch.proof.cases.float64 import ComparedPrecision, roundoff, why_not_float64
-from anybatch.proof.cases.model_state import ModelState, closure_state
+from anybatch.proof.cases.model_state import ModelState
+from anybatch.proof.cases.objective_state import ObjectiveState, functions_of
 from anybatch.proof.cases.row_draws import Draws, recording, replaying
 
 __all__ = [
@@ -13,8 +14,9 @@ __all__ = [
     "Draws",
     "Gradient",
     "ModelState",
-    "closure_state",
+    "ObjectiveState",
     "copy_model",
+    "functions_of",
     "leaving_untouched",
     "make_case",
     "norm_of",

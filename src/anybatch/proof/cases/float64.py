@@ -16,11 +16,14 @@ _CASTS: Mapping[Any, Callable[..., Tensor]] = dict.fromkeys(
 )
 
 
+_SUMS = frozenset(("sum", "mean", "prod", "cumsum", "logsumexp", "nansum", "norm", "std", "var", "dot"))
+
+
 class Float64(TorchFunctionMode):
     """Inside this block nothing falls below float64.
 
     Models cast to fp32 where they were written for bf16 (norms, rotary positions, softmax), and a criterion's class weights are
-    in no model: casts go to float64 instead, and what meets a float64 tensor is raised to it.
+    in no model: casts go to float64 instead, and what meets a float64 tensor, or is summed, is raised to it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -29,7 +32,7 @@ class Float64(TorchFunctionMode):
             [_raised_dtype(value) for value in args],
             {k: _raised_dtype(v) for k, v in (kwargs or {}).items()},
         )
-        if not _writes(func) and _meets_float64([*args, *kwargs.values()]):
+        if not _writes(func) and (getattr(func, "__name__", "") in _SUMS or _meets_float64([*args, *kwargs.values()])):
             args, kwargs = [_raised(value) for value in args], {key: _raised(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""Where experiments are made: one case in the best precision there is, and one cut whose gradient is wrong."""
+"""How experiments are made: one case in the best precision there is, and one cut whose gradient is wrong."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -40,6 +40,17 @@ class Experiments:
     def objective(self) -> Objective | None:
         """The objective, where it is not coupled."""
         return self.case.objective if isinstance(self.case.objective, Objective) else None
+
+    @property
+    def is_drawn(self) -> bool:
+        """True where anything was drawn at random."""
+        return self.case.draws.is_drawn or self.case.loss_draws.is_drawn
+
+    def without_draws(self) -> "Experiments":
+        """The same with every random draw at its mean."""
+        quiet = self.case.quiet()
+        whole = quiet.record()
+        return replace(self, case=quiet, floor=replace(self.floor, whole=whole))
 
     def try_out(self, case: Case, cut: MicroBatches | None = None) -> ExperimentResult:
         """The error of this case in the cut, against the gradient of the whole batch."""
