@@ -3,25 +3,38 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
 from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Workload, num_rows, take_rows
-from anybatch.errors import UpdateError, VerifyError
+from anybatch.errors import VerifyError
 from anybatch.gradients import check_hooks
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm
 from anybatch.parallel import unwrapped
 from anybatch.passes import Running
-from anybatch.proof.cases import Case, Copy, Gradient, leaving_untouched, make_case, roundoff, why_not_float64
+from anybatch.proof.cases import (
+    Case,
+    Copy,
+    Gradient,
+    leaving_untouched,
+    make_case,
+    rounded_otherwise,
+    roundoff,
+    why_not_float64,
+)
 from anybatch.proof.causes import Experiments, Explanation, explain, explain_draws, weights_of_rows
-from anybatch.proof.cuts import TriedCut, cuts_of, whole_batch
+from anybatch.proof.cuts import TriedCut, cuts_of, uneven_cut, whole_batch
 from anybatch.proof.floor import Floor, floor_of, largest_floor, relative
 from anybatch.proof.rows_that_fit import rows_that_fit
 from anybatch.proof.verdict import Cause, CutResult, Verdict
 from anybatch.sizes import parse_bytes
 from anybatch.state import outer_random
+
+SMALL_ERROR = 1e-5
+"""In float64: above it an error is no rounding, whatever cancels."""
 
 
 def verify(
@@ -54,13 +67,14 @@ def verify(
     if isinstance(batch, Dealt):
         batch = batch.batch
     inner = unwrapped(model)
+    check_hooks(inner.parameters(), inner.named_parameters, num_passes=2)  # copies would lose them
     limit = None if memory is None else parse_bytes(memory)
     whole = whole_batch(batch, micro_batch)
     given = num_rows(whole)
     if given < 2:
         raise VerifyError(f"this batch has {given} row, which cannot be cut; give a batch of 2 rows or more.")
     with leaving_untouched(inner, objective) as held:
-        options = {
+        options: dict[str, Any] = {
             "held": held,
             "batch_norm": batch_norm,
             "autocast": autocast,
@@ -76,7 +90,8 @@ def verify(
         running = Running(autocast=autocast, batch_norm=batch_norm)
         workload = Workload(model=inner, objective=objective, running=running)
         cuts, notes = cuts_of(batch, whole, micro_batch, taken, workload=workload)
-        return Proof(case, cuts, given, notes).verdict()
+        keeps_groups = isinstance(batch, MicroBatches) or getattr(micro_batch, "groups", None) is not None
+        return Proof(case, cuts, given, notes, keeps_groups).verdict()
 
 
 @dataclass(slots=True)
@@ -87,18 +102,18 @@ class Proof:
     cuts: list[TriedCut]
     rows_given: int
     notes: list[str]
+    keeps_groups: bool = False
+    """Whether rows belong together, so that none may be taken alone."""
 
     def verdict(self) -> Verdict:
         """Compare, and explain what differs."""
-        hooked = _hooks(self.case.model)
-        if hooked is not None:
-            return self._told([], Explanation(causes=(hooked,)))
         outer = outer_random()
         precise, floor, results = self._compare()
         wrong = [result for result in results if result.decides and not result.is_exact]
         failing = [result for result in wrong if result.precision == precise.precision]
         found = Explanation(causes=explain_draws(precise, floor, outer.moved()))
-        experiments = Experiments(case=precise, floor=floor, cut=self._cut_to_explain(failing))
+        cut = self._cut_to_explain(failing, precise, floor)
+        experiments = Experiments(case=precise, floor=floor, cut=cut, trained=self.cuts[0].cut)
         if failing:
             found = explain(experiments, found.causes)
         elif wrong and not found.causes:
@@ -115,11 +130,14 @@ class Proof:
             return case, floor, [_result(tried, case, floor) for tried in self.cuts]
         floor = self._floor(raised, reference)
         if floor.unit > torch.finfo(torch.float64).eps:
-            self.notes.append("parts of the model compute in fp32 whatever they are given: float64 is no closer than that.")
-        results = [_result(tried, raised, floor) for tried in self.cuts]
+            self.notes.append(
+                "parts of the model compute in fp32 whatever they are given: float64 is no closer than that."
+            )
+        results = [_judged(tried, raised, floor) for tried in self.cuts]
         if not all(parameter.dtype == torch.float64 for parameter in case.model.parameters()):
             own = floor_of(case.whole(), [reference], unit_of(case))
-            results.append(_result(self.cuts[0], case, own))
+            is_sound = results[0].is_exact  # then what is seen here is rounding
+            results.append((_judged if is_sound else _result)(self.cuts[0], case, own))
         return raised, floor, results
 
     def _float64(self, raised: Case) -> Gradient | None:
@@ -144,13 +162,20 @@ class Proof:
                 unit = single
         return floor_of(whole, [permuted], unit)
 
-    def _cut_to_explain(self, failing: Sequence[CutResult]) -> MicroBatches:
-        """Of those that are wrong one that runs, the last of them, whose micro-batches differ most; else that which trains."""
+    def _cut_to_explain(self, failing: Sequence[CutResult], precise: Case, floor: Floor) -> MicroBatches:
+        """Uneven rows where they are wrong too, because no two of their weights are alike; else a wrong cut that runs."""
         named = {tried.name: tried.cut for tried in self.cuts}
+        if not failing:
+            return self.cuts[0].cut
+        uneven = TriedCut(name="uneven rows", cut=uneven_cut(self.case.batch))
+        if uneven.name not in named and not self.keeps_groups and precise.num_rows > 2:
+            result = _result(uneven, precise, floor)
+            if not result.is_exact and result.failure is None:
+                return uneven.cut
         ran = [result for result in failing if result.failure is None] or failing
-        return named[ran[-1].name] if ran else self.cuts[0].cut
+        return named[ran[-1].name]
 
-    def _as_trained(self, results: list[CutResult], found: "Explanation") -> tuple[list[CutResult], "Explanation"]:
+    def _as_trained(self, results: list[CutResult], found: Explanation) -> tuple[list[CutResult], Explanation]:
         """Rows that belong together are torn by no cut that trains: this is then a note."""
         trained = [result for result in results if result.name == self.cuts[0].name]
         is_only_torn = bool(found.causes) and all(cause.kind == "groups" for cause in found.causes)
@@ -159,14 +184,11 @@ class Proof:
         self.notes += [f"{cause.explanation} {cause.fix}" for cause in found.causes]
         return [replace(result, decides=result in trained) for result in results], Explanation()
 
-    def _told(
-        self, results: Sequence[CutResult], found: "Explanation", experiments: Experiments | None = None
-    ) -> Verdict:
+    def _told(self, results: Sequence[CutResult], found: Explanation, experiments: Experiments) -> Verdict:
         other = [result for result in results if not result.decides and result.name == "by tokens"]
         if not found.causes and not found.unjudged:
             self.notes += [_padding_note(result) for result in other if not result.is_exact]
-        is_wrong = bool(found.causes) and experiments is not None
-        weights = weights_of_rows(experiments, self.cuts[0].cut, is_wrong=is_wrong) if experiments else ()
+        weights = weights_of_rows(experiments, self.cuts[0].cut, is_wrong=bool(found.causes))
         return Verdict(
             rows=self.case.num_rows,
             rows_given=self.rows_given,
@@ -201,18 +223,19 @@ def _result(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
         accumulated = case.accumulated(cut)
     except Exception as error:  # a cut that cannot run is a finding, not the end
         return replace(told, failure=f"{type(error).__name__}: {error}")
-    return replace(
-        told, error=relative(floor.whole, accumulated), parameters=floor.errors(accumulated, len(cut))
-    )
+    return replace(told, error=relative(floor.whole, accumulated), parameters=floor.errors(accumulated, len(cut)))
 
 
-def _hooks(model: nn.Module) -> Cause | None:
-    try:
-        check_hooks(model.parameters(), model.named_parameters, num_passes=2)
-    except UpdateError as error:
-        explanation, _, fix = str(error).partition(" Remove it")
-        return Cause(kind="hooks", explanation=explanation[0].upper() + explanation[1:], fix=f"Remove it{fix}")
-    return None
+def _judged(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
+    """The result; an error so small that it may be rounding is held against what rounding the parameters alone does."""
+    result = _result(tried, case, floor)
+    is_small = case.precision == "own" or result.error <= SMALL_ERROR
+    if result.is_exact or result.failure is not None or not is_small:
+        return result
+    if relative(floor.whole, case.whole()) > largest_floor(floor.unit):
+        return result  # it is not the same twice
+    perturbed = replace(case, model=rounded_otherwise(case.model, case.copy, floor.unit)).whole()
+    return _result(tried, case, floor.widened(perturbed))
 
 
 def _padding_note(result: CutResult) -> str:

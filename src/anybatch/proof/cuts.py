@@ -23,8 +23,8 @@ from anybatch.batches import (
 from anybatch.errors import BatchError, SplitError, VerifyError
 
 TOO_FEW = (
-    "this batch cannot be cut into micro-batches of different sizes, and a mean of means is exact where all are alike: give 3 "
-    "rows or more to be sure of the units."
+    "this batch has no uneven cut: all its micro-batches are of one size, and then a mean of means is exact too. Give 3 rows "
+    "or more to be sure of the units."
 )
 
 
@@ -101,6 +101,12 @@ def uneven_cut(batch: Batch, together: int = 1) -> MicroBatches:
     stops = (torch.tensor(sizes).cumsum(0) * together).tolist()
     starts = [0, *stops[:-1]]
     return MicroBatches([take_rows(batch, slice(start, stop)) for start, stop in zip(starts, stops, strict=True)])
+
+
+def interleaved_cut(batch: Batch) -> MicroBatches:
+    """Every third row, and those between them, and those after."""
+    count = num_rows(batch)
+    return cut_by_rows(batch, [range(start, count, 3) for start in range(min(3, count))])
 
 
 def untrimmed_cut(batch: Batch, cut: MicroBatches) -> MicroBatches:

@@ -11,7 +11,7 @@ from anybatch.passes import Accumulator, has_rows
 from anybatch.proof.cases import Case, leaving_untouched, make_case, why_not_float64
 from anybatch.proof.comparing import unit_of, verify
 from anybatch.proof.cuts import uneven_cut
-from anybatch.proof.first_look import PENDING, FirstLook
+from anybatch.proof.first_look import PENDING, FirstLook, by_kind, spread_evenly
 from anybatch.proof.floor import largest_floor, relative
 
 FEWEST_ROWS = 3
@@ -141,7 +141,8 @@ def _spread_rows(accumulator: Accumulator, batch: Batch) -> Batch | FirstLook:
     wanted = min(count, max(FEWEST_ROWS, len(rows[0])))
     if count < FEWEST_ROWS:
         return PENDING
-    chosen = [index * count // wanted for index in range(wanted)]
+    places = spread_evenly(count, wanted)
     if isinstance(split, Rows | Tokens) and split.collate is not None:
-        return split.collate([batch[row] for row in chosen])
-    return take_rows(batch, chosen)
+        return split.collate([batch[row] for row in places])
+    order = by_kind(batch, count)
+    return take_rows(batch, sorted(order[place] for place in places))

@@ -38,6 +38,10 @@ class PythonState:
         self._tables: list[tuple[dict[str, Any], frozenset[str], str]] = []
         self.modules: dict[str, nn.Module] = {}
         """Those that are reached, and not owned."""
+        self.iterators: list[str] = []
+        """What hands out one thing after the other, and cannot be put back."""
+        self.tables_of_numbers: dict[str, Tensor] = {}
+        """Small tensors that a function names."""
         self.free_parameters: dict[str, nn.Parameter] = {}
         """Parameters that belong to no module."""
         for root in roots:
@@ -92,13 +96,19 @@ class PythonState:
             self._visit_container(value, depth, name)
         elif isinstance(value, Tensor):
             self._visit_tensor(value, name)
+        else:
+            self._visit_object(value, depth, name)
+
+    def _visit_object(self, value: Any, depth: int, name: str) -> None:
+        if isinstance(value, Iterator):
+            self.iterators.append(name)
         elif not isinstance(value, (type, types.ModuleType)) and _library(type(value)) not in _LIBRARIES:
             held = vars(value) if hasattr(value, "__dict__") else {}
             self._tables.append((held, frozenset(held), name))
             self._slot_all(value, dict(held), depth, name)
             kept = {key: item for key, item in vars(type(value)).items() if _is_plain(item) and key[:2] != "__"}
             self._slot_all(type(value), kept, depth, name)
-            self._visit(getattr(type(value), "__call__", None), depth, name)
+            self._visit(vars(type(value)).get("__call__"), depth, name)
 
     def _visit_container(self, value: Any, depth: int, name: str) -> None:
         self._held.append((value, _contents(value), name))
@@ -113,6 +123,7 @@ class PythonState:
             self.free_parameters[name] = value
         elif value.numel() <= _SMALL and not value.requires_grad and not value.is_inference():
             self._held.append((value, _contents(value), name))
+            self.tables_of_numbers[name] = value
 
     def _visit_module(self, top: nn.Module, depth: int, name: str) -> None:
         if id(top) not in self._owned:

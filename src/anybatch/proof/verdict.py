@@ -22,7 +22,6 @@ CauseKind = Literal[
     "touched",
     "inputs",
     "padding",
-    "hooks",
     "precision",
     "nonfinite",
     "error",

@@ -2,6 +2,7 @@
 
 from anybatch.records.json_text import plain
 from anybatch.records.over_seeds import Spread, at_epoch, over_runs, spread_of
+from anybatch.records.proof_schema import CutRecord, ParameterRecord, ProofRecord
 from anybatch.records.results import Results, read_results
 from anybatch.records.run_folder import RunFolder
 from anybatch.records.schema import (
@@ -9,14 +10,11 @@ from anybatch.records.schema import (
     ArmEpoch,
     ArmRun,
     Comparison,
-    CutRecord,
     EpochDone,
     MemoryPoint,
     MemorySeen,
     Metric,
-    ParameterRecord,
     PlanRecord,
-    ProofRecord,
     Run,
     RunKind,
     Scalar,

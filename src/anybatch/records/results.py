@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anybatch.records.proof_schema import ProofRecord
 from anybatch.records.run_folder import RunFolder
 from anybatch.records.schema import (
     Comparison,
@@ -11,7 +12,6 @@ from anybatch.records.schema import (
     MemorySeen,
     Metric,
     PlanRecord,
-    ProofRecord,
     Run,
     Trace,
     UpdateDone,

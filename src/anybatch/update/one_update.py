@@ -194,7 +194,9 @@ class Update:
         if self._check == "first":
             self.guard = look_first(self.accumulator, batch)
         else:
-            from anybatch.proof import self_check  # the proof takes longer to load than all else, and is seldom asked for
+            from anybatch.proof import (
+                self_check,
+            )  # the proof takes longer to load than all else, and is seldom asked for
 
             self.guard = self_check(self.accumulator, batch)
         if self.guard is not PENDING:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, MicroBatches, Rows, move, num_rows, rows_in_dim
+from anybatch.batches import Batch, MicroBatches, Rows, map_tensors, num_rows, rows_in_dim
 from anybatch.dropout import count_update, masks_of, rows_running
 from anybatch.norms import batch_norms
 from anybatch.objectives import Coupled, Objective, checked_loss
 from anybatch.options import Autocast, BatchNorm
 from anybatch.passes import Accumulator, autocast_context, common_device
 from anybatch.proof.cases.copies import Copy, copy_batch, copy_model
-from anybatch.proof.cases.float64 import ComparedPrecision, Float64, to_float64
+from anybatch.proof.cases.float64 import ComparedPrecision, Float64, keep_in_backward, to_float64
 from anybatch.proof.cases.model_state import ModelState
 from anybatch.proof.cases.objective_state import ObjectiveState, functions_of, objective_state
 from anybatch.proof.cases.row_draws import Draws, recomputing, recording, replaying, visible
@@ -99,7 +99,8 @@ class Case:
     def accumulated(self, cut: MicroBatches) -> Gradient:
         """The batch in micro-batches, by `Accumulator`."""
         with self._setting() as model:
-            parts = MicroBatches([self._own_batch(part, model) for part in cut], cut.cut)
+            known: dict[int, tuple[Tensor, Tensor]] = {}
+            parts = MicroBatches([self._own_batch(part, model, known) for part in cut], cut.cut)
             masks = masks_of(model)
             if masks is not None:
                 masks.strict = False  # the run in one go was watched; here following the draws moves the generators
@@ -140,7 +141,7 @@ class Case:
             with recomputing(self.draws) if rows is not None else nullcontext():
                 with autocast:
                     loss, _ = checked_loss(self._forward(model, self._own_batch(batch, model), rows))
-                torch.autograd.backward(loss)  # Tensor.backward would leave the modes that forward ran in
+                torch.autograd.backward(loss)
             if done is not None:
                 done()
             return Gradient(float(loss.detach()), _gradients(self._named(model)))
@@ -159,6 +160,9 @@ class Case:
         """A fresh model in this precision, the objective as it was at first, and quiet."""
         is_raised = self.precision == "float64"
         model = copy_model(self.model, self.copy)
+        for module in model.modules():
+            if self.draws.is_quiet and isinstance(module, nn.RReLU):
+                module.training = False  # it draws inside its kernel
         default = torch.get_default_dtype()
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -170,14 +174,24 @@ class Case:
                 stack.callback(torch.set_default_dtype, default)
                 torch.set_default_dtype(torch.float64)
                 model.double()
-                stack.enter_context(Float64())  # in backward too, where checkpointed blocks run again
+                keep_in_backward(model)
+                stack.enter_context(Float64())
             yield model
 
-    def _own_batch(self, batch: Batch, model: nn.Module) -> Batch:
+    def _own_batch(
+        self, batch: Batch, model: nn.Module, known: dict[int, tuple[Tensor, Tensor]] | None = None
+    ) -> Batch:
+        """A copy where the model runs, in its precision; `known` are the copies of tensors that micro-batches share."""
         device = common_device(model.parameters())
-        own = copy_batch(batch if device is None else move(batch, device))
-        own = rows_in_dim(own, self.batch_dim) if self.batch_dim else own
-        return to_float64(own) if self.precision == "float64" else own
+        known = {} if known is None else known
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in known:
+                there = tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
+                known[id(tensor)] = tensor, to_float64(there) if self.precision == "float64" else there
+            return known[id(tensor)][1]
+
+        return map_tensors(rows_in_dim(batch, self.batch_dim) if self.batch_dim else batch, copied)
 
     def _named(self, model: nn.Module) -> dict[str, nn.Parameter]:
         named = dict(model.named_parameters()) | self.held.parameters
@@ -218,7 +232,7 @@ class _FollowedLoss(nn.Module):
     def __init__(self, case: Case, objective: Coupled, rows: Sequence[int]) -> None:
         super().__init__()
         self._case, self._rows = case, rows
-        self.loss = lambda representations: objective.loss(representations)
+        self._objective = objective
         self._own = set(map(id, objective.parameters()))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -226,7 +240,7 @@ class _FollowedLoss(nn.Module):
 
     def forward(self, representations: Any) -> Any:
         with self._case._drawing(self._case.loss_draws, self._rows):
-            return self.loss(representations)
+            return self._objective.loss(representations)
 
 
 def make_case(

@@ -41,6 +41,19 @@ def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
     return twin
 
 
+def rounded_otherwise(model: nn.Module, make: Copy | None, unit: float) -> nn.Module:
+    """A copy whose parameters are each off by a few units of roundoff."""
+    twin = copy_model(model, make)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            if parameter.is_floating_point():
+                noise = 4 * unit * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                moved = parameter.double() * (1 + noise.to(parameter.device))
+                parameter.data = moved if unit < 1e-12 else moved.to(parameter.dtype)
+    return twin
+
+
 def copy_batch(batch: Batch) -> Batch:
     """The batch with tensors of its own."""
     return map_tensors(batch, lambda tensor: tensor.detach().clone())

@@ -1,4 +1,4 @@
-"""What an objective holds on to beside the model: parameters, modules, counters, generators. It runs in place, and is put back."""
+"""What an objective holds on to beside the model: parameters, modules, counters, generators. All of it is put back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,4 +66,3 @@ def objective_state(objective: Objective | Coupled, model: nn.Module) -> Objecti
     buffers = [buffer for module in python.modules.values() for buffer in module.buffers()]
     known = {id(tensor): tensor for tensor in (*named.values(), *buffers)}
     return ObjectiveState(python, dict(reversed(parameters.values())), tuple(known.values()))
-

@@ -11,6 +11,7 @@ from anybatch.proof.causes.experiments import ExperimentResult, Experiments
 from anybatch.proof.causes.leftover_state import Repair
 from anybatch.proof.causes.possible_counts import Count, counts, seen_means
 from anybatch.proof.causes.weighing_parts import BestWeights, best_weights, shares_of
+from anybatch.proof.cuts import interleaved_cut
 from anybatch.proof.verdict import Cause
 
 
@@ -19,12 +20,16 @@ def find_reduction(experiments: Experiments, before: ExperimentResult) -> Repair
     objective = experiments.objective
     if objective is None or objective.terms:
         return None
-    reduction = objective.reduction if objective.reduction_for is None else objective.reduction_for(experiments.case.model)
+    reduction = (
+        objective.reduction if objective.reduction_for is None else objective.reduction_for(experiments.case.model)
+    )
     other: Literal["mean", "sum"] = "sum" if reduction == "mean" else "mean"
     repaired = replace(experiments.case, objective=replace(objective, reduction=other, reduction_for=None))
     after = experiments.try_out(repaired)
     if not after.is_exact:
-        return None
+        best = best_weights(experiments) if other == "mean" else None
+        if best is None or not (best.fits and best.is_mean):
+            return None
     if other == "sum":
         explanation = (
             "The loss is a sum over rows, not a mean: losses of micro-batches add up to the whole batch's as they are"
@@ -56,7 +61,9 @@ def find_units(experiments: Experiments, before: ExperimentResult) -> Repair | N
     tried = [used]
     for count in counts(experiments):
         shares = shares_of(count.values)
-        if any(_alike(shares, other) for other in tried) or (best is not None and is_known and not _gives(best, shares)):
+        if any(_alike(shares, other) for other in tried) or (
+            best is not None and is_known and not _gives(best, shares)
+        ):
             continue
         tried.append(shares)
         found = _with_count(experiments, before, objective, count, used)
@@ -72,9 +79,8 @@ def _with_count(
     after = experiments.try_out(repaired)
     if not after.is_exact:
         return None
-    explanation = (
-        f"The mean loss does not divide by the units given, but by {count.name}: {_weighs(used, shares_of(count.values))}"
-    )
+    weighs = _weighs(used, shares_of(count.values))
+    explanation = f"The mean loss does not divide by the units given, but by {count.name}: {weighs}"
     fix = f"Give units={count.code}."
     return Cause(kind="units", explanation=_falls(explanation, before, after), fix=fix), repaired, after
 
@@ -85,19 +91,28 @@ def _seen(
     """Let the units be seen while the loss runs."""
     repaired = replace(experiments.case, objective=observed(objective.loss))
     after = experiments.try_out(repaired)
-    means = seen_means(experiments) if after.is_exact else []
+    is_right = after.is_exact and experiments.try_out(repaired, experiments.trained).is_exact
+    means = seen_means(experiments) if is_right else []
     if not means:
         return None
     by = "the summed class weights of its targets" if means[0].is_weighted else "what only the forward knows"
     shares = shares_of(means[0].values)
     explanation = f"The mean loss does not divide by the units given, but by {by}: {_weighs(used, shares)}"
     fix = (
-        "Use observed(loss) in place of Objective(loss, units): it sees what torch's loss function divides by. A criterion that "
-        "says it, supervised(nn.CrossEntropyLoss(weight=weight)), does as well."
+        "Use observed(loss) in place of Objective(loss, units): it sees what torch's loss function divides by. A criterion "
+        "that says it, supervised(nn.CrossEntropyLoss(weight=weight)), does as well."
         if means[0].is_weighted
         else "Use observed(loss) in place of Objective(loss, units): it sees what the loss divides by while it runs."
     )
     return Cause(kind="units", explanation=_falls(explanation, before, after), fix=fix), repaired, after
+
+
+def _holds_elsewhere(experiments: Experiments, objective: Objective, count: Count) -> bool:
+    """Whether the count is right for other micro-batches too: two numbers may agree by chance."""
+    other = replace(experiments, cut=interleaved_cut(experiments.case.batch))
+    same = next(found for found in counts(other) if found.name == count.name)
+    result = other.try_out(with_units(experiments.case, objective, same.values))
+    return result.is_exact or result.failure is not None
 
 
 def with_units(case: Case, objective: Objective, values: Sequence[float]) -> Case:

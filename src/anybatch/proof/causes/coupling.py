@@ -1,13 +1,18 @@
 """Rows that look at each other, losses that do not add up, and forwards that decide for all rows at once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from anybatch.batches import Batch, tensors
+from anybatch.objectives import Coupled
+from anybatch.proof.cases import copy_model
 from anybatch.proof.causes.experiments import Experiments
-from anybatch.proof.causes.mixing_layers import first_that_mixes
-from anybatch.proof.causes.weighing_parts import best_weights
+from anybatch.proof.causes.mixing_layers import first_that_mixes, same_rows
+from anybatch.proof.causes.weighing_parts import BestWeights, best_weights
 from anybatch.proof.cuts import cut_by_rows
 from anybatch.proof.verdict import Cause
 
@@ -20,7 +25,7 @@ ON_OUTPUTS = (
 def find_uneven_touch(experiments: Experiments) -> Cause | None:
     """Which parameters get a gradient from the whole batch, and which from each micro-batch?"""
     whole = experiments.floor.whole.parameters
-    each = experiments.each_alone()
+    each = [gradient.parameters for gradient in experiments.each_alone()]
     for name, grad in whole.items():
         by = [index for index, parameters in enumerate(each) if parameters[name] is not None]
         if bool(by) != (grad is not None):
@@ -45,9 +50,11 @@ def find_penalty(experiments: Experiments) -> Cause | None:
     errors = []
     for parts in (2, 3):
         stops = [round(count * part / parts) for part in range(parts + 1)]
-        cut = cut_by_rows(experiments.case.batch, [range(a, b) for a, b in zip(stops, stops[1:], strict=False)])
+        cut = cut_by_rows(experiments.case.batch, [range(start, stop) for start, stop in pairwise(stops)])
         gradient = experiments.case.accumulated(cut).parameters
-        errors.append(_joined([_minus(gradient[name], grad) for name, grad in experiments.floor.whole.parameters.items()]))
+        errors.append(
+            _joined([_minus(gradient[name], grad) for name, grad in experiments.floor.whole.parameters.items()])
+        )
     once, twice = errors
     if not float((twice - 2 * once).norm()) <= 1e-6 * float(twice.norm()):
         return None
@@ -62,18 +69,19 @@ def find_penalty(experiments: Experiments) -> Cause | None:
 
 def find_coupling(experiments: Experiments) -> Cause | None:
     """Is the whole batch's gradient any weighted sum of the micro-batches' at all, and do the weights sum to 1?"""
-    if experiments.objective is None:
-        return _in_the_model(experiments, "Rows look at each other in encode, which is to take each by itself.")
+    objective = experiments.case.objective
+    if isinstance(objective, Coupled):
+        return _in_encode(experiments, objective)
     best = best_weights(experiments)
     if best is not None and best.is_unique and best.fits:
-        if best.is_mean:
+        if best.is_mean and not _depend_on_parameters(experiments, best):
             return None
         weights = ", ".join(f"{weight:.3f}" for weight in best.weights)
+        why = "which depends on the losses themselves" if abs(sum(best.weights) - 1) < 1e-6 else "which is not 1 in all"
         return Cause(
             kind="not_additive",
             explanation="The loss is not additive over rows: it is a function of a mean (a root, a logarithm, a power), or a "
-            f"ratio. The micro-batches' gradients would have to weigh {weights}, which is not 1 in all, so that no units are "
-            "right.",
+            f"ratio. The micro-batches' gradients would have to weigh {weights}, {why}, so that no units are right.",
             fix=ON_OUTPUTS,
         )
     left = "" if best is None else f" (the best leaves {best.residual:.2g} of it)"
@@ -129,6 +137,19 @@ def is_of_few_means(experiments: Experiments) -> bool:
     return len(values) < 3 or float(values[2]) <= 1e-6 * float(values[0])
 
 
+def _depend_on_parameters(experiments: Experiments, best: BestWeights) -> bool:
+    """Whether other parameters would give other weights: units are counted on the batch, and would not."""
+    other = copy_model(experiments.case.model, experiments.case.copy)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    case = replace(experiments.case, model=other)
+    now = best_weights(replace(experiments, case=case, floor=replace(experiments.floor, whole=case.whole())))
+    if now is None or not now.is_unique:
+        return False
+    return any(abs(one - two) > 1e-5 for one, two in zip(best.weights, now.weights, strict=True))
+
+
 class _OutputGradient:
     """The gradient of the first row of what the model returned."""
 
@@ -153,6 +174,38 @@ def _tensors_of(output: object) -> list[Tensor]:
         return [output]
     values = output.values() if hasattr(output, "values") else output if isinstance(output, (tuple, list)) else ()
     return [tensor for value in values for tensor in _tensors_of(value)]
+
+
+def _in_encode(experiments: Experiments, objective: Coupled) -> Cause | None:
+    """Are the representations of some rows those that they have in the whole batch?"""
+    told = "Rows look at each other in encode, which is to take each by itself."
+    in_model = _in_the_model(experiments, told)
+    if in_model is not None:
+        return in_model
+    case, cut = experiments.case, experiments.cut
+    seen: list[list[Tensor]] = []
+
+    def encode(model: nn.Module, batch: Batch) -> Batch:
+        found = objective.encode(model, batch)
+        seen.append([tensor.detach().double() for tensor in tensors(found)])
+        return found
+
+    spied = replace(case, objective=replace(objective, encode=encode))
+    parts = [(case.batch, range(case.num_rows)), *((cut[place], cut.row_numbers[place]) for place in (0, -1))]
+    for batch, rows in parts:
+        spied.once(batch, rows)
+    whole, *others = seen
+    for (_, rows), part in zip(parts[1:], others, strict=True):
+        for full, some in zip(whole, part, strict=True):
+            if full.dim() == 0 or len(full) != case.num_rows or not same_rows(experiments, full, some, tuple(rows)):
+                return Cause(
+                    kind="coupled",
+                    explanation=f"{told} What it returns for some rows depends on the others, or is one for all of them: a "
+                    "mean, a centre, an order over the rows of a micro-batch.",
+                    fix="Let encode(model, batch) return one entry per row that depends on that row alone, and take means over "
+                    "rows in loss(representations), which sees all of them.",
+                )
+    return None
 
 
 def _in_the_model(experiments: Experiments, told: str) -> Cause | None:

@@ -1,14 +1,11 @@
 """How experiments are made: one case in the best precision there is, and one cut whose gradient is wrong."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-from torch import Tensor
 
 from anybatch.batches import MicroBatches
 from anybatch.objectives import Objective
-from anybatch.proof.cases import Case
+from anybatch.proof.cases import Case, Gradient
 from anybatch.proof.floor import Floor, relative
 
 CLEAR_FALL = 3.0
@@ -35,6 +32,8 @@ class Experiments:
     case: Case
     floor: Floor
     cut: MicroBatches
+    trained: MicroBatches
+    """The cut that trains; the same where that shows most."""
 
     @property
     def objective(self) -> Objective | None:
@@ -64,8 +63,6 @@ class Experiments:
             error=relative(self.floor.whole, accumulated), is_exact=all(parameter.is_exact for parameter in errors)
         )
 
-    def each_alone(self) -> list[Mapping[str, Tensor | None]]:
-        """The gradients of each micro-batch by itself, by parameter."""
-        return [
-            self.case.once(part, rows).parameters for part, rows in zip(self.cut, self.cut.row_numbers, strict=True)
-        ]
+    def each_alone(self) -> list[Gradient]:
+        """The gradient of each micro-batch by itself."""
+        return [self.case.once(part, rows) for part, rows in zip(self.cut, self.cut.row_numbers, strict=True)]

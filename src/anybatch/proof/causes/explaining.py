@@ -11,6 +11,7 @@ from anybatch.proof.causes.coupling import find_coupling, find_penalty, find_une
 from anybatch.proof.causes.experiments import ExperimentResult, Experiments
 from anybatch.proof.causes.leftover_state import Repair, find_changed_inputs, find_model_state, find_own_generator
 from anybatch.proof.causes.randomness import find_draws_outside_torch, find_mixed_rows, why_unjudged
+from anybatch.proof.causes.single_terms import find_wrong_term
 from anybatch.proof.causes.torn_rows import find_torn_groups, find_trimming
 from anybatch.proof.verdict import Cause
 
@@ -25,6 +26,7 @@ REPAIRS: tuple[Callable[[Experiments, ExperimentResult], Repair | None], ...] = 
 )
 """Experiments that change one thing and look whether the error goes. A change that helped stays for the next one."""
 SIGNS: tuple[Callable[[Experiments], Cause | None], ...] = (
+    find_wrong_term,
     find_torn_groups,
     find_own_generator,
     find_penalty,
@@ -58,9 +60,14 @@ def explain(experiments: Experiments, known: tuple[Cause, ...] = ()) -> Explanat
         if still is not None and still.is_exact:
             mixed = find_mixed_rows(experiments, now.failure)
             causes = known or (() if mixed is None else (mixed,))
-            return Explanation(causes=causes) if causes else Explanation(unjudged=why_unjudged(experiments))
-        if quiet is not None and still is not None:
-            experiments, now = quiet, still
+            return Explanation(
+                causes=causes, unjudged="" if causes else why_unjudged(experiments, is_exact_without=True)
+            )
+        if quiet is None or quiet.case.draws.strange:  # what draws inside a kernel cannot be kept from it
+            return Explanation(
+                causes=known, unjudged="" if known else why_unjudged(experiments, is_exact_without=False)
+            )
+        experiments, now = quiet, still or now
     return Explanation(causes=known + _causes(experiments, now))
 
 

@@ -35,16 +35,23 @@ def first_that_mixes(experiments: Experiments) -> MixingPlace | None:
         rows = experiments.cut.row_numbers[place]
         part = _Seen(len(rows))
         case.once(experiments.cut[place], rows, part.watch)
-        found |= {key for key, full in whole.tensors.items() if _differs(experiments, full, part.tensors.get(key), rows)}
+        found |= {
+            key for key, full in whole.tensors.items() if _differs(experiments, full, part.tensors.get(key), rows)
+        }
     first = next((key for key in whole.tensors if key in found), None)
     return None if first is None else _place(first, whole.modules[first[0]])
 
 
 def _differs(experiments: Experiments, full: Tensor, some: Tensor | None, rows: tuple[int, ...]) -> bool:
-    if some is None or full.shape[1:] != some.shape[1:]:
-        return False
+    return some is not None and full.shape[1:] == some.shape[1:] and not same_rows(experiments, full, some, rows)
+
+
+def same_rows(experiments: Experiments, full: Tensor, some: Tensor, rows: tuple[int, ...]) -> bool:
+    """Whether `some` is what these rows have in `full`, up to rounding."""
     wanted = full[list(rows)].double()
-    return float((some.double() - wanted).norm()) > largest_floor(experiments.floor.unit) * float(wanted.norm())
+    if wanted.shape != some.shape:
+        return False
+    return float((some.double() - wanted).norm()) <= largest_floor(experiments.floor.unit) * float(wanted.norm())
 
 
 def _place(key: Key, module: nn.Module) -> MixingPlace:

@@ -44,6 +44,10 @@ def counts(experiments: Experiments) -> Iterator[Count]:
             sums = tuple(float(sum(len(item) for item in items if hasattr(item, "__len__"))) for items in held)
             yield Count(f"the elements of {path}", f"lambda batch: sum(len(row) for row in {path})", sums)
     yield from _both(whole)
+    for name, table in experiments.case.held.python.tables_of_numbers.items():
+        if table.dim() == 1 and table.is_floating_point() and name.isidentifier():
+            for path, column in whole.items():
+                yield from _looked_up(name, table, path, column)
 
 
 def _columns(batch: Batch, parts: Sequence[Batch]) -> dict[str, list[Tensor]]:
@@ -90,6 +94,15 @@ def _summed(path: str, column: Sequence[Tensor]) -> Iterator[Count]:
         yield Count(f"the entries of {path} that are not nan", f"lambda batch: (~{path}.isnan()).sum()", present)
         positive = tuple(float((tensor > 0).sum()) for tensor in column)
         yield Count(f"the entries of {path} above 0", f"lambda batch: ({path} > 0).sum()", positive)
+        zero = tuple(float((tensor == 0).sum()) for tensor in column)
+        yield Count(f"the entries of {path} that are 0", f"lambda batch: ({path} == 0).sum()", zero)
+
+
+def _looked_up(name: str, table: Tensor, path: str, column: Sequence[Tensor]) -> Iterator[Count]:
+    """Weights that the loss looks up by class, in a tensor that it holds."""
+    if all(bool(((tensor >= 0) & (tensor < len(table))).all()) for tensor in column):
+        values = tuple(float(table.double()[tensor.cpu()].sum()) for tensor in column)
+        yield Count(f"the sum of {name}[{path}]", f"lambda batch: {name}[{path}].sum()", values)
 
 
 def _both(whole: dict[str, list[Tensor]]) -> Iterator[Count]:

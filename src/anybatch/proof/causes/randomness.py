@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from anybatch.proof.cases import Case, Gradient
+from anybatch.proof.cases import Case, Draw, Gradient
 from anybatch.proof.causes.experiments import Experiments
 from anybatch.proof.causes.leftover_state import RANDOM_FIX
 from anybatch.proof.floor import Floor, largest_floor, relative
@@ -34,8 +34,8 @@ def explain_draws(case: Case, floor: Floor, moved: list[str]) -> tuple[Cause, ..
         return (
             Cause(
                 kind="draws",
-                explanation=f"The forward draws ({draws.unlike[0]}) from a torch.Generator of its own. A coupled loss runs each "
-                "micro-batch twice, and only torch's own generators are put back for the second time: it draws other numbers.",
+                explanation=f"The forward draws ({draws.unlike[0]}) from a torch.Generator of its own. A coupled loss runs "
+                "each micro-batch twice, and only torch's own generators are put back for the second time: it draws others.",
                 fix="Draw from torch's own generator: leave generator= out.",
             ),
         )
@@ -44,8 +44,8 @@ def explain_draws(case: Case, floor: Floor, moved: list[str]) -> tuple[Cause, ..
         return (
             Cause(
                 kind="draws",
-                explanation=f"One draw is shared by all rows of a micro-batch ({what}): MixUp's lambda, one crop or one skipped "
-                "layer for all of them. The whole batch would draw it once, and each micro-batch draws another.",
+                explanation=f"One draw is shared by all rows of a micro-batch ({what}): MixUp's lambda, one crop or one "
+                "skipped layer for all of them. The whole batch would draw it once, and each micro-batch draws another.",
                 fix="Draw one number per row, torch.rand(len(x), 1) in place of torch.rand(1); or draw it in the loader and "
                 "put it into the batch, one entry per row.",
             ),
@@ -68,6 +68,14 @@ def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
     again = f"Two forwards of the same rows with the same state of torch's generators give gradients {apart:.2g} apart"
     if moved and is_seeded:
         return _outside(moved, f"{again}, and with the same state of it they agree")
+    if case.held.python.iterators:
+        return Cause(
+            kind="state",
+            explanation=f"{again}. The loss takes what comes next from {case.held.python.iterators[0]!r}, an iterator, once "
+            "per micro-batch instead of once per batch.",
+            fix="Take it once per batch, outside the loss, and put it into the batch; or let the loss depend on the model and "
+            "the batch alone.",
+        )
     return Cause(
         kind="randomness",
         explanation=f"{again}. Neither torch, random nor numpy.random moved: a generator made inside the forward, the "
@@ -76,15 +84,15 @@ def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
     )
 
 
-def why_unjudged(experiments: Experiments) -> str:
-    """What stood in the way of comparing, where the gradients agree without random draws."""
+def why_unjudged(experiments: Experiments, *, is_exact_without: bool) -> str:
+    """What stood in the way of comparing; `is_exact_without`, where the gradients agree without random draws."""
     case = experiments.case
     strange = list(dict.fromkeys([*case.draws.strange, *case.loss_draws.strange]))
     told = "; ".join(strange[:3]) or "which row a number belongs to cannot be read off the shapes of what is drawn"
+    same = "With every draw at its mean they are the same. " if is_exact_without else ""
     return (
         f"Random draws could not be drawn again row by row ({told}), so that the gradients of different cuts cannot be "
-        "compared. With every draw at its mean they are the same. Verify in model.eval(), where nothing is drawn, or draw one "
-        "set of numbers per row, rows first."
+        f"compared. {same}Verify in model.eval(), where nothing is drawn, or draw one set of numbers per row, rows first."
     )
 
 
@@ -115,20 +123,25 @@ def _outside(moved: list[str], told: str) -> Cause:
 
 def _do_shared_matter(case: Case, floor: Floor) -> bool:
     """Whether the gradient is another one where the draws that all rows share are others."""
-    for change in (torch.zeros_like, lambda numbers: torch.full_like(numbers, 0.999), torch.neg):
+    for way in range(3):
         whole = list(case.draws.whole)
         for number in case.draws.shared:
-            numbers = whole[number].numbers
-            whole[number] = replace(whole[number], numbers=_changed(numbers, change))
+            whole[number] = replace(whole[number], numbers=_other_numbers(whole[number], way))
         if _is_other(replace(case, draws=replace(case.draws, whole=whole, _seen={})), floor):
             return True
     return False
 
 
-def _changed(numbers: Tensor, change: object) -> Tensor:
+def _other_numbers(draw: Draw, way: int) -> Tensor:
+    """Numbers that might have been drawn instead: the least and the largest of a share, the opposite of noise and masks."""
+    numbers = draw.numbers
     if not numbers.is_floating_point():
-        return torch.zeros_like(numbers)
-    return change(numbers)  # type: ignore[operator, no-any-return]
+        return (numbers + 1, (numbers - 1).clamp(min=0), torch.zeros_like(numbers))[way]
+    if "normal" in draw.operation or "randn" in draw.operation:
+        return numbers * (-1.0, 2.0, 0.5)[way]
+    if "bernoulli" in draw.operation or "dropout" in draw.operation:
+        return (numbers.amax() - numbers, torch.zeros_like(numbers), torch.ones_like(numbers))[way]
+    return (torch.zeros_like(numbers), torch.full_like(numbers, 0.999), torch.full_like(numbers, 0.5))[way]
 
 
 def _do_outer_matter(case: Case, floor: Floor) -> bool:

@@ -27,6 +27,9 @@ class BestWeights:
     is_unique: bool
     """False where other weights do as well: the gradients lie on one line, or there are too few numbers."""
     tolerance: float
+    loss: float
+    losses: tuple[float, ...]
+    """Of the whole batch, and of each micro-batch alone."""
 
     @property
     def fits(self) -> bool:
@@ -35,8 +38,11 @@ class BestWeights:
 
     @property
     def is_mean(self) -> bool:
-        """True where the weights sum to 1, as those of a mean do."""
-        return abs(sum(self.weights) - 1) <= 100 * self.tolerance
+        """True where the weights sum to 1, as those of a mean do, and make the losses that of the whole batch too."""
+        terms = [weight * loss for weight, loss in zip(self.weights, self.losses, strict=True)]
+        size = max(abs(self.loss), sum(map(abs, terms)))
+        adds_up = abs(sum(terms) - self.loss) <= 1000 * self.tolerance * size
+        return abs(sum(self.weights) - 1) <= 100 * self.tolerance and adds_up and min(self.weights) > self.tolerance
 
 
 def best_weights(experiments: Experiments) -> BestWeights | None:
@@ -52,7 +58,7 @@ def best_weights(experiments: Experiments) -> BestWeights | None:
     triangle = torch.zeros(0, columns, dtype=torch.float64)
     numel = 0
     for name, whole in experiments.floor.whole.parameters.items():
-        grads = [*(gradient[name] for gradient in each), whole]
+        grads = [*(gradient.parameters[name] for gradient in each), whole]
         known = next((grad for grad in grads if grad is not None), None)
         if known is None:
             continue
@@ -72,6 +78,8 @@ def best_weights(experiments: Experiments) -> BestWeights | None:
         residual=float((matrix @ solution - wanted).norm()) / norm,
         is_unique=numel > 2 * columns and float(values[-1]) > 1e-7 * float(values[0]),
         tolerance=10 * largest_floor(experiments.floor.unit),
+        loss=experiments.floor.whole.loss,
+        losses=tuple(gradient.loss for gradient in each),
     )
 
 

@@ -19,8 +19,8 @@ from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator, autocast_context, common_device
 from anybatch.proof.first_look.chosen_rows import Piece, Sample
 from anybatch.proof.first_look.measured import Measured, measure, measure_rows
-from anybatch.proof.python_state import PythonState
 from anybatch.proof.first_look.remembered_norms import remembered_norms
+from anybatch.proof.python_state import PythonState
 from anybatch.state import MovingBuffers, once_more, outer_random, random_state
 from anybatch.torch_inside import DropoutLayer
 
