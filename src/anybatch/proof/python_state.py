@@ -147,7 +147,7 @@ class PythonState:
                         self._held.append((buffer, _contents(buffer), f"{label}.{key}".lstrip(".")))
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        if function.__module__.startswith(("torch.", "anybatch.batches.", "transformers.")):
+        if (function.__module__ or "").startswith(("torch.", "anybatch.batches.", "transformers.")):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anybatch.records.comparison import Comparison
 from anybatch.records.proof_schema import ProofRecord
 from anybatch.records.run_folder import RunFolder
 from anybatch.records.schema import (
-    Comparison,
     EpochDone,
     MemorySeen,
     Metric,
