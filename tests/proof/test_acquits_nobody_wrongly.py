@@ -105,8 +105,7 @@ def mixtral() -> nn.Module:
     return hf.MixtralForCausalLM(hf.MixtralConfig(**BERT, num_key_value_heads=2, num_local_experts=3)).train()
 
 
-@pytest.mark.parametrize("make", [llama, t5, mixtral])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("make", "use_reentrant"), [(llama, False), (llama, True), (t5, False), (mixtral, False)])
 def test_checkpointed_models_are_compared_in_float64(make, use_reentrant):
     model = make()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})

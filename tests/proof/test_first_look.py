@@ -146,7 +146,7 @@ BROKEN: dict[str, tuple[str, Setup]] = {
     "with dropout": ("units", (lambda: mlp(0.3), lambda: Objective(loss_of), partly_labelled, {})),
     "beside exact BatchNorm": ("units", (normed, lambda: Objective(loss_of), partly_labelled, {"batch_norm": "exact"})),
     "a term's units": (
-        "coupled",
+        "units",
         (
             mlp,
             lambda: Terms(

@@ -8,14 +8,19 @@ from anybatch.batches import Batch, Dealt, MicroBatches, Rows, Tokens, num_rows,
 from anybatch.errors import ExactnessError, VerifyError
 from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator, has_rows
-from anybatch.proof.cases import Case, leaving_untouched, make_case, why_not_float64
+from anybatch.proof.cases import leaving_untouched, make_case, why_not_float64
 from anybatch.proof.comparing import unit_of, verify
 from anybatch.proof.cuts import uneven_cut
 from anybatch.proof.first_look import PENDING, FirstLook, by_kind, spread_evenly
-from anybatch.proof.floor import largest_floor, relative
+from anybatch.proof.floor import floor_of, relative
+from anybatch.state import outer_random
 
 FEWEST_ROWS = 3
 """Of a sample: fewer cannot be cut unevenly."""
+COARSE = 1e-6
+"""Roundoff above which a gradient says too little in its own precision."""
+NEAR = 10.0
+"""Floors, which are not measured here, within which gradients agree; what is further apart `verify` judges."""
 
 
 def self_check(accumulator: Accumulator, batch: Batch) -> FirstLook:
@@ -63,12 +68,11 @@ def _look_at(accumulator: Accumulator, batch: Batch) -> FirstLook:
         return FirstLook(finding="not judged", reason=str(error_of_copy))
     if error is not None:
         return FirstLook(finding="passed", error=error)
-    split = accumulator.split if isinstance(accumulator.split, Tokens) and accumulator.split.collate is None else None
     verdict = verify(
         unwrapped(accumulator.model),
         accumulator.objective,
         sample,
-        micro_batch=None if split is None else _smaller(split, sample),
+        micro_batch=_smaller(accumulator.split, sample) if _trims(accumulator.split) else None,
         **options,
     )
     if not verdict.is_judged:
@@ -88,24 +92,22 @@ def _error(accumulator: Accumulator, sample: Batch, options: dict[str, Any]) -> 
         case = make_case(model, accumulator.objective, sample, held=held, **options)
         split = accumulator.split
         cut = _smaller(split, sample).cut(sample) if _trims(split) else uneven_cut(sample)
-        for one in _finest_first(case):
-            try:
-                whole = one.record()
-                error = relative(whole, one.accumulated(cut))
-            except VerifyError:
-                raise
-            except Exception:  # verify says what it was, and whether it matters
-                continue
-            draws = one.draws
-            is_simple = not (draws.shared or draws.seeded or draws.unlike or draws.strange)
-            return error if is_simple and error <= largest_floor(unit_of(one)) / 10 else None
-    return None
-
-
-def _finest_first(case: Case) -> list[Case]:
-    """In fp32 as it is; what rounds more coarsely, in float64 if it can."""
-    is_coarse = unit_of(case) > 1e-6 and why_not_float64(case.model) is None
-    return [replace(case, precision="float64")] if is_coarse else [case]
+        if unit_of(case) > COARSE and why_not_float64(case.model) is None:
+            case = replace(case, precision="float64")
+        outer = outer_random()
+        try:
+            floor = floor_of(case.record(), [], unit_of(case))
+            accumulated = case.accumulated(cut)
+        except VerifyError:
+            raise
+        except Exception:  # verify says what it was, and whether it matters
+            return None
+        draws = case.draws
+        is_simple = not (draws.shared or draws.seeded or draws.unlike or draws.strange or outer.moved())
+        errors = floor.errors(accumulated, len(cut))
+        if not is_simple or any(parameter.error > NEAR * parameter.floor for parameter in errors):
+            return None
+        return relative(floor.whole, accumulated)
 
 
 def _trims(split: object) -> bool:

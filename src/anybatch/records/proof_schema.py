@@ -60,6 +60,8 @@ class ProofRecord:
     """The accumulated gradient against the whole batch's: what `verify` found."""
 
     file: ClassVar[str] = "verify.json"
+    finding: str = ""
+    """"exact", "not exact" or "could not be judged"."""
     is_exact: bool
     error: float | None
     rows: int | None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, MicroBatches, Rows, map_tensors, num_rows, rows_in_dim
+from anybatch.batches import Batch, Cut, MicroBatches, Rows, map_tensors, num_rows, rows_in_dim
 from anybatch.dropout import count_update, masks_of, rows_running
 from anybatch.norms import batch_norms
 from anybatch.objectives import Coupled, Objective, checked_loss
@@ -100,7 +100,8 @@ class Case:
         """The batch in micro-batches, by `Accumulator`."""
         with self._setting() as model:
             known: dict[int, tuple[Tensor, Tensor]] = {}
-            parts = MicroBatches([self._own_batch(part, model, known) for part in cut], cut.cut)
+            numbers = Cut(rows=cut.row_numbers, lengths=(1,) * len(cut)) if self.batch_dim else cut.cut
+            parts = MicroBatches([self._own_batch(part, model, known) for part in cut], numbers)
             masks = masks_of(model)
             if masks is not None:
                 masks.strict = False  # the run in one go was watched; here following the draws moves the generators

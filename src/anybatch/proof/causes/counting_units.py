@@ -1,6 +1,6 @@
 """Units that are not what the loss divides by: which count makes the gradient exact?"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -9,10 +9,12 @@ from anybatch.objectives import Objective, count_units, observed
 from anybatch.proof.cases import Case
 from anybatch.proof.causes.experiments import ExperimentResult, Experiments
 from anybatch.proof.causes.leftover_state import Repair
-from anybatch.proof.causes.possible_counts import Count, counts, seen_means
-from anybatch.proof.causes.weighing_parts import BestWeights, best_weights, shares_of
+from anybatch.proof.causes.possible_counts import Count, counts, looked_up_counts, seen_means
+from anybatch.proof.causes.weighing_parts import best_weights, shares_of
 from anybatch.proof.cuts import interleaved_cut
 from anybatch.proof.verdict import Cause
+
+Suggest = Callable[[Experiments], Iterator[Count]]
 
 
 def find_reduction(experiments: Experiments, before: ExperimentResult) -> Repair | None:
@@ -58,23 +60,38 @@ def find_units(experiments: Experiments, before: ExperimentResult) -> Repair | N
     if best is not None and is_known and not (best.fits and best.is_mean):
         return None
     used = shares_of(count_units(objective, experiments.case.model, experiments.cut.micro_batches))
+    wanted = best.weights if best is not None and is_known else None
+    return (
+        _first_that_fits(experiments, before, counts, used, wanted)
+        or _seen(experiments, before, objective, used)
+        or _first_that_fits(experiments, before, looked_up_counts, used, wanted)
+    )
+
+
+def _first_that_fits(
+    experiments: Experiments,
+    before: ExperimentResult,
+    suggest: Suggest,
+    used: Sequence[float],
+    wanted: Sequence[float] | None,
+) -> Repair | None:
     tried = [used]
-    for count in counts(experiments):
+    for count in suggest(experiments):
         shares = shares_of(count.values)
-        if any(_alike(shares, other) for other in tried) or (
-            best is not None and is_known and not _gives(best, shares)
-        ):
-            continue
-        tried.append(shares)
-        found = _with_count(experiments, before, objective, count, used)
-        if found is not None:
-            return found
-    return _seen(experiments, before, objective, used)
+        is_possible = wanted is None or all(abs(one - other) <= 1e-5 for one, other in zip(wanted, shares, strict=True))
+        if is_possible and not any(_alike(shares, other) for other in tried):
+            tried.append(shares)
+            found = _with_count(experiments, before, suggest, count, used)
+            if found is not None:
+                return found
+    return None
 
 
 def _with_count(
-    experiments: Experiments, before: ExperimentResult, objective: Objective, count: Count, used: Sequence[float]
+    experiments: Experiments, before: ExperimentResult, suggest: Suggest, count: Count, used: Sequence[float]
 ) -> Repair | None:
+    objective = experiments.objective
+    assert objective is not None
     repaired = with_units(experiments.case, objective, count.values)
     after = experiments.try_out(repaired)
     if not after.is_exact:
@@ -107,10 +124,10 @@ def _seen(
     return Cause(kind="units", explanation=_falls(explanation, before, after), fix=fix), repaired, after
 
 
-def _holds_elsewhere(experiments: Experiments, objective: Objective, count: Count) -> bool:
+def _holds_elsewhere(experiments: Experiments, objective: Objective, suggest: Suggest, name: str) -> bool:
     """Whether the count is right for other micro-batches too: two numbers may agree by chance."""
     other = replace(experiments, cut=interleaved_cut(experiments.case.batch))
-    same = next(found for found in counts(other) if found.name == count.name)
+    same = next(found for found in suggest(other) if found.name == name)
     result = other.try_out(with_units(experiments.case, objective, same.values))
     return result.is_exact or result.failure is not None
 
@@ -129,10 +146,6 @@ def with_units(case: Case, objective: Objective, values: Sequence[float]) -> Cas
             return next(position)
 
     return replace(case, objective=replace(objective, units=next_units, units_for=None))
-
-
-def _gives(best: BestWeights, shares: Sequence[float]) -> bool:
-    return all(abs(one - other) <= 1e-5 for one, other in zip(best.weights, shares, strict=True))
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -28,12 +28,12 @@ def first_that_mixes(experiments: Experiments) -> MixingPlace | None:
     The first rows and the last are looked at: what looks back only, as a cumulative sum does, leaves the first as they are.
     """
     case = experiments.case
-    whole = _Seen(case.num_rows)
+    whole = _SeenRows(case.num_rows)
     case.once(case.batch, range(case.num_rows), whole.watch)
     found: set[Key] = set()
     for place in (0, len(experiments.cut) - 1):
         rows = experiments.cut.row_numbers[place]
-        part = _Seen(len(rows))
+        part = _SeenRows(len(rows))
         case.once(experiments.cut[place], rows, part.watch)
         found |= {
             key for key, full in whole.tensors.items() if _differs(experiments, full, part.tensors.get(key), rows)
@@ -76,7 +76,7 @@ def _place(key: Key, module: nn.Module) -> MixingPlace:
     )
 
 
-class _Seen:
+class _SeenRows:
     """What modules were given and returned, rows first, in the order it was made."""
 
     def __init__(self, num_rows: int) -> None:

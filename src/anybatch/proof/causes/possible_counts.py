@@ -30,7 +30,7 @@ def counts(experiments: Experiments) -> Iterator[Count]:
     parts = experiments.cut.micro_batches
     yield Count("its rows", "anybatch.rows", tuple(float(num_rows(part)) for part in parts))
     columns = _columns(experiments.case.batch, parts)
-    whole = {path: column for path, column in columns.items() if not column[0].is_floating_point()}
+    whole = _whole_numbers(columns)
     values = {path: _ignored_values(column) for path, column in whole.items()}
     for ignored in dict.fromkeys([*IGNORED, *(value for held in values.values() for value in held)]):
         for path, column in whole.items():
@@ -44,6 +44,11 @@ def counts(experiments: Experiments) -> Iterator[Count]:
             sums = tuple(float(sum(len(item) for item in items if hasattr(item, "__len__"))) for items in held)
             yield Count(f"the elements of {path}", f"lambda batch: sum(len(row) for row in {path})", sums)
     yield from _both(whole)
+
+
+def looked_up_counts(experiments: Experiments) -> Iterator[Count]:
+    """Weights that the loss looks up by hand, in a tensor that it holds."""
+    whole = _whole_numbers(_columns(experiments.case.batch, experiments.cut.micro_batches))
     for name, table in experiments.case.held.python.tables_of_numbers.items():
         if table.dim() == 1 and table.is_floating_point() and name.isidentifier():
             for path, column in whole.items():
@@ -53,6 +58,10 @@ def counts(experiments: Experiments) -> Iterator[Count]:
 def _columns(batch: Batch, parts: Sequence[Batch]) -> dict[str, list[Tensor]]:
     paths = [path for path, value in leaves(batch) if isinstance(value, Tensor) and value.dim() > 0]
     return {path: [dict(leaves(part))[path] for part in parts] for path in paths}
+
+
+def _whole_numbers(columns: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    return {path: column for path, column in columns.items() if not column[0].is_floating_point()}
 
 
 def _ignored_values(column: Sequence[Tensor]) -> list[int]:
@@ -99,7 +108,6 @@ def _summed(path: str, column: Sequence[Tensor]) -> Iterator[Count]:
 
 
 def _looked_up(name: str, table: Tensor, path: str, column: Sequence[Tensor]) -> Iterator[Count]:
-    """Weights that the loss looks up by class, in a tensor that it holds."""
     if all(bool(((tensor >= 0) & (tensor < len(table))).all()) for tensor in column):
         values = tuple(float(table.double()[tensor.cpu()].sum()) for tensor in column)
         yield Count(f"the sum of {name}[{path}]", f"lambda batch: {name}[{path}].sum()", values)
