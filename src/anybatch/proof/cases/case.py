@@ -139,9 +139,9 @@ class Case:
             done = None if watch is None else watch(model)
             device = common_device(model.parameters())
             autocast = autocast_context(None if self.precision == "float64" else self.autocast, device)
-            with recomputing(self.draws) if rows is not None else nullcontext():
-                with autocast:
-                    loss, _ = checked_loss(self._forward(model, self._own_batch(batch, model), rows))
+            with autocast:
+                loss, _ = checked_loss(self._forward(model, self._own_batch(batch, model), rows))
+            with recomputing(self.draws, is_first=rows is None):
                 torch.autograd.backward(loss)
             if done is not None:
                 done()
@@ -266,7 +266,7 @@ def make_case(
 
 
 def _new_draws(is_quiet: bool) -> dict[str, Any]:
-    empty: dict[str, Any] = {name: [] for name in ("whole", "strange", "seeded", "orders", "unlike")}
+    empty: dict[str, Any] = {name: [] for name in ("whole", "strange", "seeded", "orders", "unlike", "again")}
     return empty | {"shared": {}, "_seen": {}, "_own": {}, "is_quiet": is_quiet}
 
 

@@ -6,7 +6,7 @@ batch drew B x m numbers, and b of its rows draw b x m, the rows are there.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from anybatch.proof.cases.drawn_numbers import drawn_by, generator_state, mean_of, put_numbers
 from anybatch.torch_inside import TorchDispatchMode, is_in_backward, op_name
 
 _SEEDED = torch.Tag.nondeterministic_seeded
-_DROPOUT = torch.ops.aten.native_dropout.default
 FIRST_SEED = 0xB47C
 
 
@@ -51,19 +51,22 @@ class Draws:
     """Orders of the rows."""
     unlike: list[str] = field(default_factory=list)
     """Draws of a forward that ran twice, the second time from a generator that had moved on."""
+    again: list[str] = field(default_factory=list)
+    """Draws in backward, where checkpointed blocks run again."""
     _own: dict[tuple[tuple[int, ...], int], bytes] = field(default_factory=dict)
     """States of generators that somebody holds, by rows and number of the draw, in one run."""
     _seen: dict[bytes, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     """State of the generator before a draw -> (rows, number of the draw): a forward that checkpointing runs again is met so."""
 
     @property
-    def is_drawn(self) -> bool:
+    def isdrawn_by(self) -> bool:
         """True where anything was drawn."""
         return bool(self.whole or self.strange)
 
     def start(self) -> None:
         """Forget everything: the whole batch runs next."""
-        for held in (self.whole, self.strange, self.shared, self.seeded, self.orders, self.unlike, self._seen):
+        lists = (self.whole, self.strange, self.seeded, self.orders, self.unlike, self.again)
+        for held in (*lists, self.shared, self._seen):
             held.clear()
 
     def start_run(self) -> None:
@@ -86,14 +89,24 @@ def replaying(draws: Draws, rows: Sequence[int], *, is_later: bool = False) -> I
     `is_later`: another micro-batch ran before it, so that a generator that somebody holds has moved on.
     """
     torch.manual_seed(FIRST_SEED + 1 + hash(tuple(rows)) % 2**31)
-    with visible(), _Replaying(draws, tuple(rows), is_later):
+    if draws.is_drawn:
+        with visible(), _Replaying(draws, tuple(rows), is_later):
+            yield
+        return
+    before = torch.get_rnggenerator_state()  # watching every operation costs as much as running it
+    with visible():
         yield
+    if not torch.equal(before, torch.get_rnggenerator_state()):
+        draws.strange.append("a micro-batch draws where the whole batch drew nothing")
 
 
 @contextmanager
-def recomputing(draws: Draws) -> Iterator[None]:
-    """Backward passes, in which checkpointed forwards run again and draw as they did the first time."""
-    with _Replaying(draws, None, False):
+def recomputing(draws: Draws, *, is_first: bool = False) -> Iterator[None]:
+    """Backward passes, in which checkpointed forwards run again and draw as they did the first time.
+
+    `is_first`: those of the whole batch, which show whether there is anything to watch.
+    """
+    with _Noticing(draws) if is_first else _Replaying(draws, None, False) if draws.again else nullcontext():
         yield
 
 
@@ -113,14 +126,27 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if _SEEDED not in func.tags:
             return func(*args, **kwargs)
-        state = _state(func, args, kwargs)
+        state = generator_state(func, args, kwargs)
         result = func(*args, **kwargs)
-        numbers = _drawn(func, result)
+        numbers = drawn_by(func, result)
         if numbers is not None:
             if self._draws.is_quiet:
-                _put_numbers(func, args, result, numbers, _mean(func, args, numbers))
+                put_numbers(func, args, result, numbers, mean_of(func, args, numbers))
             self._draws.whole.append(Draw(str(func), numbers.detach().clone(), state))
+        elif state != generator_state(func, args, kwargs):
+            self._draws.strange.append(f"{func} draws inside one kernel")
         return result
+
+
+class _Noticing(TorchDispatchMode):
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _SEEDED in func.tags:
+            self._draws.again.append(op_name(func))
+        return func(*args, **(kwargs or {}))
 
 
 class _Replaying(TorchDispatchMode):
@@ -136,20 +162,20 @@ class _Replaying(TorchDispatchMode):
         # outside a forward of known rows only what backward runs again is looked at
         if _SEEDED not in func.tags or (self._rows is None and not is_in_backward()):
             return func(*args, **kwargs)
-        state = _state(func, args, kwargs)
+        state = generator_state(func, args, kwargs)
         result = func(*args, **kwargs)
-        numbers = _drawn(func, result)
+        numbers = drawn_by(func, result)
         if numbers is None:
-            if state != _state(func, args, kwargs):
+            if state != generator_state(func, args, kwargs):
                 self._draws.strange.append(f"{func} draws inside one kernel")
         elif self._draws.is_quiet:
-            _put_numbers(func, args, result, numbers, _mean(func, args, numbers))
+            put_numbers(func, args, result, numbers, mean_of(func, args, numbers))
         elif (found := self._find(state)) is not None:
             rows, number = found
             self._look(func, state, number, is_own=kwargs.get("generator") is not None)
             taken = self._take(func, numbers, rows, number)
             if taken is not None:
-                _put_numbers(func, args, result, numbers, taken)
+                put_numbers(func, args, result, numbers, taken)
         return result
 
     def _find(self, state: bytes) -> tuple[tuple[int, ...], int] | None:
@@ -215,75 +241,3 @@ def rows_of_draw(whole: Tensor, shape: tuple[int, ...], rows: Sequence[int], dra
 
 def _keep(numbers: Tensor, dim: int, wanted: int, is_left: bool) -> Tensor:
     return numbers.narrow(dim, numbers.shape[dim] - wanted if is_left else 0, wanted)
-
-
-def _drawn(func: Any, result: Any) -> Tensor | None:
-    """The tensor of random numbers among the results; None for kernels that do not show it."""
-    if func is _DROPOUT:
-        return result[1]  # type: ignore[no-any-return]
-    return result if isinstance(result, Tensor) and op_name(func) in _PURE else None
-
-
-def _put_numbers(func: Any, args: Any, result: Any, numbers: Tensor, taken: Tensor) -> None:
-    numbers.copy_(taken)
-    if func is _DROPOUT:
-        torch.mul(args[0], numbers, out=result[0]).mul_(0.0 if args[1] == 1 else 1 / (1 - args[1]))
-
-
-def _mean(func: Any, args: Any, numbers: Tensor) -> Tensor:
-    """What a draw would be if it were none: masks let everything through, noise is 0, orders are as they were."""
-    name = op_name(func).removeprefix("aten::")
-    if name == "randperm":
-        return torch.arange(numbers.numel(), dtype=numbers.dtype, device=numbers.device)
-    if name in ("bernoulli", "bernoulli_"):
-        # dropout divides by the share that it keeps: filled with that share, it keeps everything as it is
-        share = args[1] if name == "bernoulli_" and len(args) > 1 else 0.5
-        if name == "bernoulli_" and numbers.is_floating_point():
-            return torch.full_like(numbers, share) if not isinstance(share, Tensor) else share.expand_as(numbers)
-        return torch.ones_like(numbers)
-    if func is _DROPOUT:
-        return torch.ones_like(numbers)
-    fill = {"normal": 0.0, "normal_": 0.0, "randn": 0.0, "randn_like": 0.0}.get(name, 0.5)
-    return torch.full_like(numbers, fill if numbers.is_floating_point() else 0)
-
-
-_PURE = frozenset(
-    f"aten::{name}"
-    for name in [
-        "bernoulli",
-        "bernoulli_",
-        "binomial",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "randperm",
-        "random_",
-        "uniform_",
-        "_standard_gamma",
-        "_sample_dirichlet",
-    ]
-)
-"""Operations whose result is the draw itself."""
-
-
-def _state(func: Any, args: Any, kwargs: Any) -> bytes:
-    generator = kwargs.get("generator")
-    if generator is None:
-        device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        device = device or kwargs.get("device") or torch.device("cpu")
-        device = torch.device(device)
-        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    else:
-        state = generator.get_state()
-    return bytes(state.cpu().numpy().tobytes())

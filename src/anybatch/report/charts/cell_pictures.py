@@ -47,7 +47,8 @@ def row_cells(lanes: Sequence[RowCells], *, title: str) -> Markup:
         top += lines * (SIDE + GAP) + 6
     across = max((min(lane.num_rows, ACROSS) for lane in lanes), default=ACROSS)
     width = LEFT + across * (SIDE + GAP) + (340 if any(lane.note for lane in lanes) else 220)
-    head = f'<svg class="cells" role="img" aria-label="{escape(title, quote=True)}" viewBox="0 0 {width} {max(top, SIDE)}">'
+    size = f'width="{width}" height="{max(top, SIDE)}" viewBox="0 0 {width} {max(top, SIDE)}"'
+    head = f'<svg class="cells" role="img" aria-label="{escape(title, quote=True)}" {size}>'
     return Markup(head + "".join(parts) + "</svg>")
 
 
