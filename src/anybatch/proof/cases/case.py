@@ -17,7 +17,7 @@ from anybatch.norms import batch_norms
 from anybatch.objectives import Coupled, Objective, checked_loss
 from anybatch.options import Autocast, BatchNorm
 from anybatch.passes import Accumulator, autocast_context, common_device
-from anybatch.proof.cases.copies import Copy, copy_batch, copy_model
+from anybatch.proof.cases.copies import Copy, copy_batch, copy_model, free_parameters
 from anybatch.proof.cases.float64 import ComparedPrecision, Float64, keep_in_backward, to_float64
 from anybatch.proof.cases.model_state import ModelState
 from anybatch.proof.cases.objective_state import ObjectiveState, functions_of, objective_state
@@ -166,6 +166,7 @@ class Case:
                 module.training = False  # it draws inside its kernel
         default = torch.get_default_dtype()
         with ExitStack() as stack:
+            stack.callback(free_parameters, model)  # somebody may hold the model in a circle until the next collection
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(_visible_recurrence(model))

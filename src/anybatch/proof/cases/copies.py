@@ -41,6 +41,13 @@ def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
     return twin
 
 
+def free_parameters(twin: nn.Module) -> None:
+    """Give back the memory of a copy's parameters and gradients at once; buffers may be the user's own."""
+    for parameter in twin.parameters():
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
+
+
 def rounded_otherwise(model: nn.Module, make: Copy | None, unit: float) -> nn.Module:
     """A copy whose parameters are each off by a few units of roundoff."""
     twin = copy_model(model, make)
