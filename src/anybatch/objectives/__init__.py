@@ -3,7 +3,8 @@
 from anybatch.objectives.contrastive import InfoNCE, clip_loss, info_nce
 from anybatch.objectives.coupled import Coupled
 from anybatch.objectives.criteria import FUNCTIONAL_RULES, supervised
-from anybatch.objectives.labels import huggingface
+from anybatch.objectives.labels import huggingface, label_units
+from anybatch.objectives.learned_units import learned
 from anybatch.objectives.metrics import Mean, Metric, Metrics, Number, PerRow, Sum, combine, detached, on_host
 from anybatch.objectives.objective import Objective, checked_loss, count_units, loss_and_metrics
 from anybatch.objectives.observed_means import ObservedMeans
@@ -38,6 +39,8 @@ __all__ = [
     "detached",
     "huggingface",
     "info_nce",
+    "label_units",
+    "learned",
     "loss_and_metrics",
     "observed",
     "on_host",
