@@ -20,6 +20,7 @@ class OneByOne:
     """For rows that do not look at each other. `grad += sum_k (units_k / units) * d loss(micro_batch_k)`."""
 
     layout: ClassVar[Layout] = Layout()
+    hides_parts: ClassVar[str] = ""
     objective: Objective
     drops: bool = False
     """Micro-batches that are not finite are left out, so none may be summed over ranks before it was looked at."""
@@ -36,12 +37,13 @@ class OneByOne:
         dropped: list[int] = []
         starts: tuple[Tensor, ...] = ()
         has_metrics = False
-        with tools.statistics.around(), tools.statistics.counted():
+        with tools.statistics.around(), tools.statistics.counted(), tools.meter.watching():
             for number, one in enumerate(plan.passes):
                 if one.is_last and tools.sync.is_shared:
                     tools.barrier.hold(is_final=True)
                 with tools.sync.passing(is_last=one.is_last):
                     part, is_kept, starts = _run_pass(plan, one, number, starts, tools)
+                tools.meter.end_pass(is_kept=is_kept)
                 has_metrics = has_metrics or bool(part.metrics)
                 if one.reports:
                     tools.laps.lap(one.micro_batch)
