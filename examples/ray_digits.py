@@ -21,6 +21,7 @@ from anybatch import GlobalBatches, Update, resume, save, supervised
 
 
 def train(config: dict[str, Any]) -> None:
+    """What each worker does."""
     images, labels = load_digits(return_X_y=True)
     rows = TensorDataset(torch.tensor(images).float() / 16, torch.tensor(labels))
     torch.manual_seed(0)
@@ -37,9 +38,10 @@ def train(config: dict[str, Any]) -> None:
             result = update(batch)
         if epoch == config.get("dies_at") and first == 0 and ray.train.get_context().get_world_rank() == 1:
             os._exit(1)  # as a machine does that is switched off
-        save(config["folder"], update, number=(epoch + 1) * len(batches))
-        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        ray.train.report({"loss": result.loss.item(), "first": first, "weights": weights.tolist()})
+        path = save(config["folder"], update, number=(epoch + 1) * len(batches))
+        told = {"loss": result.loss.item(), "first": first}
+        is_first = ray.train.get_context().get_world_rank() == 0
+        ray.train.report(told, checkpoint=ray.train.Checkpoint.from_directory(path) if is_first else None)
 
 
 def main(epochs: int = 3, **config: Any) -> dict[str, Any]:

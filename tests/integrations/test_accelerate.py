@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from anybatch import BatchError, ParallelError, UpdateError, supervised
 from anybatch.integrations.accelerate import global_loader, prepared_update
-from tests.integrations.trainers import vector_of
+from benchmarks.trainers import vector_of
 from tests.processes.ranks import on_ranks
 
 EXACT = 5e-7

@@ -11,7 +11,7 @@ from torch import nn
 
 from anybatch import LossError, Tokens, UnitsError, UpdateError
 from anybatch.integrations.huggingface import SPLIT_FILE, ExactTrainer, exact
-from tests.integrations.trainers import (
+from benchmarks.trainers import (
     bert,
     class_loss,
     classified,

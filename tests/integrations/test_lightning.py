@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from anybatch import GlobalBatches, LossError, UnitsError, UpdateError, rows
 from anybatch.integrations.lightning import ExactDDPStrategy, ExactFSDP2Strategy, ExactStrategy
-from tests.integrations.trainers import vector_of
+from benchmarks.trainers import vector_of
 from tests.processes.ranks import on_ranks
 
 EXACT = 5e-7

@@ -22,7 +22,7 @@ OPTIMIZERS = {
     "AdamW, schedule-free": (lambda p: schedulefree.AdamWScheduleFree(p, lr=0.01, eps=1e-6), 2e-6),
     "SGD, schedule-free": (lambda p: schedulefree.SGDScheduleFree(p, lr=0.1), 2e-6),
     # Newton-Schulz in bf16: reversing the rows of one whole batch alone moves it by 3e-4
-    "Muon": (lambda p: torch.optim.Muon(p, lr=0.02), 5e-3),
+    "Muon": (lambda p: torch.optim.Muon(p, lr=0.02), 2e-3),
 }
 
 
