@@ -67,6 +67,29 @@ def test_prepared_objects_are_exact_and_the_schedule_ends_at_its_end():
     assert lr == pytest.approx(0.0)
 
 
+def test_a_killed_run_resumes_from_the_state_that_accelerate_saved(tmp_path):
+    def start():
+        accelerator, plain = fresh(), net()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        model, prepared = accelerator.prepare(plain, optimizer)
+        return accelerator, plain, prepared_update(accelerator, model, prepared, OBJECTIVE, micro_batch=5)
+
+    def batches(accelerator):
+        return list(global_loader(accelerator, data(57), 24))
+
+    accelerator, whole, update = start()
+    first, *rest = batches(accelerator)
+    update(first)
+    accelerator.save_state(str(tmp_path))
+    for batch in rest:
+        update(batch)
+    accelerator, resumed, update = start()
+    accelerator.load_state(str(tmp_path))
+    for batch in batches(accelerator)[1:]:
+        update(batch)
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
 def on_processes(what, *arguments):
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}

@@ -49,7 +49,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     batch_norm: BatchNorm | None = None
     offload: Offload = "auto"
 
-    _window: list[Any]
+    _window: tuple[Any, ...] = ()
     _is_untouched = False
     """Batches were handed out, and no `training_step` of ours has seen one."""
     _accumulator: Accumulator | None = None
@@ -58,7 +58,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a checkpoint's split goes on as it was."""
-        self._window = []
+        self._window = ()
         self._is_untouched = False
         self._accumulator = None
         self._saved_split = _split_of(resume_from_checkpoint, self.args.output_dir)
@@ -90,10 +90,10 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             self.optimizer.train()
         if self._shares is not None:
             return _step_by_share(self, model, inputs, self._shares.pop(0))
-        self._window.append(inputs)
+        self._window = (*self._window, inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        window, self._window = self._window, []
+        window, self._window = self._window, ()
         accumulator = self._accumulator_of(model)
         with _local_gathers(self.accelerator):
             result = accumulator.backward(self._batch_of(window), scaler=self.accelerator.scaler)

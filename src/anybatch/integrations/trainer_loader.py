@@ -8,10 +8,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from anybatch.batches import Dealt, GlobalBatches
+from anybatch.errors import ParallelError
 from anybatch.integrations.trainer_window import StandIn
 
 KNOWN_TO_ALL = ("SeedableRandomSampler", "SequentialSampler")
 """Samplers that give every rank the same rows."""
+
+
+MIXED = ("ProportionalBatchSampler", "RoundRobinBatchSampler")
+"""Samplers of sentence-transformers whose every batch is of another dataset."""
 
 
 class EpochLoader(DataLoader[Any]):
@@ -31,6 +36,11 @@ def dealt_loader(loader: Any, *, rank: int, ranks: int, drop_last: bool) -> Any:
     batches = getattr(shards, "batch_sampler", None)
     if isinstance(loader, EpochLoader) or ranks == 1 or drop_last or type(shards).__name__ != "BatchSamplerShard":
         return loader
+    if type(batches).__name__ in MIXED:
+        raise ParallelError(
+            f"this loader takes batches from several datasets in turn ({type(batches).__name__}), which exact() cannot deal to "
+            f"{ranks} ranks row by row. Train on one dataset, or on one rank."
+        )
     size = _size_of(batches)
     dealt = GlobalBatches(loader.dataset, size * ranks, rank=rank, ranks=ranks, order=_Order(batches))
     options = {

@@ -35,7 +35,7 @@ def learned(loss: Loss) -> Objective:
     not made of do not count, and a loss that is not made of means alone is refused: give its units.
     """
     units = LearnedUnits(loss)
-    return Objective(units.compute, units.count)
+    return Objective(units.compute, units.count)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +69,20 @@ class LearnedUnits:
         self._is_watched = True
 
     def count(self, batch: Batch) -> Number:
-        """The units of a micro-batch, or 1 where they will be seen."""
+        """1, whatever the micro-batch: its units come with its loss, so that a batch is summed in one way, watched or not."""
         if self._has_run:
             self._has_run = False
             self._num_batches += 1
             is_power = self._num_batches & (self._num_batches - 1) == 0
             self._is_watched = self._counter is None or is_power
-        return 1 if self._is_watched or self._counter is None else self._counter(batch)
+        return 1
 
-    def compute(self, model: nn.Module, batch: Batch) -> Any:
-        """The loss of a micro-batch, with its units where they are watched."""
+    def compute(self, model: nn.Module, batch: Batch) -> SeenLoss:
+        """The loss of a micro-batch, and its units, counted or seen."""
         self._has_run = True
-        if not self._is_watched:
-            return self._loss(model, batch)
+        if self._counter is not None and not self._is_watched:
+            value, metrics = loss_and_metrics(self._loss(model, batch))
+            return SeenLoss(loss=value, units=float(self._counter(batch)), metrics=metrics)
         with SeenMeans() as means:
             returned = self._loss(model, batch)
         value, metrics = loss_and_metrics(returned)
