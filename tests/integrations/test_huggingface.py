@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from anybatch import LossError, Tokens, UnitsError, UpdateError
+from anybatch import Fit, LossError, Tokens, UnitsError, UpdateError
 from anybatch.integrations.huggingface import SPLIT_FILE, ExactTrainer, exact
 from benchmarks.trainers import (
     bert,
@@ -129,7 +129,7 @@ def test_micro_batches_may_be_smaller_than_the_batches_of_the_loader(micro_batch
 
 
 def test_fit_chooses_what_fits():
-    assert error_of("Bert, whose head takes **kwargs", lambda cls, size: exact(cls, micro_batch="auto")) <= EXACT
+    assert error_of("a model of one's own", lambda cls, size: exact(cls, micro_batch=Fit("1GiB"))) <= EXACT
 
 
 def test_options_may_be_attributes_of_a_class():
@@ -169,20 +169,23 @@ class Counting(transformers.TrainerCallback):
         return object.__getattribute__(self, name)
 
 
-def test_callbacks_steps_epochs_and_the_schedule_are_those_of_the_trainer():
-    told = []
+def test_callbacks_steps_epochs_evaluations_and_the_schedule_are_those_of_the_trainer():
+    told, measured = [], []
     for cls in (transformers.Trainer, exact(transformers.Trainer)):
         counting = Counting()
         trainer, _ = trained(
-            cls, llama(), TEXTS, given={"callbacks": [counting]}, num_train_epochs=2, lr_scheduler_type="linear",
-            max_grad_norm=0.5,
+            cls, llama(), TEXTS, given={"callbacks": [counting], "eval_dataset": TEXTS[:5]}, num_train_epochs=2,
+            lr_scheduler_type="linear", max_grad_norm=0.5, eval_strategy="steps", eval_steps=2,
         )  # fmt: skip
         kept = ("step", "epoch", "learning_rate")
         log = [[entry.get(key) for key in kept] for entry in trainer.state.log_history]
         told.append(
             (counting.told, log, trainer.state.global_step, trainer.state.epoch, trainer.lr_scheduler.last_epoch)
         )
+        measured.append([entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry])
     assert told[0] == told[1]
+    assert len(measured[0]) == 2
+    assert measured[0] == pytest.approx(measured[1], rel=1e-6)
 
 
 def test_a_window_without_a_single_target_among_others_counts_for_nothing():

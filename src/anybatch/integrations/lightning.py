@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from anybatch.batches import Batch, Dealt, MicroBatch, num_rows
 from anybatch.errors import LossError, UpdateError
 from anybatch.integrations.same_ranks import check_ranks
-from anybatch.objectives import Metric, Objective, PerRow, Sum, learned
-from anybatch.objectives.objective import Units
+from anybatch.objectives import Metric, Objective, PerRow, Sum, Units, learned
 from anybatch.options import BatchNorm, Offload
 from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator
