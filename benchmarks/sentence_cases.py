@@ -80,5 +80,3 @@ def error_of(handed: Handed) -> float:
         wanted = torch.cat([vector_of(one) for one in twin.parameters()])
         found.append(float((gradient - wanted).norm() / wanted.norm()))
     return max(found)
-
-

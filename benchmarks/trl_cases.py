@@ -90,5 +90,3 @@ PAIRS = [
 SFT = (trl.SFTTrainer, trl.SFTConfig, PROMPTS, llama, completion_loss)
 DPO = (trl.DPOTrainer, trl.DPOConfig, PAIRS, llama, preference_loss)
 REWARD = (trl.RewardTrainer, trl.RewardConfig, PAIRS, scorer, reward_loss)
-
-

@@ -16,7 +16,13 @@ def test_two_nodes_learn_what_one_process_does(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    common = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=static", f"--master-port={port}", "--master-addr=localhost"]
+    common = [
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=static",
+        f"--master-port={port}",
+        "--master-addr=localhost",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     agents = [
         subprocess.Popen(

@@ -22,7 +22,7 @@ from anybatch.batches import Batch, MicroBatch, Split, Tokens, as_split, map_ten
 from anybatch.errors import LossError, ParallelError, SplitError, UpdateError
 from anybatch.integrations.same_ranks import check_ranks
 from anybatch.integrations.trainer_loader import dealt_loader, rows_of
-from anybatch.integrations.trainer_units import PAIRED, is_a, objective_of
+from anybatch.integrations.trainer_units import OF_SENTENCES, PAIRED, is_a, objective_of
 from anybatch.integrations.trainer_window import EachBatch, StandIn, as_pairs, from_pairs, joined
 from anybatch.objectives import Objective, count_units
 from anybatch.options import BatchNorm, Offload
@@ -186,7 +186,13 @@ def _loss_of(trainer: ExactTrainer, model: nn.Module, batch: Batch) -> Tensor:
 
 def _dealt(trainer: Any, loader: Any) -> Any:
     args = trainer.args
-    return dealt_loader(loader, rank=args.process_index, ranks=args.world_size, drop_last=args.dataloader_drop_last)
+    return dealt_loader(
+        loader,
+        rank=args.process_index,
+        ranks=args.world_size,
+        drop_last=args.dataloader_drop_last,
+        is_forced=is_a(trainer, *OF_SENTENCES),
+    )
 
 
 def _split_for(trainer: ExactTrainer) -> Split:

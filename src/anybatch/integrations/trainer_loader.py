@@ -26,16 +26,20 @@ class EpochLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-def dealt_loader(loader: Any, *, rank: int, ranks: int, drop_last: bool) -> Any:
+def dealt_loader(loader: Any, *, rank: int, ranks: int, drop_last: bool, is_forced: bool = False) -> Any:
     """The loader that Accelerate prepared, dealt by `GlobalBatches` instead: full batches go to the same ranks as before.
 
     Of the last, which Accelerate fills up with rows that came before, each rank gets its part. A loader that is not one of
-    rows by number (a stream), or that drops its tail, stays as it is.
+    rows by number (a stream), or that drops its tail, stays as it is; unless that is forced upon it on several ranks, for fear
+    of a tail that not all of them have.
     """
     shards = getattr(loader, "batch_sampler", None)
-    batches = getattr(shards, "batch_sampler", None)
-    if isinstance(loader, EpochLoader) or ranks == 1 or drop_last or type(shards).__name__ != "BatchSamplerShard":
+    batches: Any = getattr(shards, "batch_sampler", None)
+    is_dropped = drop_last and not is_forced
+    if isinstance(loader, EpochLoader) or ranks == 1 or is_dropped or type(shards).__name__ != "BatchSamplerShard":
         return loader
+    if drop_last:
+        batches.drop_last = False
     if type(batches).__name__ in MIXED:
         raise ParallelError(
             f"this loader takes batches from several datasets in turn ({type(batches).__name__}), which exact() cannot deal to "

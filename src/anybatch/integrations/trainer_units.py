@@ -34,6 +34,7 @@ COUPLED_PREFERENCES = {
 }
 """Losses of DPO that are no mean over pairs."""
 PAIRED = ("DPOTrainer", "RewardTrainer")
+OF_SENTENCES = ("SentenceTransformerTrainer", "SparseEncoderTrainer")
 
 
 def is_a(trainer: Any, *names: str) -> bool:
@@ -48,7 +49,7 @@ def objective_of(trainer: Any, compute: Callable[[nn.Module, Batch], Tensor], un
             raise LossError(
                 f"exact({base.__name__}) is not built: {REFUSED[base.__name__]}. Use {base.__name__} as it is."
             )
-    if is_a(trainer, "SentenceTransformerTrainer", "SparseEncoderTrainer"):
+    if is_a(trainer, *OF_SENTENCES):
         return _of_sentences(trainer)
     if units is not None:
         return Objective(compute, units)
