@@ -315,6 +315,37 @@ def test_what_cannot_be_exact_is_refused_by_name():
         trained(exact(transformers.Trainer), bert(), CLASSES, optim="lomo")
 
 
+class AsUnderDeepSpeed(transformers.TrainerCallback):
+    """The engine's own accumulation, played by autograd: it takes each loss as it is given."""
+
+    def __init__(self, box):
+        self.box = box
+
+    def on_train_begin(self, args, state, control, **_):
+        trainer = self.box[0]
+        plain = trainer.accelerator.backward
+        trainer.is_deepspeed_enabled = True
+        trainer.accelerator.backward = lambda loss, scale_wrt_gas: plain(loss)
+
+    def on_train_end(self, args, state, control, **_):
+        self.box[0].is_deepspeed_enabled = False
+
+
+@pytest.mark.parametrize("name", ["Llama, ragged", "Bert, whose head takes **kwargs"])
+def test_under_deepspeed_each_loss_is_multiplied_by_its_share_and_it_is_said(name):
+    cls, model, rows, loss, _, _ = CASES[name]
+    box = []
+
+    class Boxed(exact(cls)):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            box.append(self)
+
+    with pytest.warns(UserWarning, match="DeepSpeed accumulates by itself"):
+        _, handed = trained(Boxed, model(), rows, given={"callbacks": [AsUnderDeepSpeed(box)]})
+    assert max(errors(handed, model(), windows_of(rows), loss)) <= EXACT
+
+
 def on_two(count, made):
     """What rank 0's optimizer was handed, and the rows that each rank ran."""
     import os
