@@ -20,7 +20,7 @@ from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.agreement import OwnRows, own_rows, plan_batch, size_of
-from anybatch.passes.barrier import Barrier
+from anybatch.passes.barrier import Barrier, memory_is_final
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.cutting import Cutting
 from anybatch.passes.forward_pass import ForwardPass, is_there, rows_of
@@ -70,7 +70,6 @@ class Accumulator:
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
     micro-batch to the next: fewer all-gathers for more memory.
-
     `running` gives all these options as one value, and `optimizer` is what steps, whose memory a `Fit` counts.
 
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
@@ -172,7 +171,8 @@ class Accumulator:
         def attempt() -> Accumulated:
             nonlocal ran
             ran = None
-            plan, schedule, tools = self.prepare(batch, scaler, events)
+            with memory_is_final(self.engine.ranks):
+                plan, schedule, tools = self.prepare(batch, scaler, events)
             ran = plan.cut
             result = run(plan, schedule, tools, lambda: self._look(plan, tools, before))
             if self.engine.ranks.size > 1:
