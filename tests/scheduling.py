@@ -20,6 +20,7 @@ SINGLE = {
 }
 """Long tests that share nothing."""
 LONG = [
+    "tests/test_examples.py",
     "tests/cli/test_torchrun.py",
     "tests/training/test_ranks.py",
     "tests/report/test_page.py",
