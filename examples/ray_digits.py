@@ -26,9 +26,8 @@ def train(config: dict[str, Any]) -> None:
     rows = TensorDataset(torch.tensor(images).float() / 16, torch.tensor(labels))
     torch.manual_seed(0)
     model = prepare_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
-    update = Update(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), supervised(nn.CrossEntropyLoss()), micro_batch=64
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    update = Update(model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=64)
     batches = GlobalBatches(rows, 256)  # every row to one worker, in every epoch
     resumed = resume(config["folder"], update)  # a folder that all workers see: each reads and writes its part
     first = 0 if resumed is None else resumed.number // len(batches)
