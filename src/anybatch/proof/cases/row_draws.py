@@ -59,7 +59,7 @@ class Draws:
     """State of the generator before a draw -> (rows, number of the draw): a forward that checkpointing runs again is met so."""
 
     @property
-    def isdrawn_by(self) -> bool:
+    def is_drawn(self) -> bool:
         """True where anything was drawn."""
         return bool(self.whole or self.strange)
 
@@ -93,10 +93,10 @@ def replaying(draws: Draws, rows: Sequence[int], *, is_later: bool = False) -> I
         with visible(), _Replaying(draws, tuple(rows), is_later):
             yield
         return
-    before = torch.get_rnggenerator_state()  # watching every operation costs as much as running it
+    before = torch.get_rng_state()  # watching every operation costs as much as running it
     with visible():
         yield
-    if not torch.equal(before, torch.get_rnggenerator_state()):
+    if not torch.equal(before, torch.get_rng_state()):
         draws.strange.append("a micro-batch draws where the whole batch drew nothing")
 
 
