@@ -155,11 +155,11 @@ def _distance(run: Path, other: Path) -> float:
     return float((first - second).norm() / second.norm())
 
 
-def faults(folder: Path, parallel: str) -> Iterator[dict[str, Any]]:
+def faults(folder: Path, parallel: str, stages: list[str]) -> Iterator[dict[str, Any]]:
     """Rank 1 fails once at each stage, in each way; the time that rank 0 took to end, and whether the restart ended right."""
     setup = Setup("textbook", f"--epochs 2 --save-every 3 --parallel {parallel}", ranks=2)
     expected = _undisturbed(folder, setup)
-    for stage in STAGES:
+    for stage in stages:
         for kind in KINDS:
             run = folder / f"{parallel}-{stage}-{kind}".replace(" ", "-")
             began = time.monotonic()
@@ -245,6 +245,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--updates", type=int, default=20_000)
     parser.add_argument("--parallel", choices=["ddp", "fsdp2", "both"], default="both", help="of the faults")
+    parser.add_argument("--stage", choices=list(STAGES), action="append", help="of the faults; all if none is given")
     parser.add_argument("--seed", type=int, default=None, help="of the random moments")
     parser.add_argument("--write", action="store_true", help=f"add the results to {RESULTS.name}")
     chosen = parser.parse_args()
@@ -272,7 +273,7 @@ def _all(chosen: Any, folder: Path, moments: random.Random) -> Iterator[dict[str
         yield from kills(folder, chosen.kills, moments)
     for parallel in ("ddp", "fsdp2") if is_asked("faults") else ():
         if chosen.parallel in (parallel, "both"):
-            yield from faults(folder, parallel)
+            yield from faults(folder, parallel, chosen.stage or list(STAGES))
     if is_asked("ranks"):
         yield from ranks(folder)
     if is_asked("disk"):
