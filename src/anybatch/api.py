@@ -25,6 +25,7 @@ from anybatch.doctor import Diagnosis, Doctor, Finding
 from anybatch.dropout import row_dropout
 from anybatch.errors import (
     AnybatchError,
+    ArgumentsError,
     BatchError,
     CheckpointError,
     DoctorError,
@@ -73,6 +74,7 @@ __all__ = [
     "Accumulated",
     "Accumulator",
     "AnybatchError",
+    "ArgumentsError",
     "Auto",
     "Batch",
     "BatchError",

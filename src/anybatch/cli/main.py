@@ -6,6 +6,7 @@ import traceback
 from typing import NoReturn
 
 from anybatch.errors import AnybatchError, NonFiniteError
+from anybatch.faces import did_you_mean
 from anybatch.training import find_launch
 
 MOST_FRAMES = 4
@@ -31,7 +32,7 @@ def run(arguments: list[str]) -> int:
     try:
         code = app(args=arguments, prog_name="anybatch", standalone_mode=False)
     except TyperException as error:
-        return _fail(" ".join(error.format_message().split()) or "nothing to do; see anybatch --help.", error.exit_code)
+        return _fail(_with_nearest(error.format_message()) or "nothing to do; see anybatch --help.", error.exit_code)
     except Abort:
         return 1
     except AnybatchError as error:
@@ -53,6 +54,15 @@ _EXTRAS = {
     "rich": "cli",
     "tensorboard": "tensorboard",
 }
+
+
+def _with_nearest(message: str) -> str:
+    """What the parser says, in a line; where it lists the values that an option takes, with the one that was meant."""
+    text = " ".join(message.split())
+    given, _, known = text.partition(" is not one of ")
+    return (
+        text.removesuffix(".") + (did_you_mean(given.split("'")[-2], known.split("'")[1::2]) or ".") if known else text
+    )
 
 
 def _fail_of(error: AnybatchError) -> int:

@@ -32,7 +32,9 @@ from anybatch.passes.running import (
     check_model,
     check_objective,
     common_device,
+    in_a_line,
     passes_fp16,
+    says_what_to_write,
 )
 from anybatch.passes.schedules import schedule_for
 from anybatch.passes.timing import laps_of
@@ -71,7 +73,6 @@ class Accumulator:
     micro-batch to the next: fewer all-gathers for more memory.
 
     `running` gives all these options as one value, and `optimizer` is what steps, whose memory a `Fit` counts.
-
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
     `split` is then what the next batches are cut by.
 
@@ -83,7 +84,9 @@ class Accumulator:
     """
 
     autocast = Option()
+    __repr__ = in_a_line
 
+    @says_what_to_write
     def __init__(
         self,
         model: nn.Module,
@@ -213,11 +216,7 @@ class Accumulator:
         return Workload(model=self.model, objective=self.objective, optimizer=self._optimizer, running=self.running)
 
     def prepare(
-        self,
-        batch: Batch,
-        scaler: GradScaler | None = None,
-        events: Events = SILENT,
-        schedule: Schedule | None = None,
+        self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, schedule: Schedule | None = None
     ) -> tuple[BatchPlan, Schedule, Tools]:
         """All that comes before the first forward: the plan of the batch, how it runs, and with what.
 

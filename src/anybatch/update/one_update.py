@@ -11,10 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.batches import Batch, MicroBatch
 from anybatch.errors import NonFiniteError, UpdateError
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
+from anybatch.faces import one_of
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite
-from anybatch.passes import Accumulator, Option, Running, find_culprit
+from anybatch.passes import Accumulator, Option, Running, find_culprit, in_a_line, says_what_to_write
 from anybatch.proof import PENDING, FirstLook, look_first
 from anybatch.state import once_more
 from anybatch.update.fitting_parts import check_loss_parameters, check_parts
@@ -55,6 +56,7 @@ class Update:
     on_nonfinite = Option()
     on_empty = Option()
 
+    @says_what_to_write
     def __init__(
         self,
         model: nn.Module,
@@ -108,6 +110,9 @@ class Update:
         self.guard = PENDING if self._check == "first" else FirstLook(finding="off")
         """What the look at the first batch found, where `check="first"`."""
         self._is_first = True
+
+    def __repr__(self) -> str:
+        return in_a_line(self.accumulator, "Update", self.optimizer)
 
     @property
     def running(self) -> Running:
@@ -263,9 +268,7 @@ def _check_of(check: Check | bool) -> Check:
     if check is True or check is False:
         return "full" if check else "off"
     if check not in get_args(Check):
-        raise UpdateError(
-            f"check={check!r}: expected one of {', '.join(get_args(Check))}; True is 'full', False is 'off'."
-        )
+        raise UpdateError(f"check={check!r}: True is 'full', False is 'off'; {one_of(check, get_args(Check))}")
     return check
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from anybatch.faces import facts_table, html_block, one_line
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
@@ -28,3 +30,21 @@ class UpdateResult:
     """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
     retries: int = 0
     """How often memory ran out: the batch was started again in smaller micro-batches, or the step was."""
+
+    __repr__ = one_line
+
+    def scalars(self) -> dict[str, float]:
+        """What a logger takes, as Python numbers; metrics of more than one number are left out. It waits for the device once.
+
+        >>> import torch
+        >>> told = {"loss": torch.tensor(2.0), "grad_norm": torch.tensor(1.0), "metrics": {"accuracy": torch.tensor(0.5)}}
+        >>> UpdateResult(**told, units=8, micro_batches=2, applied=True, lr=0.25).scalars()
+        {'loss': 2.0, 'grad_norm': 1.0, 'lr': 0.25, 'units': 8.0, 'micro_batches': 2.0, 'accuracy': 0.5}
+        """
+        numbers = {name: metric for name, metric in self.metrics.items() if metric.numel() == 1}
+        own = {name: getattr(self, name) for name in ("loss", "grad_norm", "lr", "units", "micro_batches")}
+        return {name: float(value) for name, value in (own | numbers).items()}
+
+    def _repr_html_(self) -> str:
+        is_applied = "One update" if self.applied else "One update, not applied: the weights are as before"
+        return html_block(is_applied, facts_table(self.scalars()))
