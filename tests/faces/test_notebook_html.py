@@ -34,7 +34,9 @@ def results():
 @pytest.mark.parametrize("result", list(results()), ids=lambda result: type(result).__name__)
 def test_a_result_is_a_table_in_a_notebook_and_what_it_holds_is_text(result):
     page = ElementTree.fromstring(result._repr_html_())
-    assert {element.tag for element in page.iter()} <= {*["div", "strong", "p", "table", "thead", "tbody", "tr", "th", "td"]}
+    assert {element.tag for element in page.iter()} <= {
+        *["div", "strong", "p", "table", "thead", "tbody", "tr", "th", "td"]
+    }
     texts = [element.text or "" for element in page.iter()]
     assert any(text for text in texts)
     assert (EVIL in " ".join(texts)) == (type(result).__name__ != "Plan")
