@@ -48,6 +48,7 @@ from anybatch.errors import (
     WindowError,
 )
 from anybatch.gradients import Window
+from anybatch.loggers import ProgressBar, TensorBoardLogger
 from anybatch.memory import Breakdown, Checkpointing, Fit, Fitted, Plan, SizePeak, measure_peak, plan
 from anybatch.noise import NoiseScale
 from anybatch.objectives import (
@@ -112,6 +113,7 @@ __all__ = [
     "PerRow",
     "Plan",
     "PlanError",
+    "ProgressBar",
     "Ranks",
     "Resumed",
     "Rows",
@@ -126,6 +128,7 @@ __all__ = [
     "Sum",
     "Task",
     "TaskError",
+    "TensorBoardLogger",
     "Terms",
     "Tokens",
     "UnitsError",

@@ -44,6 +44,7 @@ ROOMS = [
     "passes",
     "proof",
     "update",
+    "loggers",
     "memory",
     "projection",
     "doctor",

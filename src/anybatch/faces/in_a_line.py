@@ -49,7 +49,7 @@ def short(value: Any) -> str:
     """One value, in a few characters: numbers with six digits, tensors by their shape.
 
     >>> short(0.123456789), short((1, 2)), short({"a": 1.0}), short("x" * 100)[-4:]
-    ('0.123457', '(1, 2)', "{'a': 1}", "x...")
+    ('0.123457', '(1, 2)', "{'a': 1}", 'x...')
     """
     if isinstance(value, float):
         return f"{value:.6g}"

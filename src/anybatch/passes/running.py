@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from anybatch.errors import ArgumentsError, LossError, ParallelError, UpdateError
-from anybatch.faces import called, did_you_mean, name_of, one_of, short
+from anybatch.faces import called, did_you_mean, name_of, one_of
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload, OnEmpty, OnNonFinite
 from anybatch.parallel import Engine
@@ -96,7 +96,7 @@ def says_what_to_write(init: Callable[Arguments, None]) -> Callable[Arguments, N
 
 def in_a_line(runs: Any, name: str = "Accumulator", optimizer: Any = None) -> str:
     """`Accumulator(Net, Objective(loss), micro_batch=Rows(size=16))`: what it was made of, and cuts by now."""
-    named = [name_of(runs.model), *([] if optimizer is None else [name_of(optimizer)]), short(runs.objective)]
+    named = [name_of(runs.model), *([] if optimizer is None else [name_of(optimizer)]), repr(runs.objective)]
     return called(name, *named, micro_batch=runs.split, **runs.running.given())
 
 

@@ -19,6 +19,7 @@ from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNon
 from anybatch.passes import Accumulator, Option, Running, find_culprit, in_a_line, says_what_to_write
 from anybatch.proof import PENDING, FirstLook, look_first
 from anybatch.state import once_more
+from anybatch.update.callbacks import OnUpdate, callbacks_of, tell
 from anybatch.update.fitting_parts import check_loss_parameters, check_parts
 from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_scheduler
 from anybatch.update.held_interrupts import HeldInterrupts
@@ -45,6 +46,10 @@ class Update:
 
     `noise=8` measures in one update of 8 how much the gradients of its micro-batches differ: `noise_scale` of a result says how
     large a batch has as much noise as signal. In those updates rows are cut as they came; gradients stay what they are.
+
+    `on_update` is called with the result after each update that was applied, when the weights are new and the scheduler has
+    moved: a function for a logger or an average of the weights, or a list of them. What one of them raises comes out; the
+    update stays done.
 
     >>> import torch
     >>> from anybatch import supervised
@@ -81,6 +86,7 @@ class Update:
         noise: int | None = None,
         check: Check | bool = "first",
         observer: Observer | None = None,
+        on_update: OnUpdate = None,
         running: Running | None = None,
     ) -> None:
         optimizer, scheduler = unwrapped_optimizer(optimizer, scaler), unwrapped_scheduler(scheduler)
@@ -100,6 +106,7 @@ class Update:
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.scheduler = scheduler
+        self.on_update = callbacks_of(on_update)
         self.accumulator = Accumulator(
             model,
             objective,
@@ -191,7 +198,7 @@ class Update:
                 self._scale.forget()
                 self.accumulator.forget_batch(buffers)
         self.noise.add(accumulated.norms, grad_norm, applied=is_applied)
-        return UpdateResult(
+        result = UpdateResult(
             loss=accumulated.loss,
             grad_norm=grad_norm,
             units=accumulated.units,
@@ -204,6 +211,7 @@ class Update:
             noise_reason=self.noise.reason,
             retries=retries,
         )
+        return tell(self.on_update, result)
 
     def _look_at_first(self, batch: Batch) -> None:
         if self._check == "first":

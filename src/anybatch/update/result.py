@@ -1,7 +1,7 @@
 """What one update did."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class UpdateResult:
     """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
     noise_scale: NoiseScale | None = None
     """How large a batch would have as much noise as signal, in rows, from the latest measured updates (`noise=`)."""
-    noise_reason: str | None = None
+    noise_reason: str | None = field(default=None, repr=False)
     """Why there is no noise scale."""
     retries: int = 0
     """How often memory ran out: the batch was started again in smaller micro-batches, or the step was."""
