@@ -1,6 +1,9 @@
 """Who is told of an update: once, after it, and only where it was applied."""
 
+import itertools
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +96,31 @@ def test_tensorboard_gets_every_number_under_the_number_of_its_update(tmp_path):
     for name, value in results[0].scalars().items():
         (scalar,) = events.Scalars(f"update/{name}")
         assert (scalar.step, scalar.value) == (8, pytest.approx(value, rel=1e-6))
+
+
+class StandIn:
+    """The part of Weights & Biases, MLflow and trackio that the docs use; they are too large to be installed for the tests."""
+
+    def __init__(self):
+        self.told = []
+
+    def log(self, data):
+        self.told.append((len(self.told) + 1, data))
+
+    def log_metrics(self, metrics, step):
+        self.told.append((step, metrics))
+
+
+@pytest.mark.parametrize("name", ["Weights & Biases", "MLflow", "trackio"])
+def test_the_line_of_the_docs_hands_each_logger_plain_numbers_by_update(name):
+    text = (Path(__file__).parents[2] / "docs/precision.md").read_text()
+    line = re.search(rf"^\| {name} \| `(lambda result: .+?)`", text, re.MULTILINE)[1]
+    logger = StandIn()
+    callback = eval(line, {"run": logger, "mlflow": logger, "trackio": logger, "steps": itertools.count(1)})
+    update = made(on_update=callback)
+    results = [update(batch) for batch in BATCHES[:2]]
+    assert logger.told == [(number, result.scalars()) for number, result in enumerate(results, start=1)]
+    assert {type(value) for _, told in logger.told for value in told.values()} == {float}
 
 
 class Notebook:
