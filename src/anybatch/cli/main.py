@@ -88,7 +88,6 @@ _EXTRAS = {
     "torchdata": "train",
     "sklearn": "train",
     "numpy": "train",
-    "plotly": "report",
     "jinja2": "report",
     "rich": "cli",
     "tensorboard": "tensorboard",
