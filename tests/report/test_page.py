@@ -190,13 +190,13 @@ def test_what_stays_the_same_is_drawn_above_zero_and_not_amid_numbers_that_it_ne
     steady = [event | {"lr": 0.1} if event["event"] == "update" else event for event in training_events()]
     write_lines(tmp_path / "metrics.jsonl", steady)
     page = opened(write_page(tmp_path)).page
-    ticks = page.locator("#chart-learning-rate .tick.y").all_inner_texts()
+    ticks = page.locator("#chart-learning-rate .tick.y").all_text_contents()
     assert [float(tick) for tick in ticks] == [0, 0.02, 0.04, 0.06, 0.08, 0.1]
 
 
 def test_a_plan_has_round_gibibytes_on_its_axis(shown):
     page = shown("plan").page
-    assert page.locator("#chart-peaks .tick.y").all_inner_texts() == [f"{gib} GiB" for gib in (0, 2, 4, 6, 8)]
+    assert page.locator("#chart-peaks .tick.y").all_text_contents() == [f"{gib} GiB" for gib in (0, 2, 4, 6, 8)]
 
 
 @pytest.mark.parametrize("kind", ["verify", "train", "plan"])
