@@ -60,7 +60,8 @@ def short(value: Any) -> str:
     if isinstance(value, tuple | list):
         inside = _few([short(held) for held in value])
         return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
-    if type(value).__repr__ is object.__repr__ or callable(value):
+    own: Any = type(value).__repr__
+    if own is object.__repr__ or callable(value):
         return name_of(value)
     text = " ".join(repr(value).split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

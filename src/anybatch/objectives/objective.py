@@ -49,7 +49,7 @@ class Objective:
             raise LossError(f"Objective(reduction={self.reduction!r}): expected 'mean' or 'sum'.")
 
     def __repr__(self) -> str:
-        options = {} if self.units is rows else {"units": self.units}
+        options: dict[str, Any] = {} if self.units is rows else {"units": self.units}
         options |= {} if self.reduction == "mean" else {"reduction": self.reduction}
         options |= {"terms": tuple(self.terms)} if self.terms else {}
         return called("Objective", name_of(self.loss), **options)
