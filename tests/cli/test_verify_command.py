@@ -87,8 +87,8 @@ def test_a_task_that_cannot_be_judged_leaves_3_and_its_page_says_why_by_its_name
     assert run(["verify", "drawing.py", "--out", "out"]) == 3
     assert "could not be judged: 16 rows" in capsys.readouterr().out
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "drawing could not be judged: 16 rows" in page
-    assert "<h1>drawing</h1>" in page
+    assert "drawing.py could not be judged: 16 rows" in page
+    assert "<h1>drawing.py</h1>" in page
 
 
 def test_the_page_shows_what_every_row_counted_for(tmp_path):
