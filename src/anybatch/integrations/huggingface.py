@@ -20,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from anybatch.batches import Batch, MicroBatch, Split, Tokens, as_split, map_tensors
 from anybatch.errors import LossError, ParallelError, SplitError, UpdateError
+from anybatch.gradients import takes_fp32_gradients
 from anybatch.integrations.same_ranks import check_ranks
 from anybatch.integrations.trainer_loader import dealt_loader, rows_of
 from anybatch.integrations.trainer_units import OF_SENTENCES, PAIRED, is_a, objective_of
@@ -109,6 +110,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def _accumulator_of(self, model: nn.Module) -> Accumulator:
         """Made for the model as it was wrapped, at the first window."""
         if self._accumulator is None or self._accumulator.model is not model:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             own = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
             self._accumulator = Accumulator(
                 model,
@@ -117,7 +119,8 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 batch_norm=self.batch_norm,
                 offload=self.offload,
                 parameters=lambda: [*model.parameters(), *(own - {*model.parameters()})],
-                optimizer=getattr(self.optimizer, "optimizer", self.optimizer),
+                keep_fp32=takes_fp32_gradients(optimizer),
+                optimizer=optimizer,
             )
             check_ranks(self._accumulator, self.args.world_size)
             _restore(self._accumulator, self._saved_split)

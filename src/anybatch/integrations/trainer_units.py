@@ -179,4 +179,4 @@ def _of_sentences(trainer: Any) -> Coupled:
     def encode(model: nn.Module, batch: Batch) -> Batch:
         return whole.encode(model, trainer.collect_features(batch))
 
-    return Coupled(encode, whole.loss)
+    return Coupled(encode, whole.loss, units=lambda batch: 1)  # reported only; rows need not be dim 0 of features
