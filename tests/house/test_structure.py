@@ -30,6 +30,7 @@ ROOMS = [
     "torch_inside",
     "autograd_graph",
     "host_memory",
+    "device_memory",
     "events",
     "stages",
     "batches",
