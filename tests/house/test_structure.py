@@ -37,6 +37,7 @@ ROOMS = [
     "parallel",
     "state",
     "objectives",
+    "noise",
     "norms",
     "dropout",
     "gradients",
