@@ -38,6 +38,7 @@ LONG = [
     "tests/training/",
     "tests/proof/",
     "tests/update/",
+    "tests/accelerator/",
 ]
 """The longest first; what is not listed comes last."""
 

@@ -81,4 +81,7 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    build()
+    try:
+        build()
+    except NoCompilerError as error:
+        sys.exit(str(error))

@@ -50,6 +50,7 @@ ROOMS = [
     "integrations",
     "records",
     "training",
+    "selftest",
     "lessons",
     "api",
     "report",

@@ -15,4 +15,4 @@ def move(batch: Batch, device: torch.device) -> Batch:
 
 def sent(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """These numbers on `device`. `torch.tensor(numbers, device=device)` would wait until all that it was given is done."""
-    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)

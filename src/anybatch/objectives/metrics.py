@@ -176,6 +176,10 @@ def _scalar(name: str, value: Number) -> Tensor:
 def _stack(numbers: Sequence[Number], like: Tensor) -> Tensor:
     if not any(isinstance(number, Tensor) for number in numbers):
         return sent([float(number) for number in numbers], like.device, like.dtype)
-    return torch.stack(
-        [torch.as_tensor(number, dtype=like.dtype).to(like.device, non_blocking=True) for number in numbers]
-    )
+    return torch.stack([_there(number, like) for number in numbers])
+
+
+def _there(number: Number, like: Tensor) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(like.device, like.dtype, non_blocking=True)
+    return sent([number], like.device, like.dtype)[0]
