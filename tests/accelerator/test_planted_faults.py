@@ -50,7 +50,8 @@ _backward = GradientSum.backward
 
 def with_a_copy_to_the_host(self: GradientSum, *arguments: Any) -> bool:
     kept = _backward(self, *arguments)
-    self.seen = [parameter.grad.to("cpu", non_blocking=True) for parameter in self.parameters]
+    for parameter in self.parameters:
+        parameter.grad.to("cpu", non_blocking=True)
     return kept
 
 
