@@ -1,5 +1,6 @@
 """Models, batches and runs that the tests on the device share: the same on the host is what they are compared with."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,10 @@ def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 def mlp(*inside: nn.Module, width: int = 16) -> nn.Sequential:
-    """The same weights whenever it is asked for; `inside` comes after the first layer."""
+    """The same weights whenever it is asked for; copies of `inside` come after the first layer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(FEATURES, width), *inside, nn.Tanh(), nn.Linear(width, CLASSES))
+        return nn.Sequential(nn.Linear(FEATURES, width), *copy.deepcopy(inside), nn.Tanh(), nn.Linear(width, CLASSES))
 
 
 def cross_entropy() -> Objective:

@@ -49,7 +49,7 @@ def test_a_batch_that_does_not_fit_starts_again_smaller_and_learns_the_same(name
         assert torch.accelerator.memory_stats()["num_ooms"] > 0
     assert result.applied
     assert result.micro_batches >= 4
-    assert off(ours, theirs) <= 5e-6
+    assert off(ours, theirs) <= 5e-6, off(ours, theirs)
     del ours, update
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anybatch import NonFiniteError
 from anybatch.batches import Batch, move
 from anybatch.gradients import shares
 from anybatch.gradients.gradient_sum import GradientSum
@@ -101,5 +102,5 @@ def test_a_fault_is_seen(name):
     fault, test = FAULTS[name]
     test = getattr(test, "__wrapped__", test)
     test()
-    with instead(*fault), pytest.raises((AssertionError, RuntimeError)):
+    with instead(*fault), pytest.raises((AssertionError, RuntimeError, IndexError, NonFiniteError)):
         test()

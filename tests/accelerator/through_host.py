@@ -31,6 +31,10 @@ class ThroughHost(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
 
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
         operation = dist.ReduceOp.SUM if options is None else options.reduceOp
         for tensor in tensors:

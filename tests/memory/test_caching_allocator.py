@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anybatch import plan, supervised
-from anybatch.memory.caching_allocator import MIB, CachingAllocator, Piece, reserved_for
+from anybatch.memory.caching_allocator import MIB, CachingAllocator, SegmentPiece, reserved_for
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ class Slow:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.randoms(use_true_random=False))
 def test_it_reserves_what_its_slow_twin_reserves(sizes: list[int], chance: random.Random):
     fast, slow = CachingAllocator(), Slow()
-    held: list[tuple[Piece, object]] = []
+    held: list[tuple[SegmentPiece, object]] = []
     for size in sizes:
         nbytes = chance.choice([size * 700, size * 60_000, size * 500_000])
         held.append((fast.allocate(nbytes), slow.allocate(nbytes)))

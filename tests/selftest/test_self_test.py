@@ -8,7 +8,7 @@ import torch
 from anybatch.selftest import Checked, run_self_test
 from anybatch.selftest import self_testing as running
 from tests.accelerator.on_device import on_device
-from tests.accelerator.plugged import plug
+from tests.accelerator.plugged import limit, plug
 from tests.processes.forked import run_anybatch
 
 EXACT = [
@@ -38,7 +38,8 @@ def test_the_command_prints_a_table_and_leaves_a_page_and_a_json(tmp_path):
 
 @on_device
 def test_every_check_passes_on_the_accelerator():
-    found = run_self_test(plug(), versions={}, num_rows=1024)
+    with limit(torch.accelerator.memory_allocated() + 2**28):
+        found = run_self_test(plug(), versions={}, num_rows=1024)
     assert {check.group for check in found.checks} == {"exactness", "memory", "speed"}
     assert found.device == "pretend:0"
     failed = [check for check in found.checks if not check.has_passed]

@@ -18,7 +18,7 @@ SMALLEST_ALONE = 10 * MIB
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class SegmentPiece:
     """A part of a segment, in use or free; `before` and `after` are its neighbours there."""
 
     size: int
@@ -26,8 +26,8 @@ class Piece:
     """Where it lies: segments in the order in which they were taken, bytes within them."""
     is_small: bool
     is_free: bool = False
-    before: "Piece | None" = None
-    after: "Piece | None" = None
+    before: "SegmentPiece | None" = None
+    after: "SegmentPiece | None" = None
 
 
 @dataclass(slots=True)
@@ -44,9 +44,9 @@ class CachingAllocator:
     reserved: int = 0
     most_allocated: int = 0
     most_reserved: int = 0
-    _free: dict[bool, list[tuple[int, int, Piece]]] = field(default_factory=lambda: {True: [], False: []})
+    _free: dict[bool, list[tuple[int, int, SegmentPiece]]] = field(default_factory=lambda: {True: [], False: []})
 
-    def allocate(self, nbytes: int) -> Piece:
+    def allocate(self, nbytes: int) -> SegmentPiece:
         """A piece of at least so many bytes, from the cache or from the device."""
         size = max(_rounded(nbytes, SMALLEST_PIECE), SMALLEST_PIECE)
         piece = self._cut(self._cached(size) or self._segment(size), size)
@@ -54,7 +54,7 @@ class CachingAllocator:
         self.most_allocated = max(self.most_allocated, self.allocated)
         return piece
 
-    def free(self, piece: Piece) -> None:
+    def free(self, piece: SegmentPiece) -> None:
         """Give a piece back to the cache, as one with its free neighbours."""
         self.allocated -= piece.size
         for other in (piece.before, piece.after):
@@ -63,7 +63,7 @@ class CachingAllocator:
                 piece = _joined(*sorted((piece, other), key=lambda one: one.order))
         self._put(piece)
 
-    def _cached(self, size: int) -> Piece | None:
+    def _cached(self, size: int) -> SegmentPiece | None:
         pool = self._free[size <= LARGEST_SMALL]
         place = bisect.bisect_left(pool, (size, -1))  # type: ignore[type-var]
         if place == len(pool):
@@ -72,28 +72,28 @@ class CachingAllocator:
         piece.is_free = False
         return piece
 
-    def _segment(self, size: int) -> Piece:
+    def _segment(self, size: int) -> SegmentPiece:
         if size <= LARGEST_SMALL:
             length = SMALL_SEGMENT
         else:
             length = LARGE_SEGMENT if size < SMALLEST_ALONE else _rounded(size, SEGMENT_STEP)
-        piece = Piece(length, self.reserved, is_small=size <= LARGEST_SMALL)
+        piece = SegmentPiece(length, self.reserved, is_small=size <= LARGEST_SMALL)
         self.reserved += length
         self.most_reserved = max(self.most_reserved, self.reserved)
         return piece
 
-    def _cut(self, piece: Piece, size: int) -> Piece:
+    def _cut(self, piece: SegmentPiece, size: int) -> SegmentPiece:
         left = piece.size - size
         if left < SMALLEST_PIECE if piece.is_small else left <= LARGEST_SMALL:
             return piece
-        rest = Piece(left, piece.order + size, piece.is_small, before=piece, after=piece.after)
+        rest = SegmentPiece(left, piece.order + size, piece.is_small, before=piece, after=piece.after)
         if rest.after is not None:
             rest.after.before = rest
         piece.size, piece.after = size, rest
         self._put(rest)
         return piece
 
-    def _put(self, piece: Piece) -> None:
+    def _put(self, piece: SegmentPiece) -> None:
         piece.is_free = True
         bisect.insort(self._free[piece.is_small], (piece.size, piece.order, piece))
 
@@ -101,7 +101,7 @@ class CachingAllocator:
 def reserved_for(changes: Iterable[tuple[Hashable, int]]) -> CachingAllocator:
     """The allocator after (key, bytes) in order: more than 0 bytes are allocated under this key, less are freed."""
     allocator = CachingAllocator()
-    held: dict[Hashable, Piece] = {}
+    held: dict[Hashable, SegmentPiece] = {}
     for key, nbytes in changes:
         if nbytes > 0:
             held[key] = allocator.allocate(nbytes)
@@ -110,7 +110,7 @@ def reserved_for(changes: Iterable[tuple[Hashable, int]]) -> CachingAllocator:
     return allocator
 
 
-def _joined(first: Piece, second: Piece) -> Piece:
+def _joined(first: SegmentPiece, second: SegmentPiece) -> SegmentPiece:
     first.size += second.size
     first.after = second.after
     if first.after is not None:

@@ -34,7 +34,7 @@ def updating(device: torch.device, micro_batch: int | Fit) -> Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class FittingRun:
     """An update in micro-batches that fit, as it is when memory does not run out."""
 
     weights: list[Tensor]
@@ -50,16 +50,16 @@ def memory_checks(device: torch.device, num_rows: int) -> Iterator[Checked]:
     yield _fits(device, num_rows, measured)
 
 
-def _in_parts(device: torch.device, num_rows: int) -> Measured:
+def _in_parts(device: torch.device, num_rows: int) -> FittingRun:
     before = _taken(device)
     update = updating(device, num_rows // PARTS)
     update(some_rows(num_rows))
-    weights = [parameter.detach().cpu() for parameter in update.parameters()]
+    weights = [parameter.detach().clone().cpu() for parameter in update.parameters()]
     _, peak = measure_peak(update, some_rows(num_rows))
-    return Measured(weights, peak - before)
+    return FittingRun(weights, peak - before)
 
 
-def _planned(device: torch.device, num_rows: int, measured: Measured) -> Checked:
+def _planned(device: torch.device, num_rows: int, measured: FittingRun) -> Checked:
     update = updating(device, num_rows // PARTS)
     update(some_rows(num_rows))
     found = plan(update.model, update.optimizer, counted_targets(device), some_rows(num_rows), memory="1TiB")
@@ -74,7 +74,7 @@ def _planned(device: torch.device, num_rows: int, measured: Measured) -> Checked
     )
 
 
-def _starts_again(device: torch.device, num_rows: int, measured: Measured) -> Checked:
+def _starts_again(device: torch.device, num_rows: int, measured: FittingRun) -> Checked:
     free_memory()
     with _filled(device, int(measured.peak * SLACK)):
         update = updating(device, num_rows)
@@ -92,7 +92,7 @@ def _starts_again(device: torch.device, num_rows: int, measured: Measured) -> Ch
     )
 
 
-def _fits(device: torch.device, num_rows: int, measured: Measured) -> Checked:
+def _fits(device: torch.device, num_rows: int, measured: FittingRun) -> Checked:
     free_memory()
     before, room = _taken(device), int(measured.peak * SLACK)
     with _filled(device, room) as filling:

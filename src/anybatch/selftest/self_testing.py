@@ -42,8 +42,8 @@ def _until_it_raises(group: Group, found: Iterator[Checked]) -> Iterator[Checked
     try:
         yield from found
     except Exception as error:  # whatever a device may raise is what was to be found out
-        told = f"{type(error).__name__}: {first_line(error)}"[:200]
-        yield Checked(group=group, name=f"the rest of {group}", found=told, wanted="no error", has_passed=False)
+        found_out = first_line(error)[:200]
+        yield Checked(group=group, name=f"the rest of {group}", found=found_out, wanted="no error", has_passed=False)
 
 
 def name_of(device: torch.device) -> str:

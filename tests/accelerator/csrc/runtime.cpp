@@ -129,13 +129,13 @@ struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, device()};
     Lock lock(state().lock);
-    if (live() + bytes > limit) {
+    void* memory = live() + bytes > limit ? nullptr : std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (memory == nullptr) {
       stats.num_ooms++;
       TORCH_CHECK_WITH(
           OutOfMemoryError, false, "pretend out of memory. Tried to allocate ", bytes, " bytes; of ", limit, " bytes ",
           limit - std::min<size_t>(limit, live()), " are free.");
     }
-    void* memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     std::memset(memory, 0xFF, bytes);  // nan, so that memory read before it was written shows
     blocks()[memory] = {bytes, current_stream(), {}, {}};
     count(bytes, [](auto& stat, size_t amount) { stat.increase(amount); });
