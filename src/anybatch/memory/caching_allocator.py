@@ -44,7 +44,8 @@ class CachingAllocator:
     reserved: int = 0
     most_allocated: int = 0
     most_reserved: int = 0
-    _free: dict[bool, list[tuple[int, int, SegmentPiece]]] = field(default_factory=lambda: {True: [], False: []})
+    _free: dict[bool, list[SegmentPiece]] = field(default_factory=lambda: {True: [], False: []})
+    """By pool, small and large; the smallest first, of equal ones the first in memory."""
 
     def allocate(self, nbytes: int) -> SegmentPiece:
         """A piece of at least so many bytes, from the cache or from the device."""
@@ -59,16 +60,16 @@ class CachingAllocator:
         self.allocated -= piece.size
         for other in (piece.before, piece.after):
             if other is not None and other.is_free:
-                self._free[other.is_small].remove((other.size, other.order, other))
+                self._free[other.is_small].remove(other)
                 piece = _joined(*sorted((piece, other), key=lambda one: one.order))
         self._put(piece)
 
     def _cached(self, size: int) -> SegmentPiece | None:
         pool = self._free[size <= LARGEST_SMALL]
-        place = bisect.bisect_left(pool, (size, -1))  # type: ignore[type-var]
+        place = bisect.bisect_left(pool, size, key=lambda piece: piece.size)
         if place == len(pool):
             return None
-        piece = pool.pop(place)[2]
+        piece = pool.pop(place)
         piece.is_free = False
         return piece
 
@@ -95,7 +96,7 @@ class CachingAllocator:
 
     def _put(self, piece: SegmentPiece) -> None:
         piece.is_free = True
-        bisect.insort(self._free[piece.is_small], (piece.size, piece.order, piece))
+        bisect.insort(self._free[piece.is_small], piece, key=lambda one: (one.size, one.order))
 
 
 def reserved_for(changes: Iterable[tuple[Hashable, int]]) -> CachingAllocator:

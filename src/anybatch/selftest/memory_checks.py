@@ -1,6 +1,6 @@
 """Memory that runs out, what fits, and a plan beside the real peak: on an accelerator by filling it until little is left."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,8 @@ SLACK = 1.06
 """What is left free, out of the peak of what is to fit: its margin, and a little."""
 PARTS = 16
 """Micro-batches are near equal in size, so few of them could leave much of the memory unused."""
-_deep = partial(mlp, *[partial(nn.Linear, WIDTH, WIDTH), nn.ReLU] * 4, width=WIDTH)
+_LAYER: tuple[Callable[[], nn.Module], ...] = (partial(nn.Linear, WIDTH, WIDTH), nn.ReLU)
+_deep = partial(mlp, *_LAYER * 4, width=WIDTH)
 
 
 def updating(device: torch.device, micro_batch: int | Fit) -> Update:
