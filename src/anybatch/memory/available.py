@@ -2,6 +2,7 @@
 
 import torch
 
+from anybatch.device_memory import free_on_device
 from anybatch.errors import PlanError
 from anybatch.host_memory import free_on_host
 
@@ -16,11 +17,9 @@ def available_bytes(device: torch.device) -> int:
             )
         return free
     try:
-        left, _ = torch.accelerator.get_memory_info(device)
-        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return free_on_device(device)
     except (RuntimeError, AssertionError, AttributeError) as error:
         raise PlanError(
             f"memory=None asks what {device} has free, but it cannot be asked here: {str(error).splitlines()[0][:120]}. Give "
             'memory="24GiB", or whatever the card has.'
         ) from None
-    return int(left + cached)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import nn
 from torch.amp import GradScaler
@@ -23,7 +23,7 @@ from anybatch.passes.agreement import OwnRows, own_rows, plan_batch, size_of
 from anybatch.passes.barrier import Barrier, memory_is_final
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.cutting import Cutting
-from anybatch.passes.forward_pass import ForwardPass, is_there, rows_of
+from anybatch.passes.forward_pass import ForwardPass, ahead_of, is_there, rows_of
 from anybatch.passes.run_batch import effect_on_loss, run
 from anybatch.passes.running import (
     Option,
@@ -70,6 +70,7 @@ class Accumulator:
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
     micro-batch to the next: fewer all-gathers for more memory.
+    With `prefetch`, the next micro-batch is brought to an accelerator while one runs, if it lies in pinned memory.
     `running` gives all these options as one value, and `optimizer` is what steps, whose memory a `Fit` counts.
 
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
@@ -97,6 +98,7 @@ class Accumulator:
         drop_nonfinite: bool = False,
         keep_fp32: bool = False,
         reshard: bool = True,
+        prefetch: bool = False,
         observer: Observer | None = None,
         running: Running | None = None,
         optimizer: Optimizer | None = None,
@@ -108,6 +110,7 @@ class Accumulator:
             batch_norm=batch_norm,
             offload=offload,
             reshard=reshard,
+            prefetch=prefetch,
             on_nonfinite="drop" if drop_nonfinite else "raise",
         )
         self.engine = engine_for(model, reshard=self.running.reshard)
@@ -126,7 +129,6 @@ class Accumulator:
         self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
         self._file = TensorFile()
         self._proven_size = 0
-        self._masks: tuple[Masks, ...] | None = None
         self._repeats = RepeatsWatch()
         self._forget_masks: Callable[[], None] = hold_numbers(())
 
@@ -144,7 +146,7 @@ class Accumulator:
         """
         self._repeats.look(rank=self.engine.ranks.rank, ranks=self.engine.ranks.size)
         before = before or self.before_batch()
-        for masks in self._row_masks():
+        for masks in self._row_masks:
             masks.begin()
         try:
             return self._until_it_fits(batch, scaler, before)
@@ -155,7 +157,7 @@ class Accumulator:
     def before_batch(self) -> Snapshot:
         """What a batch may change beside gradients, to go back to: buffers, and torch's random state."""
         before = once_more(self._state.snapshot)
-        self._forget_masks = hold_numbers(self._row_masks())
+        self._forget_masks = hold_numbers(self._row_masks)
         return before
 
     def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
@@ -253,8 +255,9 @@ class Accumulator:
                 model=self.model,
                 compute=schedule.compute,
                 device=None if is_there(plan.cut[0], device) else device,
+                ahead=ahead_of(plan, device, self.running),
                 autocast=autocast,
-                rows=rows_of(self._row_masks(), self.model, plan.cut, batch, ranks),
+                rows=rows_of(self._row_masks, self.model, plan.cut, batch, ranks),
                 power=self.norms.power() if len(plan.cut) > 1 else NO_POWER,
                 events=events,
             ),
@@ -285,16 +288,13 @@ class Accumulator:
 
         return own_rows(self.objective, self.model, self.engine.ranks, batch, cut_rows)
 
+    @cached_property
     def _row_masks(self) -> tuple[Masks, ...]:
         """What the model's swapped dropout layers share: nothing, or one. Looked for once, at the first batch."""
-        if self._masks is None:
-            found = masks_of(self.model)
-            self._masks = () if found is None else (found,)
-        return self._masks
+        found = masks_of(self.model)
+        return () if found is None else (found,)
 
     def _can_start_again(self) -> bool:
         """False where a rank that fails amid collectives cannot tell the others: it starts nothing again alone."""
-        if self.engine.ranks.size == 1:
-            return True
         is_exact = self.running.batch_norm == "exact" and bool(self.norms.touched(is_cut=True))
-        return not self.engine.is_even and not is_exact
+        return self.engine.ranks.size == 1 or not (self.engine.is_even or is_exact)

@@ -34,8 +34,8 @@ class Update:
     never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`. A
     batch without any target is no update, unless `on_empty="step"`: then it steps with zeros, which decays weights.
     An optimizer or scheduler prepared by Accelerate is taken as the one inside it.
-    `batch_norm`, `offload` and `reshard` are those of `Accumulator`, and so is what it says of models on many ranks: the
-    decisions of an update are taken by all ranks together. `running` gives the options as one value instead.
+    `batch_norm`, `offload`, `reshard` and `prefetch` are those of `Accumulator`, and so is what it says of models on many
+    ranks: the decisions of an update are taken by all ranks together. `running` gives the options as one value instead.
 
     `check` is what is looked at before anything is learnt from the first batch that is cut. `"first"`: whether the losses of a
     few rows add up, by forwards alone, for less than one micro-batch takes; `guard` tells what was found. `"full"`, or True:
@@ -76,6 +76,7 @@ class Update:
         on_nonfinite: OnNonFinite = "raise",
         on_empty: OnEmpty = "skip",
         reshard: bool = True,
+        prefetch: bool = False,
         noise: int | None = None,
         check: Check | bool = "first",
         observer: Observer | None = None,
@@ -88,6 +89,7 @@ class Update:
             batch_norm=batch_norm,
             offload=offload,
             reshard=reshard,
+            prefetch=prefetch,
             on_nonfinite=on_nonfinite,
             on_empty=on_empty,
             clip_norm=clip_norm,

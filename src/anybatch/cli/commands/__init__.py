@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from anybatch.cli.commands.run_learn import learn_command
     from anybatch.cli.commands.run_plan import plan_command
     from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
+    from anybatch.cli.commands.run_self_test import self_test_command
     from anybatch.cli.commands.run_trace import trace_command
     from anybatch.cli.commands.run_train import train_command
     from anybatch.cli.commands.run_verify import verify_command
@@ -25,6 +26,7 @@ __all__ = [
     "learn_command",
     "plan_command",
     "ranks_plan_command",
+    "self_test_command",
     "trace_command",
     "train_command",
     "verify_command",
