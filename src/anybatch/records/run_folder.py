@@ -14,7 +14,8 @@ from typing import Any
 from anybatch.errors import RunError
 from anybatch.records.comparison import Comparison
 from anybatch.records.json_text import plain, to_json
-from anybatch.records.schema import Metric, PlanRecord, ProofRecord, Run, Trace
+from anybatch.records.proof_schema import ProofRecord
+from anybatch.records.schema import Metric, PlanRecord, Run, Trace
 from anybatch.records.tolerant_reading import loads, read, whole
 
 ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan` or `verify` named when it ended."

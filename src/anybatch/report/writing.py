@@ -3,6 +3,7 @@
 import math
 import re
 from datetime import datetime
+from pathlib import Path
 
 from anybatch.records import Scalar, Shapes, Values
 
@@ -192,3 +193,12 @@ def _cells(values: Values) -> list[str]:
 
 def _value(value: object) -> str:
     return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def short_task(task: str) -> str:
+    """The name of a task: what it is called, or its file without folders and suffix.
+
+    >>> short_task("digits"), short_task("/home/me/my_task.py")
+    ('digits', 'my_task')
+    """
+    return Path(task).stem if task.endswith(".py") else task
