@@ -20,11 +20,12 @@ from anybatch.batches.splits import (
     Windows,
     Workload,
     as_split,
+    size_that_ran,
     smaller,
     why_rows_stay,
     windows,
 )
-from anybatch.batches.tuning import Auto, Choice, Doubling
+from anybatch.batches.tuning import Auto, Choice, Doubling, WayBack
 
 __all__ = [
     "AsGiven",
@@ -45,6 +46,7 @@ __all__ = [
     "Split",
     "Stacked",
     "Tokens",
+    "WayBack",
     "Windows",
     "Workload",
     "as_split",
@@ -62,6 +64,7 @@ __all__ = [
     "reorder_rows",
     "repeated_rows",
     "rows",
+    "size_that_ran",
     "smaller",
     "take_rows",
     "tensors",

@@ -6,7 +6,7 @@ from anybatch.batches.splits.by_tokens import Tokens
 from anybatch.batches.splits.grouping import Windows, windows
 from anybatch.batches.splits.micro_batch_option import MicroBatch, as_split
 from anybatch.batches.splits.micro_batches import MicroBatches, Split, Workload
-from anybatch.batches.splits.shrinking import AsGiven, smaller
+from anybatch.batches.splits.shrinking import AsGiven, size_that_ran, smaller
 
 __all__ = [
     "AsGiven",
@@ -19,6 +19,7 @@ __all__ = [
     "Windows",
     "Workload",
     "as_split",
+    "size_that_ran",
     "smaller",
     "why_rows_stay",
     "windows",
