@@ -21,6 +21,8 @@ from anybatch.batches import (
     smaller,
 )
 from anybatch.errors import BatchError, MemoryLimitError, levels_to_the_caller
+from anybatch.events import Events, Resize
+from anybatch.noise import UNMEASURED, PassMeter
 from anybatch.objectives import Coupled, Objective, count_units
 from anybatch.parallel import Ranks
 
@@ -41,7 +43,7 @@ class Cutting:
         """True once a list was surely one of samples: later ones that are short and equally long are read so too."""
         self._is_row_dim_known = False
 
-    def cut(self, batch: Batch, workload: Callable[[], Workload]) -> MicroBatches:
+    def cut(self, batch: Batch, workload: Callable[[], Workload], meter: PassMeter = UNMEASURED) -> MicroBatches:
         """The micro-batches of `batch`; a split that chooses by the work hears what it is first."""
         if isinstance(batch, MicroBatches):
             return self._given.cut(batch)
@@ -51,7 +53,7 @@ class Cutting:
         choose_for = getattr(self.split, "choose_for", None)
         if choose_for is not None:
             choose_for(workload(), batch)
-        cut = self.split.cut(batch)
+        cut = meter.cut(self.split, batch, self.split.cut(batch))
         if not self._is_row_dim_known and len(cut) > 1:
             self._is_row_dim_known = True
             if getattr(self.split, "reads_dim_0", False):
@@ -112,19 +114,23 @@ class Cutting:
             )
         return True
 
-    def went_well(self, ran: MicroBatches) -> bool:
-        """A batch fitted; True where the next one is cut larger than this one was, because memory had run out before."""
-        if self._asked is None or len(ran) == 1:
-            return False
+    def went_well(self, ran: MicroBatches | None, events: Events) -> None:
+        """A batch fitted at once; where memory had run out before, the next one may be cut larger, and that is told."""
+        if self._asked is None or ran is None or len(ran) == 1:
+            return
         size = _size(self.split, ran)
-        following = size if size is None else self._way_back.succeed(size, self._free)
-        if size is None or following is None or following <= size:
-            return False
+        following = 0 if size is None else self._way_back.succeed(size, self._free)
+        if size is not None and following > size and self._grow(self._asked, following):
+            events.begin(Resize)
+            events.end(Resize, split=repr(self.split))
+
+    def _grow(self, asked: Split, size: int) -> bool:
+        """Cut in micro-batches of up to `size`, or as was asked where that is as much; False of a split that knows no sizes."""
         resized = getattr(self.split, "resized", None)
-        if following < self._way_back.highest:
-            self.split = self.split if resized is None else resized(following)
+        if size < self._way_back.highest:
+            self.split = self.split if resized is None else resized(size)
             return resized is not None
-        self.split = self._asked if self._asked is not self.split or resized is None else resized(following)
+        self.split = asked if asked is not self.split or resized is None else resized(size)
         self._asked = None
         self._way_back.arrive()
         return True
