@@ -23,11 +23,12 @@ from anybatch.batches.splits import (
     as_split,
     in_arrival_order,
     is_in_arrival_order,
+    size_that_ran,
     smaller,
     why_rows_stay,
     windows,
 )
-from anybatch.batches.tuning import Auto, Choice, Doubling
+from anybatch.batches.tuning import Auto, Choice, Doubling, WayBack
 
 __all__ = [
     "AsGiven",
@@ -48,6 +49,7 @@ __all__ = [
     "Split",
     "Stacked",
     "Tokens",
+    "WayBack",
     "Windows",
     "Workload",
     "as_split",
@@ -70,6 +72,7 @@ __all__ = [
     "rows_first",
     "rows_in_dim",
     "sent",
+    "size_that_ran",
     "smaller",
     "take_rows",
     "tensors",

@@ -45,6 +45,7 @@ from anybatch.state import (
     Snapshot,
     TensorFile,
     WriteWatch,
+    free_bytes,
     once_more,
     tracking_layers,
     until_it_fits,
@@ -71,10 +72,10 @@ class Accumulator:
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
     micro-batch to the next: fewer all-gathers for more memory.
     With `prefetch`, the next micro-batch is brought to an accelerator while one runs, if it lies in pinned memory.
-    `running` gives all these options as one value, and `optimizer` is what steps, whose memory a `Fit` counts.
+    `running` gives all these options as one value.
 
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
-    `split` is then what the next batches are cut by.
+    they grow again after batches that go well, and `split` is what batches are cut by.
 
     >>> import torch
     >>> model = nn.Linear(3, 1)
@@ -116,7 +117,7 @@ class Accumulator:
         self.engine = engine_for(model, reshard=self.running.reshard)
         self.model = model
         self.objective = objective
-        self._cutting = Cutting(as_split(micro_batch))
+        self._cutting = Cutting(as_split(micro_batch), lambda: free_bytes(common_device(self.parameters())))
         self.observer = observer
         self.parameters = model.parameters if parameters is None else parameters
         self.keep_fp32 = keep_fp32
@@ -140,9 +141,9 @@ class Accumulator:
             grad += sum_k (units_k / units) * d loss(micro_batch_k)
 
         Exact up to summation order when rows do not look at each other. Gradients are neither zeroed, clipped nor
-        stepped here. Micro-batches are moved to the model's device one at a time. With a `scaler`, gradients come out
-        scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` and
-        buffers as they were before the call, which `before` says, where `before_batch` was asked already.
+        stepped here. Micro-batches are moved to the model's device one at a time. With a `scaler`, gradients come out scaled:
+        unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` and buffers as they
+        were before the call, which `before` says, where `before_batch` was asked already.
         """
         self._repeats.look(rank=self.engine.ranks.rank, ranks=self.engine.ranks.size)
         before = before or self.before_batch()
@@ -161,13 +162,13 @@ class Accumulator:
         return before
 
     def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
-        """Make buffers what they were before a batch that teaches nothing, and let its rows draw the same masks again."""
+        """Make buffers what they were before a batch that teaches nothing; its rows draw the same masks again."""
         self._state.forget(buffers)
         self._forget_masks()
 
     def _until_it_fits(self, batch: Batch, scaler: GradScaler | None, before: Snapshot) -> Accumulated:
         events = events_for(self.observer)
-        watch = WriteWatch.of(batch)
+        watch, smaller = WriteWatch.of(batch), self._cutting.again(batch, self.engine.ranks)
         ran: MicroBatches | None = None
 
         def attempt() -> Accumulated:
@@ -189,13 +190,14 @@ class Accumulator:
                     f"memory ran out ({reason}), and this batch cannot start again: it was the first to change "
                     f"{', '.join(lost)}, of which there is no copy. Give the next batch: from now on copies are made."
                 )
-            self._cutting.shrink(batch, ran, self.engine.ranks, reason)
+            smaller(ran, reason)
             events.begin(Retry)
             events.end(Retry, reason=reason)
 
         if not self._can_start_again():
             return attempt()
         result, retries = until_it_fits(attempt, start_again)
+        self._cutting.went_well(ran if not retries else None, events)
         return replace(result, retries=retries) if retries else result
 
     def _look(self, plan: BatchPlan, tools: Tools, before: Snapshot) -> None:

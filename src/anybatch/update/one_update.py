@@ -23,6 +23,7 @@ from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_sc
 from anybatch.update.held_interrupts import HeldInterrupts
 from anybatch.update.loss_scale import LossScale, loss_scale
 from anybatch.update.result import UpdateResult
+from anybatch.update.resuming import change
 from anybatch.update.stepping import Stepping
 
 
@@ -149,6 +150,7 @@ class Update:
         if self._is_first:
             self._is_first = False
             check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
+            self._scale.make(self._stepped()[0].device)
         if self._check != "off":
             self._look_at_first(batch)
         events = events_for(self.observer)
@@ -163,7 +165,7 @@ class Update:
             stepped = self._stepped()
             is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.running.on_empty == "skip")
             if is_learnable:
-                self._scale.unscale()
+                change(_gradients(stepped), self._scale.unscale, "unscaled")
             grad_norm = once_more(lambda: gradient_norm(stepped))
             is_finite = is_learnable and self._is_finite(grad_norm)
             if is_learnable and not is_finite and self._raises():
@@ -227,7 +229,7 @@ class Update:
     def _is_finite(self, grad_norm: Tensor) -> bool:
         if self.running.on_nonfinite == "ignore" and self.scaler is None:
             return True
-        return math.isfinite(grad_norm.item())
+        return math.isfinite(once_more(grad_norm.item))
 
     def _raises(self) -> bool:
         """True where a gradient that is not finite is an error: with a scaler it is an overflow, as it is meant to be."""
@@ -239,9 +241,9 @@ class Update:
             return
         events.begin(Clip)
         if clip_norm is not None:
-            clip_to_norm(stepped, clip_norm, grad_norm)
+            change(_gradients(stepped), lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
         if clip_value is not None:
-            clip_to_value(stepped, clip_value)
+            change(_gradients(stepped), lambda: clip_to_value(stepped, clip_value), "clipped")
         events.end(Clip, grad_norm=grad_norm)
 
     def _step(self, stepped: list[nn.Parameter]) -> int:
@@ -270,6 +272,10 @@ class Update:
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
             "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
         )
+
+
+def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _check_of(check: Check | bool) -> Check:
