@@ -49,6 +49,7 @@ ROOMS = [
     "integrations",
     "records",
     "training",
+    "advice",
     "lessons",
     "api",
     "report",
