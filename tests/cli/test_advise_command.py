@@ -33,7 +33,10 @@ def test_a_run_that_measured_is_judged_by_what_it_recorded(tmp_path, task_file, 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [(["train", "--updates", "2"], "train with --noise 8"), (["advise", "--micro-batch", "16", "--updates", "3"], "of 5")],
+    [
+        (["train", "--updates", "2"], "train with --noise 8"),
+        (["advise", "--micro-batch", "16", "--updates", "3"], "of 5"),
+    ],
 )
 def test_where_nothing_can_be_said_the_reason_is_told(task_file, capsys, arguments, reason):
     run([arguments[0], str(task_file), *arguments[1:], "--out", "out", "-q"])
