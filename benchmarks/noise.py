@@ -165,14 +165,25 @@ def mean_needed(problem: Problem, make: Callable[..., Optimizer], lr: float, bat
     return math.exp(statistics.fmean(map(math.log, found)))
 
 
-def search(problem: Problem, make: Callable[..., Optimizer], batch: int, start: float) -> tuple[float, float]:
-    """The fewest updates, and the learning rate that needs them: up the grid, then down, until two are worse in a row."""
-    tried = {0: mean_needed(problem, make, start, batch, math.inf)}
+def search(key: str, problem: Problem, make: Callable[..., Optimizer], batch: int, start: float) -> tuple[float, float]:
+    """The fewest updates, and the learning rate that needs them: up the grid, then down, until two are worse in a row.
+
+    Each that was tried is kept, so that a search that was stopped goes on.
+    """
+    place = f"tried: {key}, batch {batch} from {start:.6g}"
+    tried = {int(step): math.inf if number is None else number for step, number in kept().get(place, {}).items()}
+
+    def attempt(step: int, best: float) -> None:
+        if step not in tried:
+            tried[step] = mean_needed(problem, make, start * 2.0**step, batch, best)
+            keep(place, {each: None if number == math.inf else number for each, number in tried.items()})
+
+    attempt(0, math.inf)
     for way in (1, -1):
         step, worse = way, 0
         while worse < 2:
-            best = min(tried.values())
-            tried[step] = mean_needed(problem, make, start * 2.0**step, batch, best)
+            best = min(number for each, number in tried.items() if each * way < abs(step))
+            attempt(step, best)
             worse = 0 if tried[step] < best else worse + 1
             step += way
     step = min(tried, key=tried.__getitem__)
@@ -211,7 +222,7 @@ def run(name: str, optimizer: str) -> None:
         if batch not in found:
             if monotonic() - began > STOP_AFTER:
                 return print("to be continued: run this again")
-            updates, lr = search(problem, make, batch, start)
+            updates, lr = search(key, problem, make, batch, start)
             found[batch] = {"updates": updates, "lr": lr}
             keep(key, {"batches": found})
             print(f"{key}, batch {batch}: {updates:.0f} updates at lr {lr:.4g}", flush=True)

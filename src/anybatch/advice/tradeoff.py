@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 FACTOR = 3.0
-"""By how much noise scales missed the batch that runs were seen to need, either way: `docs/noise.md`."""
+"""By how much noise scales usually missed the batch that runs were seen to need, either way: `docs/noise.md`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
