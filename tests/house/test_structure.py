@@ -51,6 +51,7 @@ ROOMS = [
     "records",
     "training",
     "selftest",
+    "advice",
     "lessons",
     "api",
     "report",

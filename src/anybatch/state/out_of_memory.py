@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from anybatch.errors import AnybatchError, first_line
 from anybatch.device_memory import free_on_device
+from anybatch.errors import AnybatchError, first_line
 from anybatch.host_memory import free_on_host
 
 T = TypeVar("T")
