@@ -33,7 +33,9 @@ from anybatch.passes.running import (
     check_model,
     check_objective,
     common_device,
+    in_a_line,
     passes_fp16,
+    says_what_to_write,
 )
 from anybatch.passes.schedules import schedule_for, why_unmeasured
 from anybatch.passes.timing import UNTIMED, laps_of
@@ -85,7 +87,9 @@ class Accumulator:
     """
 
     autocast = Option()
+    __repr__ = in_a_line
 
+    @says_what_to_write
     def __init__(
         self,
         model: nn.Module,

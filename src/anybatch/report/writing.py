@@ -3,7 +3,6 @@
 import math
 import re
 from datetime import datetime
-from pathlib import Path
 
 from anybatch.records import Scalar, Shapes, Values
 
@@ -61,6 +60,15 @@ def size(num_bytes: float | None) -> str:
         return NOTHING
     divisor, unit = size_unit(num_bytes)
     return f"{number(float(f'{num_bytes / divisor:.3g}'))} {unit}"
+
+
+def written_task(task: str) -> str:
+    """A task by its name; one of a file by the name of the file, wherever that lies.
+
+    >>> written_task("digits"), written_task("/home/me/tasks/mine.py")
+    ('digits', 'mine.py')
+    """
+    return task.replace("\\", "/").rpartition("/")[2] if task.endswith(".py") else task
 
 
 def size_unit(largest: float) -> tuple[float, str]:
@@ -193,12 +201,3 @@ def _cells(values: Values) -> list[str]:
 
 def _value(value: object) -> str:
     return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-
-
-def short_task(task: str) -> str:
-    """The name of a task: what it is called, or its file without folders and suffix.
-
-    >>> short_task("digits"), short_task("/home/me/my_task.py")
-    ('digits', 'my_task')
-    """
-    return Path(task).stem if task.endswith(".py") else task
