@@ -52,7 +52,9 @@ def summary(diagnosis: Diagnosis) -> str:
 
 def _finding(finding: Finding) -> list[str]:
     where = f"{_short(finding.file)}:{finding.line}" if finding.file else ""
-    head = f"{finding.severity:<8} {finding.kind}  {where}".rstrip()
+    ranks = finding.evidence.get("ranks", ())
+    whose = f"  (rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))})" if ranks else ""
+    head = f"{finding.severity:<8} {finding.kind}  {where}{whose}".rstrip()
     body = textwrap.wrap(finding.message, WIDTH - 9)
     fix = _parts(finding.fix)[0].splitlines()
     marked = [f"fix: {fix[0]}", *(f"     {line}" for line in fix[1:])] if fix else []
