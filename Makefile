@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.ready-demo
 BENCH_READY := $(VENV)/.ready-bench
 CHROMIUM := /usr/bin/chromium
 
@@ -11,20 +12,21 @@ CHROMIUM := /usr/bin/chromium
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: help demo learn test quick check bench clean
+.PHONY: help demo learn test quick check docs bench clean
 
 help:
 	@echo "make demo    train on handwritten digits for about a minute, and say where the page is"
 	@echo "make learn   open the lessons: gradient accumulation, done by you"
 	@echo "make test    run every test; format, lint and types are among them"
 	@echo "make quick   run what is fast; with ROOM=passes, what a change to that room needs"
+	@echo "make docs    build the site of the docs into site/"
 	@echo "make bench   measure speed and memory against a hand-written loop and the peers"
 
 # The digits are too small to share between threads: two that wait for each other are slower than one.
-demo: $(READY)
+demo: $(DEMO_READY)
 	OMP_NUM_THREADS=1 $(BIN)/anybatch train digits
 
-learn: $(READY)
+learn: $(DEMO_READY)
 	$(BIN)/anybatch learn
 
 test: $(READY) | $(CHROMIUM)
@@ -40,16 +42,25 @@ endif
 
 check: test
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "site: site/index.html"
+
 bench: $(BENCH_READY)
 	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf $(VENV)
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO_READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing anybatch and what its tests need into $(VENV) (once, a minute or two)"
-	$(PIP) -e '.[test,check]'
+	@echo "installing anybatch and its command line into $(VENV) (once, about a minute)"
+	$(PIP) -e '.[all]'
+	@touch $@
+
+$(READY): $(DEMO_READY)
+	@echo "installing what the tests need into $(VENV) (once, a minute or two)"
+	$(PIP) -e '.[test,check,docs]'
 	@touch $@
 
 # The pages are tested in a real browser.

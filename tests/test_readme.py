@@ -22,7 +22,7 @@ def test_every_python_block_runs_and_prints_what_is_written_below_it():
         if index + 1 < len(blocks) and blocks[index + 1][0] == "text":
             assert printed.getvalue() == blocks[index + 1][1]
             num_outputs += 1
-    assert num_outputs == 7
+    assert num_outputs == 1
 
 
 def test_the_readme_names_no_command_that_the_makefile_lacks():
@@ -31,3 +31,14 @@ def test_the_readme_names_no_command_that_the_makefile_lacks():
     assert named
     for target in ("".join(pair) for pair in named):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_readme_is_short_and_each_of_which_you_are_is_one_click_from_code():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 225
+    table = text.split("## Which of these are you?")[1].split("## ")[0]
+    links = [re.findall(r"\]\((docs/[\w-]+\.md)\)", line) for line in table.splitlines() if line.startswith("| **")]
+    assert len(links) >= 6
+    for pages in links:
+        assert pages
+        assert all(re.search(r"```python|`anybatch \w+", (README.parent / page).read_text()) for page in pages)

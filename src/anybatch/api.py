@@ -48,6 +48,7 @@ from anybatch.errors import (
 )
 from anybatch.gradients import Window
 from anybatch.memory import Breakdown, Checkpointing, Fit, Fitted, Plan, SizePeak, measure_peak, plan
+from anybatch.noise import NoiseScale
 from anybatch.objectives import (
     Coupled,
     InfoNCE,
@@ -101,6 +102,7 @@ __all__ = [
     "Mean",
     "MemoryLimitError",
     "MicroBatches",
+    "NoiseScale",
     "NonFiniteError",
     "Objective",
     "ParallelError",

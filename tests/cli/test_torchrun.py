@@ -31,7 +31,7 @@ def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same
     while not list(out.glob("checkpoints/update-*")):
         assert agent.poll() is None
         time.sleep(0.01)
-    os.kill(workers_of(agent.pid)[1], signal.SIGINT)  # a wish on one rank stops both, after the same update
+    os.kill(workers_of(agent.pid)[1], signal.SIGTERM)  # a wish on one rank stops both, after the same update
     text = agent.communicate()[0]
     assert agent.returncode == 1
     assert text.count("training mine") == text.count("stopped after update") == 1
@@ -86,7 +86,7 @@ def test_an_error_of_another_rank_says_whose_it_is(as_rank, capsys):
 
 
 def test_a_restarted_launch_finds_its_run_and_another_does_not(tmp_path, task_file, as_rank):
-    from anybatch.cli.commands.run_train import TrainRequest, _open_run
+    from anybatch.cli.commands.opened_run import TrainRequest, open_run
     from anybatch.training.settings import Settings
 
     def opened(out):
@@ -99,7 +99,7 @@ def test_a_restarted_launch_finds_its_run_and_another_does_not(tmp_path, task_fi
             tensorboard=False,
             is_quiet=True,
         )
-        return _open_run(request, find_launch())
+        return open_run(request, find_launch())
 
     as_rank(0)
     for out in (Path("out"), None):

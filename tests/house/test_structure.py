@@ -36,6 +36,7 @@ ROOMS = [
     "parallel",
     "state",
     "objectives",
+    "noise",
     "norms",
     "dropout",
     "gradients",

@@ -75,6 +75,27 @@ def test_parameters_that_some_micro_batches_do_not_use_are_exact_and_one_that_no
     assert largest(told, "never") == 0
 
 
+def used_once_then_not() -> list[float]:
+    """The first batch is one micro-batch on each rank, which nothing before it proves to fit: it is summed by hand."""
+    model, (inputs, targets) = branched()
+    wrapped = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    accumulator = Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=8)
+    found = []
+    for sign in (1.0, -1.0, 1.0):
+        inputs[:, 0] = sign
+        reference = whole_batch_gradient(
+            model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), (inputs, targets)
+        )
+        wrapped.zero_grad()
+        accumulator.backward(own((inputs, targets), [8, 8]))
+        found.append(error(wrapped, reference))
+    return found
+
+
+def test_a_parameter_may_be_used_in_one_update_and_not_in_the_next_whoever_sums_the_first():
+    assert max(max(rank) for rank in on_ranks(2, used_once_then_not)) < 5e-7
+
+
 def _halved(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     state[0] += 1
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)

@@ -1,5 +1,6 @@
 """What anybatch uses of DDP and FSDP2 under private names, in a group of one rank."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch import torch_inside as inside
 from anybatch.errors import ParallelError
 from anybatch.parallel import wrapping_of
+from anybatch.torch_inside import releases
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,6 +89,20 @@ def test_a_reduction_that_ended_does_not():
     inside.end_reduction(model)
 
 
+def test_used_parameters_are_found_anew_when_ddp_was_told_to_forget():
+    model = DistributedDataParallel(
+        nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}), find_unused_parameters=True
+    )
+    model.module.forward = lambda x, name: model.module[name](x)
+    with model.no_sync():
+        model(rows(), "a").sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    inside.forget_used_parameters(model)
+    model(rows(), "b").sum().backward()
+    assert [parameter.grad is None for parameter in model.parameters()] == [True, True, False, False]
+
+
 def test_the_active_module_is_put_back():
     model = replicated()
     with inside.active_ddp_put_back():
@@ -100,7 +116,7 @@ def test_the_active_module_is_put_back():
 def test_sharded_kind_is_the_mark_of_fully_shard(monkeypatch: pytest.MonkeyPatch):
     model = sharded()
     assert isinstance(model, inside.sharded_kind())
-    monkeypatch.delitem(inside.sys.modules, "torch.distributed.fsdp")
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")
     assert inside.sharded_kind() is None
 
 
@@ -112,21 +128,14 @@ def test_states_begin_with_the_root_and_groups_hold_all_parameters():
     assert {id(parameter) for parameter in held} == {id(parameter) for parameter in model.parameters()}
 
 
-@pytest.mark.parametrize("kept_in", ["parameter, group and state", "group and state", "state"])
-def test_what_fully_shard_was_given_is_found_where_releases_keep_it(kept_in: str):
+def test_what_fully_shard_was_given_is_found_with_each_parameter():
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(mp_policy=policy)
-    for group in inside.fsdp_groups([model]):
-        for taken in group.fsdp_params:
-            if "parameter" not in kept_in and hasattr(taken, "mp_policy"):
-                del taken.mp_policy
-        if "group" not in kept_in and hasattr(group, "mp_policy"):  # torch 2.15 has none
-            del group.mp_policy
+    model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     found = list(inside.sharded_parameters(model))
     assert [shape for shape, _, _, _ in found] == [(2, 4), (2,), (4, 3), (4,)]
-    assert all(found_policy is policy for _, _, _, found_policy in found)
+    policies = {(policy.param_dtype, policy.reduce_dtype) for _, _, _, policy in found}
+    assert policies == {(torch.bfloat16, torch.float32)}
     assert all(mesh.ndim == 1 and whole.device_mesh is not None for _, whole, mesh, _ in found)
 
 
@@ -189,7 +198,7 @@ def test_gradients_that_were_not_reduced_are_forgotten(reduce_dtype: torch.dtype
 # --- a release that lacks a name
 
 DDP_NAMES = ("_comm_hooks", "_sync_buffers", "_active_ddp_module", "reducer", "will_sync_module_buffers")
-DDP_NAMES += ("require_forward_param_sync", "_rebuild_buckets")
+DDP_NAMES += ("require_forward_param_sync", "_rebuild_buckets", "_reset_state")
 FSDP_NAMES = (
     "_get_fsdp_state",
     "_fsdp_param_groups",
@@ -206,12 +215,20 @@ FSDP_NAMES += (
     "reshard_after_backward",
     "sharded_param",
 )
-FSDP_NAMES += ("unsharded_param", "_unsharded_param", "unsharded_accumulated_grad", "reduce_dtype", "_orig_size")
+FSDP_NAMES += (
+    "unsharded_param",
+    "_unsharded_param",
+    "unsharded_accumulated_grad",
+    "reduce_dtype",
+    "_orig_size",
+    "mp_policy",
+    "_state_ctx",
+)
 
 
 def _lacks(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
-    has = inside._has
-    monkeypatch.setattr(inside, "_has", lambda thing, name: name != lacking and has(thing, name))
+    has = releases._has
+    monkeypatch.setattr(releases, "_has", lambda thing, name: name != lacking and has(thing, name))
 
 
 @pytest.mark.parametrize("name", DDP_NAMES)
@@ -233,16 +250,4 @@ def test_fully_shard_without_a_name_is_refused_by_version_and_name(monkeypatch: 
     with pytest.raises(
         ParallelError, match=rf"torch {torch.__version__.replace('+', '.')} has no \w+\.{name}, .* Install"
     ):
-        wrapping_of(model)
-
-
-def test_a_policy_that_is_nowhere_is_refused_by_name():
-    model = sharded()
-    for state in inside.fsdp_states(model):
-        del state._mp_policy
-    for group in inside.fsdp_groups([model]):
-        del group.mp_policy
-        for taken in group.fsdp_params:
-            del taken.mp_policy
-    with pytest.raises(ParallelError, match=r"has no FSDPState\._mp_policy"):
         wrapping_of(model)

@@ -404,3 +404,13 @@ def test_any_other_word_is_refused():
     model = mlp()
     with pytest.raises(UpdateError, match=r"check='always': expected one of off, first, full; True is 'full'"):
         Update(model, torch.optim.SGD(model.parameters(), lr=0.1), Objective(dice), micro_batch=11, check="always")
+
+
+def test_a_loss_whose_function_belongs_to_no_module_is_judged():
+    names: dict[str, Any] = {}
+    exec("loss = lambda model, batch: model(batch[0]).mean().exp()", names)
+    names["loss"].__module__ = None
+    model = mlp()
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), Objective(names["loss"]), micro_batch=11)
+    with pytest.raises(ExactnessError):
+        update(labelled())

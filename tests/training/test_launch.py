@@ -66,6 +66,9 @@ def test_a_rank_that_never_comes_is_named(rank, other):
         "[gloo/transport/tcp/pair.cc:600] writev [127.0.0.1]:4242: Broken pipe",
         "NCCL error in: ProcessGroupNCCL.cpp:3356, remote process exited or there was a network error",
         "NCCL communicator was aborted on rank 1.",
+        "[gloo/transport/tcp/unbound_buffer.cc:80] Timed out waiting 1800000ms for recv operation to complete",
+        "[gloo/transport/tcp/pair.cc:490] connect [127.0.0.1]:4242: Connection refused",
+        "wait timeout after 300000ms, keys: /default_pg/0//cpu//0/0",
     ],
 )
 def test_what_a_collective_says_of_a_rank_that_has_gone_is_known(message):

@@ -1,6 +1,5 @@
 """The commands and their options. What a command does is imported when it is called."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,7 +7,7 @@ import typer
 from anybatch import __version__
 from anybatch.cli import arguments as opt
 from anybatch.cli import doctor_options as doctor_opt
-from anybatch.cli.learning import learn
+from anybatch.cli.showing import learn, report
 from anybatch.training import Settings, check_alone
 
 app = typer.Typer(
@@ -64,6 +63,7 @@ def train(
     save_every: opt.SaveEvery = None,
     keep: opt.Keep = 3,
     tensorboard: opt.TensorBoardFiles = False,
+    rank_timeout: opt.RankTimeout = 300.0,
     quiet: opt.Quiet = False,
 ) -> int:
     """Train a task: a plan, the updates, a page to look at, and a run that survives being killed.
@@ -99,7 +99,14 @@ def train(
     given = frozenset("keep_half_life" if name == "fixed_beta2" else name for name in opt.given_options(context))
     return train_command(
         TrainRequest(
-            task=task, settings=settings, given=given, out=out, resume=resume, tensorboard=tensorboard, is_quiet=quiet
+            task=task,
+            settings=settings,
+            given=given,
+            out=out,
+            resume=resume,
+            tensorboard=tensorboard,
+            is_quiet=quiet,
+            rank_timeout=rank_timeout,
         )
     )
 
@@ -199,7 +206,7 @@ def plan(
         settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
         network = {"bandwidth": bandwidth or "25GB/s", "latency": latency or "10us"}
         return ranks_plan_command(task, settings, ranks=ranks, **network, flops=flops, is_json=is_json)
-    opt.refuse_without_ranks(bandwidth=bandwidth, latency=latency, flops=flops)
+    opt.refuse_without_ranks(bandwidth=bandwidth, latency=latency, flops=flops, micro_batch=micro_batch)
     from anybatch.cli.commands import plan_command
 
     settings = Settings(
@@ -276,23 +283,4 @@ def doctor(
 
 
 app.command()(learn)
-
-
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    quiet: opt.Quiet = False,
-) -> int:
-    """Make the page of a run again, from the files in its folder.
-
-    Example: anybatch report runs/digits-20261115-120000
-    """
-    from anybatch.cli.folders import write_page
-    from anybatch.cli.screen import say
-    from anybatch.records import RunFolder
-
-    folder = RunFolder(run)
-    folder.read_run()
-    page = write_page(folder)
-    say(f"page: {page}", is_quiet=quiet)
-    return 0
+app.command()(report)

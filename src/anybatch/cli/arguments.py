@@ -150,6 +150,16 @@ Keep = Annotated[int, typer.Option("--keep", metavar="N", help="How many checkpo
 TensorBoardFiles = Annotated[
     bool, typer.Option("--tensorboard", help="Write TensorBoard files too.", rich_help_panel=WHERE)
 ]
+RankTimeout = Annotated[
+    float,
+    typer.Option(
+        "--rank-timeout",
+        metavar="SECONDS",
+        min=1.0,
+        help="How long a rank waits for another before it takes it for lost, and ends.",
+        rich_help_panel=WHERE,
+    ),
+]
 Seeds = Annotated[int, typer.Option("--seeds", metavar="N", help="Runs of each arm, with seeds 0, 1, 2, ...")]
 PlanMemory = Annotated[
     str | None,
@@ -251,4 +261,5 @@ def refuse_without_ranks(**given: str | None) -> None:
     """Raise for an option that only many ranks have a use for."""
     for name, value in given.items():
         if value is not None:
-            raise SettingsError(f"--{name} {value!r} is of a plan for many ranks: say how many, such as --ranks 64.")
+            option = f"--{name.replace('_', '-')} {value!r}"
+            raise SettingsError(f"{option} is of a plan for many ranks: say how many, such as --ranks 64.")

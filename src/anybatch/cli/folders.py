@@ -4,9 +4,10 @@ from dataclasses import asdict
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from anybatch import __version__
-from anybatch.errors import RunError
+from anybatch.errors import RunError, first_line
 from anybatch.records import Run, RunFolder, RunKind
 from anybatch.training import BUILT_IN, Settings, command_line, git_revision, now, versions
 
@@ -30,7 +31,25 @@ def new_folder(task: str, out: Path | None) -> RunFolder:
         raise RunError(f"{out} already holds a run. Go on with it by --resume {out}, or give another --out.")
     if out.exists() and not out.is_dir():
         raise RunError(f"{out} is a file. Give --out a folder.")
+    if not _is_text(str(out)):
+        raise RunError(f"--out {out} is no UTF-8, and torch writes to no such name. Give another --out.")
+    _check_writable(out)
     return RunFolder(out)
+
+
+def _is_text(name: str) -> bool:
+    """False of a name of bytes that are no UTF-8."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def _check_writable(out: Path) -> None:
+    """Raise where nothing can be written below `out`, before anything is computed; nothing is left there."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    try:
+        with TemporaryFile(dir=there) as file:
+            file.write(b" ")
+    except OSError as error:
+        raise RunError(f"nothing can be written to {out} ({first_line(error)}). Give another --out.") from None
 
 
 def first_record(kind: RunKind, task: str, settings: Settings) -> Run:

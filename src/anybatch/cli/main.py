@@ -2,14 +2,21 @@
 
 import os
 import sys
+import sysconfig
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
-from anybatch.errors import AnybatchError, NonFiniteError
+from anybatch.cli.screen import printable
+from anybatch.errors import AnybatchError, NonFiniteError, first_line
 from anybatch.training import find_launch
 
 MOST_FRAMES = 4
 """How much of a task's own traceback is shown."""
+
+
+LONGEST_WORD = 300
+"""Longer names are cut in messages."""
 
 
 def main() -> NoReturn:
@@ -22,26 +29,58 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """The exit code of the command line `anybatch ARGUMENTS`."""
     try:
-        from typer import Abort
-        from typer.exceptions import TyperException
-
         from anybatch.cli.app import app
     except ModuleNotFoundError as error:
         return _fail(f"the command line needs {error.name}. Install it with: pip install 'anybatch[cli]'", 2)
+    empty = _empty_option(arguments)
+    if empty is not None:
+        return _fail(f"{empty} is empty: give it a value, or leave it out.", 2)
     try:
         code = app(args=arguments, prog_name="anybatch", standalone_mode=False)
-    except TyperException as error:
-        return _fail(" ".join(error.format_message().split()) or "nothing to do; see anybatch --help.", error.exit_code)
-    except Abort:
-        return 1
-    except AnybatchError as error:
-        return _fail_of(error)
-    except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+    except SystemExit as error:
+        if not _is_of_a_task(error):
             raise
-        return _fail(f"this needs {error.name}. Install it with: pip install 'anybatch[{extra}]'", 2)
+        return _fail(
+            f"a task's own code called sys.exit({error.code!r}), so that what was asked for did not happen.", 2
+        )
+    except Exception as error:
+        return _code_of(error)
     return code if isinstance(code, int) else 0
+
+
+def _empty_option(arguments: list[str]) -> str | None:
+    """The first argument that is an empty text; a script that `doctor` runs may have such."""
+    if arguments[:1] == ["doctor"]:
+        return None
+    for before, argument in zip(["an argument", *arguments], arguments, strict=False):
+        if argument == "":
+            return before if before.startswith("-") else "an argument"
+        if argument.startswith("--") and argument.endswith("="):
+            return argument[:-1]
+    return None
+
+
+def _code_of(error: Exception) -> int:
+    """Say what went wrong, in a line where that is enough; the exit code."""
+    from typer import Abort
+    from typer.exceptions import TyperException
+
+    if isinstance(error, TyperException):
+        return _fail(" ".join(error.format_message().split()) or "nothing to do; see anybatch --help.", error.exit_code)
+    if isinstance(error, Abort):
+        return 1
+    if isinstance(error, AnybatchError):
+        return _fail_of(error)
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and name in _EXTRAS:
+        return _fail(f"this needs {error.name}. Install it with: pip install 'anybatch[{_EXTRAS[name]}]'", 2)
+    if _is_of_a_task(error):
+        print(short_traceback(error), file=sys.stderr)
+        return _fail(f"the task's own code raised {first_line(error)}", 2)
+    if isinstance(error, OSError):
+        return _fail(f"{first_line(error)}. Look at the disk and at the folder; what was saved before is whole.", 2)
+    traceback.print_exception(error)
+    return _fail(first_line(error), 2)
 
 
 _EXTRAS = {
@@ -71,16 +110,26 @@ def _fail_of(error: AnybatchError) -> int:
 def _fail(message: str, code: int) -> int:
     launch = find_launch()
     who = "anybatch" if launch is None or launch.rank == 0 else f"anybatch, rank {launch.rank}"
-    print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
+    words = (word if len(word) < LONGEST_WORD else f"{word[:100]}..." for word in message.split())
+    print(f"{who}: {printable(' '.join(words))}", file=sys.stderr)
     return code
 
 
 def short_traceback(error: BaseException) -> str:
     """Where a task's own code went wrong: its last frames, without ours and the import system's."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen") and not frame.filename.endswith("lookup.py")
-    ]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
     lines = [*traceback.format_list(frames[-MOST_FRAMES:]), *traceback.format_exception_only(error)]
     return "Traceback (most recent call last):\n" + "".join(lines).rstrip()
+
+
+def _is_of_a_task(error: BaseException) -> bool:
+    return any(_is_foreign(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _is_foreign(filename: str) -> bool:
+    """True of a file that is neither ours, nor Python's, nor of an installed package."""
+    return not filename.startswith(("<", *_NOT_THE_TASKS))
+
+
+_PATHS = sysconfig.get_paths()
+_NOT_THE_TASKS = (str(Path(__file__).parents[1]), _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"])

@@ -18,7 +18,12 @@ SECONDS_BETWEEN_LINES = 10.0
 def say(text: str = "", *, is_quiet: bool = False) -> None:
     """One line on stdout, out at once."""
     if not is_quiet:
-        print(text, flush=True)
+        print(printable(text), flush=True)
+
+
+def printable(text: str) -> str:
+    """`text`, with the bytes of file names that are no text by their number."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class Screen(Protocol):

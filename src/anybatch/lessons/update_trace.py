@@ -11,7 +11,7 @@ from anybatch import stages
 from anybatch.batches import Batch, move, num_rows, take_rows, tensors
 from anybatch.gradients import gradient_norm
 from anybatch.records import Trace, TracedLayer, TracedStage
-from anybatch.training import Experiment, observed, training_loader
+from anybatch.training import Experiment, first_batch, observed
 
 MOST_VALUES = 12
 """Sample values per entry."""
@@ -22,7 +22,7 @@ MOST_CLASSES = MOST_VALUES
 def trace(experiment: Experiment) -> Trace:
     """The first update of the run, and the way of its first row through the model as the update left it."""
     plan, task = experiment.plan, experiment.task
-    batch = next(iter(training_loader(task, batch=plan.batch, seed=experiment.settings.seed, epoch=1)))
+    batch = first_batch(task, batch=plan.batch, seed=experiment.settings.seed)
     there = move(batch, experiment.device)
     return Trace(stages=_trace_update(experiment, there), layers=_trace_layers(experiment, there))
 

@@ -18,11 +18,12 @@ from anybatch.records import ArmEpoch, ArmRun
 from anybatch.training import (
     MEMORY_AT,
     Experiment,
+    all_batches,
     judging_number,
     profiled,
     training_loader,
     validate,
-    validation_loader,
+    validation_batches,
 )
 
 
@@ -49,7 +50,8 @@ def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEp
         task.optimizer.zero_grad()
         total_loss = total_units = 0.0
         began = perf_counter()
-        for window in windows(training_loader(task, batch=micro_batch, seed=seed, epoch=epoch), accumulate):
+        loader = training_loader(task, batch=micro_batch, seed=seed, epoch=epoch)
+        for window in windows(all_batches(loader, expected=len(loader), data="training"), accumulate):
             if len(window) < accumulate:
                 break  # its gradients wait for a step that does not come
             if updates + 1 == MEMORY_AT and experiment.device.type == "cpu":
@@ -60,7 +62,7 @@ def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEp
             samples += sum(num_rows(micro_batch) for micro_batch in window)
             total_loss, total_units = total_loss + loss, total_units + units
         seconds += perf_counter() - began
-        validated = validate(task.model, task.whole_objective, validation_loader(task), experiment.device)
+        validated = validate(task.model, task.whole_objective, validation_batches(task), experiment.device)
         done.append(
             ArmEpoch(
                 epoch=epoch,

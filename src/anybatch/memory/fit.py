@@ -16,6 +16,7 @@ from anybatch.batches import (
     Split,
     Tokens,
     Workload,
+    in_arrival_order,
     num_rows,
     smaller,
     tensors,
@@ -139,6 +140,11 @@ class Fit:
                 "micro_batch."
             )
         return self._last.split.cut(batch)
+
+    def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
+        """As the split inside does, which made `like`."""
+        assert self._last is not None
+        return in_arrival_order(self._last.split, batch, like)
 
     @property
     def reads_dim_0(self) -> bool:

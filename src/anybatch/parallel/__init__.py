@@ -3,6 +3,7 @@
 from anybatch.parallel.buckets import BUCKET_BYTES, sum_in_buckets
 from anybatch.parallel.choosing import engine_for
 from anybatch.parallel.engine import ALONE, Engine, Needs, Sync
+from anybatch.parallel.fsdp import reshard_all
 from anybatch.parallel.ranks import ONE_PROCESS, Ranks
 from anybatch.parallel.wrapping import is_sharded, own_part, peeled, unreplicated, unwrapped, wrapping_of
 
@@ -18,6 +19,7 @@ __all__ = [
     "is_sharded",
     "own_part",
     "peeled",
+    "reshard_all",
     "sum_in_buckets",
     "unreplicated",
     "unwrapped",

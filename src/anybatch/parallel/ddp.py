@@ -12,7 +12,14 @@ from anybatch.low_precision import is_low
 from anybatch.parallel.buckets import sum_in_buckets
 from anybatch.parallel.engine import Needs, Sync
 from anybatch.parallel.ranks import Ranks
-from anybatch.torch_inside import active_ddp_put_back, comm_hooks, end_reduction, sync_buffers_again, sync_buffers_once
+from anybatch.torch_inside import (
+    active_ddp_put_back,
+    comm_hooks,
+    end_reduction,
+    forget_used_parameters,
+    sync_buffers_again,
+    sync_buffers_once,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +78,16 @@ class Reduced:
         for module in self.modules:
             _check_reduced(module, is_called=module in called)
 
+    def looking(self) -> AbstractContextManager[object]:
+        return _unsynchronised(self.modules)
+
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         """DDP knows nothing of parameters outside its modules, such as a criterion's: their sum over ranks is taken here."""
         inside = {parameter for module in self.modules for parameter in module.parameters()}
         sum_in_buckets(self.ranks, [p for p in parameters if p not in inside], divisor=self.factor)
 
     def forget(self) -> None:
-        """Buffers are sent again on every rank, because a rank that failed in its first forward will send its own again."""
-        for module in self.modules:
-            sync_buffers_again(module)
+        _begin_anew(self.modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +104,26 @@ class Bucketed:
         with active_ddp_put_back(), _unsynchronised(self.modules):
             yield
 
+    def looking(self) -> AbstractContextManager[object]:
+        return self.passing(is_last=False)
+
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         sum_in_buckets(self.ranks, parameters)
         self.forget()
 
     def forget(self) -> None:
-        for module in self.modules:
-            sync_buffers_again(module)
+        _begin_anew(self.modules)
+
+
+def _begin_anew(modules: Sequence[DistributedDataParallel]) -> None:
+    """What DDP does at the end of a synchronised pass, for passes that were not, or died.
+
+    Buffers are sent again on every rank, because a rank that failed in its first forward will send its own again. Parameters
+    that these passes used are not taken for used in the next.
+    """
+    for module in modules:
+        sync_buffers_again(module)
+        forget_used_parameters(module)
 
 
 @contextmanager

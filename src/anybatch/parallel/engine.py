@@ -39,6 +39,9 @@ class Sync(Protocol):
         A schedule whose micro-batches are all under way at once enters it once, with `is_last=True`.
         """
 
+    def looking(self) -> AbstractContextManager[object]:
+        """The block around a forward that no backward follows."""
+
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum over ranks what torch has not: after it `.grad` is the whole batch's, on every rank."""
 
@@ -83,6 +86,9 @@ class Alone:
         return self
 
     def passing(self, *, is_last: bool) -> AbstractContextManager[object]:
+        return self._passing
+
+    def looking(self) -> AbstractContextManager[object]:
         return self._passing
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:

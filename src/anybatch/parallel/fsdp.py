@@ -1,7 +1,7 @@
 """Models sharded by `fully_shard`: each pass gathers parameters, or one batch does; gradients are reduced once, by FSDP2."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,9 @@ class Scattered:
                     root.set_requires_gradient_sync(True)
                     root.set_is_last_backward(True)
 
+    def looking(self) -> AbstractContextManager[object]:
+        return _resharded(self.roots)
+
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         _sum_outside(self.roots, self.ranks, parameters)
 
@@ -109,6 +112,9 @@ class Gathered:
                 parameter.grad = None
                 parameter.grad_dtype = before
 
+    def looking(self) -> AbstractContextManager[object]:
+        return _resharded(self.roots)
+
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         _sum_outside(self.roots, self.ranks, parameters)
 
@@ -120,6 +126,23 @@ def _sum_outside(roots: Sequence[Any], ranks: Ranks, parameters: Sequence[nn.Par
     """Average over ranks what `fully_shard` knows nothing of, such as a criterion's parameters."""
     inside = {parameter for root in roots for parameter in root.parameters()}
     sum_in_buckets(ranks, [p for p in parameters if p not in inside], divisor=float(ranks.size))
+
+
+@contextmanager
+def _resharded(roots: Sequence[Any]) -> Iterator[None]:
+    """The block after which nothing is gathered any more: else the next forward would find the weights of before the step."""
+    try:
+        yield
+    finally:
+        reshard_all(roots)
+
+
+def reshard_all(roots: Sequence[Any]) -> None:
+    """Free what a forward without a backward has gathered."""
+    for root in roots:
+        for module in root.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
 
 def _forget(roots: Sequence[Any]) -> None:

@@ -1,17 +1,18 @@
 """What a batch leaves behind, beside its gradient: of all its rows, the same on every rank."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from anybatch.batches import Cut, MicroBatches
 from anybatch.gradients import shares_of, weighted_sum
+from anybatch.noise import UNMEASURED, NormSums, NotMeasured
 from anybatch.objectives import Metrics, PerRow, combine, on_host
 from anybatch.parallel import Ranks
 from anybatch.passes.batch_plan import BatchPlan
-from anybatch.passes.tools import Outcome, Part
+from anybatch.passes.tools import Outcome, Part, Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class Accumulated:
     """Numbers of the micro-batches that were not finite and left out."""
     retries: int = 0
     """How often memory ran out and the batch was started again, in smaller micro-batches."""
+    norms: NormSums | NotMeasured = field(default=NotMeasured())
+    """The norms of its micro-batches' gradients, where an `Update` measures noise."""
     is_empty: bool = False
     """True of a mean over no units: there was nothing to learn, and the gradient is zeros."""
 
@@ -39,15 +42,20 @@ class Accumulated:
         return not self.dropped or self.units > 0
 
 
-def result_of(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> Accumulated:
+def result_of(plan: BatchPlan, outcome: Outcome, tools: Tools) -> Accumulated:
     """The result of a batch, from what its passes left on this rank and on the others."""
-    loss = _loss_of(plan, outcome)
+    loss, ranks = _loss_of(plan, outcome), tools.ranks
+    norms = tools.meter.numbers(plan.cut, [part.units for part in outcome.parts])
     if all(part.micro_batch is None for part in outcome.parts) and outcome.parts:
         rows = _rows_of_all(plan, outcome, ranks)
-        return _result(plan, outcome, loss, rows, [0])
-    if ranks.size == 1:
-        return _result(plan, outcome, loss, plan.cut, [part.micro_batch or 0 for part in outcome.parts])
-    return _over_ranks(plan, outcome, loss, ranks)
+        result = _result(plan, outcome, loss, rows, [0])
+    elif ranks.size == 1:
+        result = _result(plan, outcome, loss, plan.cut, [part.micro_batch or 0 for part in outcome.parts])
+    else:
+        result, norms = _over_ranks(plan, outcome, loss, ranks, norms)
+    units = result.units
+    found = tools.meter.found(norms, units, lambda: plan.left_over(units) / tools.start.multiplier())
+    return replace(result, norms=found) if tools.meter is not UNMEASURED else result
 
 
 def _result(
@@ -89,8 +97,12 @@ def _rows_of_all(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> MicroBatche
     return MicroBatches((plan.cut, None), Cut(rows=(tuple(sorted(joined)), tuple(unseen)), lengths=(0, 0)))
 
 
-def _over_ranks(plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks) -> Accumulated:
-    """One small collective for loss and units; one more only if there are metrics, or micro-batches that were dropped.
+def _over_ranks(
+    plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks, more: list[float]
+) -> tuple[Accumulated, list[float]]:
+    """The result, and the numbers in `more`, summed over ranks.
+
+    One small collective for loss, units and these; one more only if there are metrics, or micro-batches that were dropped.
 
     `PerRow` metrics have the rows of rank 0 first, then those of rank 1, and so on.
     """
@@ -100,12 +112,12 @@ def _over_ranks(plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks) -
     own = float(loss) * (units if is_mean else 1.0) if has_loss else 0.0
     has_more = any(part.metrics for part in outcome.parts) or bool(outcome.dropped)
     # reading the loss waits for the device, as the units of the next batch will
-    totals = ranks.sum([units, own, float(has_more)])
+    totals = ranks.sum([units, own, float(has_more), *more])
     value = totals[1]
     if is_mean:
         value = totals[1] / totals[0] if totals[0] else 0.0 if plan.is_empty else torch.nan
     metrics, dropped = _gathered(plan, outcome, ranks) if totals[2] else ({}, ())
-    return Accumulated(
+    result = Accumulated(
         loss=torch.tensor(value, dtype=loss.dtype if has_loss else outcome.dtype, device=loss.device),
         units=totals[0],
         micro_batches=plan.num_micro_batches,
@@ -113,6 +125,7 @@ def _over_ranks(plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks) -
         dropped=dropped,
         is_empty=plan.is_empty,
     )
+    return result, totals[3:]
 
 
 def _gathered(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> tuple[dict[str, Tensor], tuple[int, ...]]:

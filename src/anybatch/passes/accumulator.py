@@ -13,13 +13,14 @@ from anybatch.dropout import Masks, hold_numbers, masks_of
 from anybatch.errors import MemoryLimitError
 from anybatch.events import SILENT, Events, Observer, Retry, events_for
 from anybatch.gradients import GradientSum, check_hooks
+from anybatch.noise import NOT_ASKED, NoiseRecord
 from anybatch.norms import NO_POWER, Layers, NormPolicy
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.agreement import OwnRows, own_rows, plan_batch, size_of
-from anybatch.passes.barrier import Barrier
+from anybatch.passes.barrier import Barrier, memory_is_final
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.cutting import Cutting
 from anybatch.passes.forward_pass import ForwardPass, is_there, rows_of
@@ -34,8 +35,8 @@ from anybatch.passes.running import (
     common_device,
     passes_fp16,
 )
-from anybatch.passes.schedules import schedule_for
-from anybatch.passes.timing import laps_of
+from anybatch.passes.schedules import schedule_for, why_unmeasured
+from anybatch.passes.timing import UNTIMED, laps_of
 from anybatch.passes.tools import TRUSTING, Dropping, Schedule, StartGradient, Tools
 from anybatch.state import (
     BatchState,
@@ -69,7 +70,6 @@ class Accumulator:
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
     micro-batch to the next: fewer all-gathers for more memory.
-
     `running` gives all these options as one value, and `optimizer` is what steps, whose memory a `Fit` counts.
 
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
@@ -119,6 +119,8 @@ class Accumulator:
         self.keep_fp32 = keep_fp32
         self.norms = NormPolicy(model, self.running.batch_norm)
         self._optimizer = optimizer
+        self.noise: NoiseRecord = NOT_ASKED
+        """What an `Update` keeps of the noise of its gradients: here its meter sees the passes."""
         check_drops(self.running, objective, self.engine)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
         self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
@@ -169,7 +171,8 @@ class Accumulator:
         def attempt() -> Accumulated:
             nonlocal ran
             ran = None
-            plan, schedule, tools = self.prepare(batch, scaler, events)
+            with memory_is_final(self.engine.ranks):
+                plan, schedule, tools = self.prepare(batch, scaler, events)
             ran = plan.cut
             result = run(plan, schedule, tools, lambda: self._look(plan, tools, before))
             if self.engine.ranks.size > 1:
@@ -213,17 +216,12 @@ class Accumulator:
         return Workload(model=self.model, objective=self.objective, optimizer=self._optimizer, running=self.running)
 
     def prepare(
-        self,
-        batch: Batch,
-        scaler: GradScaler | None = None,
-        events: Events = SILENT,
-        schedule: Schedule | None = None,
+        self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, given: Schedule | None = None
     ) -> tuple[BatchPlan, Schedule, Tools]:
         """All that comes before the first forward: the plan of the batch, how it runs, and with what.
 
-        `schedule` is how it runs instead of how it would.
+        `given` is how it runs instead of how it would.
         """
-        given = schedule
         parameters = [*self.parameters(), *self.objective.parameters()]
         device = common_device(parameters) or common_device(self.model.parameters())
         autocast = autocast_context(self.running.autocast, device)
@@ -244,6 +242,7 @@ class Accumulator:
             num_terms=len(self.objective.terms),
         )
         self.norms.warn_once(layers, plan.cut, plan.num_micro_batches)
+        meter = self.noise.meter(why_unmeasured(plan, schedule, self.engine))
         needs = schedule.needs(self.engine)
         sync = self.engine.sync(needs, is_proven=plan.is_proven)
         ranks = self.engine.ranks
@@ -271,7 +270,8 @@ class Accumulator:
             events=events,
             finite=Dropping(self.model, tracking_layers(self.model)) if drops else TRUSTING,
             barrier=barrier,
-            laps=laps_of(self.split, batch, plan.cut, device),
+            laps=UNTIMED if meter.is_measuring else laps_of(self.split, batch, plan.cut, device),
+            meter=meter,
             ranks=ranks,
             is_even=needs.even_passes,
         )
@@ -279,7 +279,7 @@ class Accumulator:
 
     def _count(self, batch: Batch, parameters: list[nn.Parameter]) -> OwnRows:
         def cut_rows(rows: Batch) -> MicroBatches:
-            cut = self._cutting.cut(rows, lambda: self.workload)
+            cut = self._cutting.cut(rows, lambda: self.workload, self.noise.meter())
             check_hooks(parameters, self.model.named_parameters, len(cut))
             return cut
 

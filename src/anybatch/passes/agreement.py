@@ -137,6 +137,7 @@ def _planned(
         units=own.units,
         passes=passes,
         left_out=tuple(index for index in range(num_own) if index not in running),
+        num_left_out=max(map(_num_left_out, told, [any(one.num_counted for one in told)] * len(told))),
         denominator=denominator,
         total=total,
         reduction=own.reduction,
@@ -147,6 +148,11 @@ def _planned(
             each=own.terms, totals=[sum(each) for each in zip(*(one.terms for one in told), strict=True)], rows=total
         ),
     )
+
+
+def _num_left_out(one: _Told, has_counted: bool) -> int:
+    """How many micro-batches of its own a rank does not run; where none of any rank counts, it runs its last."""
+    return int(one.num_own - (one.num_counted if has_counted else min(one.num_own, 1)))
 
 
 def _ask_all(

@@ -32,6 +32,8 @@ class BatchPlan:
     passes: tuple[Pass, ...]
     left_out: tuple[int, ...]
     """The micro-batches of this rank that do not run, because they have no units."""
+    num_left_out: int = 0
+    """The most that any rank has of these."""
     denominator: float
     """Shares are `units / denominator`."""
     total: float

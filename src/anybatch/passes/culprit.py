@@ -33,8 +33,7 @@ def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Param
     `.grad` is left alone. Ranks look together, and all get the same answer. A coupled loss is computed of the rows of each
     micro-batch by themselves.
     """
-    schedule = OneByOne(accumulator.objective.whole())
-    plan, _, tools = accumulator.prepare(batch, schedule=schedule)
+    plan, _, tools = accumulator.prepare(batch, given=OneByOne(accumulator.objective.whole()))
     gradients = GradientSum(names)
     # sharded gradients can be seen only when they are synchronised, by all ranks at once
     is_seen_together = accumulator.engine.is_even

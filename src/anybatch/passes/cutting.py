@@ -18,6 +18,7 @@ from anybatch.batches import (
     smaller,
 )
 from anybatch.errors import MemoryLimitError
+from anybatch.noise import UNMEASURED, PassMeter
 from anybatch.objectives import Coupled, Objective, count_units
 from anybatch.parallel import Ranks
 
@@ -32,7 +33,7 @@ class Cutting:
         """True once a list was surely one of samples: later ones that are short and equally long are read so too."""
         self._is_row_dim_known = False
 
-    def cut(self, batch: Batch, workload: Callable[[], Workload]) -> MicroBatches:
+    def cut(self, batch: Batch, workload: Callable[[], Workload], meter: PassMeter = UNMEASURED) -> MicroBatches:
         """The micro-batches of `batch`; a split that chooses by the work hears what it is first."""
         if isinstance(batch, MicroBatches):
             return self._given.cut(batch)
@@ -42,7 +43,7 @@ class Cutting:
         choose_for = getattr(self.split, "choose_for", None)
         if choose_for is not None:
             choose_for(workload(), batch)
-        cut = self.split.cut(batch)
+        cut = meter.cut(self.split, batch, self.split.cut(batch))
         if not self._is_row_dim_known and len(cut) > 1:
             self._is_row_dim_known = True
             if getattr(self.split, "reads_dim_0", False):

@@ -24,7 +24,7 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], No
             look()
             tools.barrier.hold(is_final=True)
             tools.sync.close(tools.gradients.parameters)
-            result = result_of(plan, outcome, tools.ranks)
+            result = result_of(plan, outcome, tools)
             if not any(part.micro_batch is None for part in outcome.parts):  # a loss over all rows has no shares
                 tools.gradients.scale = plan.left_over(result.units)
             if plan.is_empty:

@@ -27,6 +27,7 @@ class Running:
     on_empty: OnEmpty = "skip"
     clip_norm: float | None = None
     clip_value: float | None = None
+    noise: int | None = None
 
     def __post_init__(self) -> None:
         if self.autocast is not None and not isinstance(self.autocast, torch.dtype | AbstractContextManager):
@@ -52,6 +53,12 @@ class Running:
         for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if value is not None and (not isinstance(value, int | float) or not value > 0):
                 raise UpdateError(f"{name}={value!r}: expected a number above 0, or None for no clipping.")
+        if self.noise is not None and (
+            isinstance(self.noise, bool) or not isinstance(self.noise, int) or self.noise < 1
+        ):
+            raise UpdateError(
+                f"noise={self.noise!r}: expected a whole number, such as 8 to measure one update in 8, or None."
+            )
 
     @property
     def drops(self) -> bool:

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from anybatch.batches import Batch, tensors
 from anybatch.events import SILENT, Accumulate, Backward, Events
 from anybatch.gradients import GradientSum
+from anybatch.noise import PassMeter
 from anybatch.norms import Statistics
 from anybatch.objectives import Metrics, PartLoss, detached, part_loss
 from anybatch.parallel import Engine, Needs, Ranks, Sync
@@ -37,6 +38,10 @@ class StartGradient:
         dtype = torch.float32 if loss.itemsize < 4 else loss.dtype
         weights = torch.tensor(plan.weights(self.factor), dtype=dtype, device=loss.device)
         return self._scaled(weights).to(loss.dtype).unbind()
+
+    def multiplier(self) -> float:
+        """What every share is multiplied by. Reading the loss scale waits for the device."""
+        return self.factor if self.scaler is None else self.factor * self.scaler.get_scale()
 
     def whole(self, loss: Tensor) -> Tensor:
         """The one for a loss over all rows of all ranks."""
@@ -132,6 +137,7 @@ class Tools:
     finite: Finiteness
     barrier: Barrier
     laps: Laps
+    meter: PassMeter
     ranks: Ranks
     is_even: bool = False
     """True where every pass is a collective, so that none can run on one rank alone."""
@@ -178,6 +184,10 @@ class Schedule(Protocol):
 
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
         """What a forward computes: a loss, or representations."""
+
+    @property
+    def hides_parts(self) -> str:
+        """Why no micro-batch's own gradient is ever seen, in words; empty where each is."""
 
     def needs(self, engine: Engine) -> Needs:
         """What the synchronisation over ranks has to allow for."""

@@ -1,14 +1,12 @@
 """What a run leaves on disk: defined once, written by training, read by the report. Knows nothing of torch."""
 
+from anybatch.records.comparison import Arm, ArmEpoch, ArmRun, Comparison
 from anybatch.records.json_text import plain
 from anybatch.records.over_seeds import Spread, at_epoch, over_runs, spread_of
 from anybatch.records.results import Results, read_results
-from anybatch.records.run_folder import RunFolder
+from anybatch.records.run_folder import RunFolder, sync_folder
+from anybatch.records.run_lock import locked
 from anybatch.records.schema import (
-    Arm,
-    ArmEpoch,
-    ArmRun,
-    Comparison,
     CutRecord,
     EpochDone,
     MemoryPoint,
@@ -61,9 +59,11 @@ __all__ = [
     "Values",
     "WindowSeen",
     "at_epoch",
+    "locked",
     "over_runs",
     "plain",
     "read",
     "read_results",
     "spread_of",
+    "sync_folder",
 ]

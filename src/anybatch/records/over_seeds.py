@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from anybatch.records.schema import Arm, ArmEpoch, ArmRun
+from anybatch.records.comparison import Arm, ArmEpoch, ArmRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anybatch.records.comparison import Comparison
 from anybatch.records.run_folder import RunFolder
 from anybatch.records.schema import (
-    Comparison,
     EpochDone,
     MemorySeen,
     Metric,

@@ -1,7 +1,8 @@
 """A folder with the files of one run: written whole, read as far as it goes.
 
-Whole files are replaced in one step, so a reader never sees half of one. A kill may cut `metrics.jsonl` off inside its last
-line; a line that is no JSON object is passed over.
+Whole files are replaced in one step, on the disk when that is done, so a reader never sees half of one. `run.json`, without
+which no run can go on, has a copy. A kill may cut `metrics.jsonl` off inside its last line; a line that
+is no JSON object is passed over.
 """
 
 import os
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.errors import RunError
+from anybatch.records.comparison import Comparison
 from anybatch.records.json_text import plain, to_json
-from anybatch.records.schema import Comparison, Metric, PlanRecord, ProofRecord, Run, Trace
+from anybatch.records.schema import Metric, PlanRecord, ProofRecord, Run, Trace
 from anybatch.records.tolerant_reading import loads, read, whole
 
 ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan` or `verify` named when it ended."
@@ -41,12 +43,29 @@ class RunFolder:
 
     def append(self, metric: Metric) -> None:
         """Add one line to `metrics.jsonl`, out of this process's hands when the call returns."""
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with self.metrics.open("a", encoding="utf-8", errors=_ERRORS) as file:
             file.write(to_json({"event": metric.event} | plain(metric)) + "\n")
 
+    def keep(self, run: Run) -> None:
+        """What `metrics.jsonl` says, and a copy of `run.json`, are on the disk when this returns: before each checkpoint."""
+        if self.metrics.is_file():
+            with self.metrics.open("ab") as file:
+                os.fsync(file.fileno())
+        copy, text = self.path / _COPY, to_json(run, indent=1)
+        if not copy.is_file() or copy.read_text(encoding="utf-8", errors="replace") != text:
+            _replace(copy, text)
+
     def read_run(self) -> Run:
-        """The run's `run.json`; it must be there, and name a kind and a task."""
-        fields = self.read_object(Run.file)
+        """The run's `run.json`, or where it cannot be read its copy; it must be there, and name a kind and a task."""
+        try:
+            return self._read_run(Run.file)
+        except RunError:
+            if not (self.path / _COPY).is_file():
+                raise
+            return self._read_run(_COPY)
+
+    def _read_run(self, name: str) -> Run:
+        fields = self.read_object(name)
         if fields is None:
             is_folder, is_file = self.path.is_dir(), self.path.is_file()
             what = "is a file" if is_file else f"has no {Run.file}" if is_folder else "does not exist"
@@ -69,7 +88,7 @@ class RunFolder:
             return None
         try:
             loaded = loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunError(
                 f"{str(path)!r} is not JSON ({error}); anybatch writes it whole or not at all. Restore the file, or run again."
             ) from None
@@ -83,30 +102,58 @@ class RunFolder:
         """The JSON objects of `metrics.jsonl`, without lines that a kill has cut off."""
         return [event for _, event in self.lines() if event is not None]
 
-    def rewind(self, update: int) -> None:
-        """Forget what `metrics.jsonl` says of updates after `update`: they will run again."""
-        kept = (line for line, event in self.lines() if event and (whole(event.get("update")) or 0) <= update)
+    def rewind(self, update: int) -> int:
+        """Forget what `metrics.jsonl` says of updates after `update`: they will run again. How many lines could not be read.
+
+        These are dropped, but for a last one that a kill cut off: it says nothing that will not be said again.
+        """
+        lines = list(self.lines())
+        kept = [line for line, event in lines if event is not None and (whole(event.get("update")) or 0) <= update]
         _replace(self.metrics, "".join(line + "\n" for line in kept))
+        return sum(event is None for _, event in lines[:-1])
 
     def lines(self) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
         """The lines of `metrics.jsonl`, each with its JSON object; None where it holds none."""
         if not self.metrics.is_file():
             return
-        with self.metrics.open(encoding="utf-8", errors="replace") as file:
+        with self.metrics.open(encoding="utf-8", errors="replace", newline="\n") as file:
             for line in file:
                 if line.strip():
                     yield line.rstrip("\n"), _object_of(line)
 
 
+_COPY = "run.copy.json"
+_ERRORS = "backslashreplace"
+"""What is no Unicode, such as a file name of other bytes, is written as JSON writes any character: by its number."""
+
+
 def _object_of(line: str) -> Mapping[str, Any] | None:
     try:
         event = loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, Mapping) else None
 
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8", errors=_ERRORS) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on the disk when this returns."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -36,7 +36,11 @@ class Run:
     settings: Scalars
     plan: Scalars = field(default_factory=dict)
     status: str = "running"
-    """running, finished or stopped."""
+    """running, finished, stopped (by someone) or failed (by itself)."""
+    reason: str = ""
+    """Why it stopped or failed, in a line."""
+    task_hash: str | None = None
+    """SHA-256 of the task's file when the run was started, or last went on; None of a built-in task."""
     summary: Scalars = field(default_factory=dict)
     launch: str | None = None
     """The name of torchrun's launch: ranks that torchrun restarts find their run by it."""
@@ -128,51 +132,6 @@ class MemorySeen:
 
 Metric = UpdateDone | EpochDone | WindowSeen | MemorySeen
 """One line of `metrics.jsonl`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmEpoch:
-    """What one run of an arm had reached after an epoch."""
-
-    epoch: int
-    train_loss: float | None
-    valid_loss: float | None
-    metric: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmRun:
-    """One seed of an arm."""
-
-    seed: Scalar
-    updates: int | None
-    samples_seen: int | None
-    """Rows that some update learned from, counted once per epoch."""
-    seconds: float | None
-    peak_bytes: int | None
-    epochs: tuple[ArmEpoch, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One way of training, over several seeds."""
-
-    name: str
-    description: str
-    batch: int | None
-    micro_batch: int | None
-    lr: float | None
-    runs: tuple[ArmRun, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """The arms, and what was found."""
-
-    file: ClassVar[str] = "compare.json"
-    metric: str = "metric"
-    arms: tuple[Arm, ...]
-    findings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

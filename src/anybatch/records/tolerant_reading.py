@@ -36,7 +36,10 @@ def real(value: object) -> float | None:
     """A finite number; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # of an integer that no float can hold
+        return None
 
 
 def whole(value: object) -> int | None:

@@ -90,8 +90,11 @@ def _trained(results: Results) -> str:
     took = f", in {duration(seconds)}" if seconds else ""
     sentence = f"{begin}: {plural(done, 'update')}{of_rows}{cut}{took}."
     of_planned = f" of {number(planned)}" if planned else ""
+    because = f": {results.run.reason}" if results.run.reason else ""
     if results.run.status == "stopped":
-        return f"{sentence} It was stopped at update {number(done)}{of_planned}."
+        return f"{sentence} It was stopped at update {number(done)}{of_planned}{because}."
+    if results.run.status == "failed":
+        return f"{sentence} It failed at update {number(done)}{of_planned}{because}."
     if results.run.status == "running":
         return f"{sentence} It had not ended when this page was written: update {number(done)}{of_planned}."
     return sentence

@@ -83,7 +83,7 @@ def write_page(run_folder: Path) -> Path:
     page = run_folder / PAGE
     html = render(read_results(run_folder))
     draft = page.with_name(f".{PAGE}.{os.getpid()}")
-    draft.write_text(html, encoding="utf-8")
+    draft.write_text(html, encoding="utf-8", errors="backslashreplace")  # names may be of bytes that are no text
     draft.replace(page)
     return page
 
@@ -186,6 +186,7 @@ def _settings(run: Run) -> Iterator[tuple[str, Table]]:
     about: Scalars = {
         "started": written_time(run.created),
         "status": run.status,
+        "because": run.reason,
         "seed": run.seed,
         "git revision": run.git,
         "anybatch": run.anybatch,

@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     )
     from anybatch.training.launch import Launch, check_alone, find_launch, from_first_rank, joined_ranks, ranks_of_group
     from anybatch.training.learning_rates import ADAMS, Scaling, scale_lr, warmup
-    from anybatch.training.loaders import training_loader, validation_loader
-    from anybatch.training.loop import MEMORY_AT, Loop, Progress, judging_number
+    from anybatch.training.loaders import (
+        all_batches,
+        first_batch,
+        training_loader,
+        validation_batches,
+        validation_loader,
+    )
+    from anybatch.training.loop import MEMORY_AT, Loop, judging_number
     from anybatch.training.measure import observed, profiled
+    from anybatch.training.progress import Progress
     from anybatch.training.provenance import command_line, git_revision, now, versions
     from anybatch.training.settings import Decay, LRRule, MemoryLimit, Parallel, Precision, Settings, parse_micro_batch
     from anybatch.training.tasks import BUILT_IN, Task, TaskRaisedError, check_task_exists, find_task
@@ -46,6 +53,7 @@ __all__ = [
     "Settings",
     "Task",
     "TaskRaisedError",
+    "all_batches",
     "assemble",
     "check_alone",
     "check_task_exists",
@@ -54,6 +62,7 @@ __all__ = [
     "find_launch",
     "find_split",
     "find_task",
+    "first_batch",
     "from_first_rank",
     "git_revision",
     "joined_ranks",
@@ -71,6 +80,7 @@ __all__ = [
     "seed_all",
     "training_loader",
     "validate",
+    "validation_batches",
     "validation_loader",
     "versions",
     "warmup",

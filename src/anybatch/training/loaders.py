@@ -1,17 +1,42 @@
 """Batches of a task: the training data in an order that seed and epoch decide, the validation data as they lie."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from anybatch.batches import GlobalBatches
+from anybatch.errors import TaskError
 from anybatch.parallel import ONE_PROCESS, Ranks
 from anybatch.training.tasks import Task
+
+T = TypeVar("T")
+
+
+def all_batches(batches: Iterable[T], *, expected: int, data: str, done: int = 0) -> Iterator[T]:
+    """The batches of an epoch, of which `done` were there before; an error where they end before there were `expected`.
+
+    A dataset or a collate that raises StopIteration ends its loader as if the data had ended.
+    """
+    number = done
+    for batch in batches:
+        number += 1
+        yield batch
+    if number < expected:
+        raise TaskError(
+            f"the {data} data ended after {number} of {expected} batches. Its dataset, or its collate, raised StopIteration, "
+            "which a loop takes for the end: let it raise another error, or say the true length in __len__."
+        )
+
+
+def first_batch(task: Task, *, batch: int, seed: int) -> Any:
+    """The first batch of the training data."""
+    loader = training_loader(task, batch=batch, seed=seed, epoch=1)
+    return next(all_batches(loader, expected=1, data="training"))
 
 
 def training_loader(task: Task, *, batch: int, seed: int, epoch: int) -> "StatefulDataLoader[Any]":
@@ -57,6 +82,12 @@ def validation_loader(task: Task, ranks: Ranks = ONE_PROCESS) -> "DataLoader[Any
     starts += [0] * (-len(starts) % ranks.size)
     rows = [list(range(start, min(start + size, count))) for start in starts[ranks.rank :: ranks.size]]
     return DataLoader(task.validation, batch_sampler=rows, collate_fn=task.collate, generator=torch.Generator())
+
+
+def validation_batches(task: Task, ranks: Ranks = ONE_PROCESS) -> Iterator[Any]:
+    """The batches of `validation_loader`, all of them."""
+    loader = validation_loader(task, ranks)
+    return all_batches(loader, expected=len(loader), data="validation")
 
 
 @contextmanager

@@ -6,21 +6,21 @@ as far as its kernels are deterministic.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from anybatch.batches import Dealt
-from anybatch.errors import TaskError
+from anybatch.batches import Dealt, num_rows
+from anybatch.errors import AnybatchError, TaskError
 from anybatch.parallel import unreplicated
 from anybatch.records import EpochDone, Metric, UpdateDone
 from anybatch.training.checkpoints import PositionedLoader, save
 from anybatch.training.experiment import Experiment
-from anybatch.training.loaders import dealt_loader, validation_loader
+from anybatch.training.loaders import all_batches, dealt_loader, validation_batches
 from anybatch.training.measure import with_memory, with_timeline
+from anybatch.training.progress import Progress
 from anybatch.training.validation import Validation, validate
-from anybatch.update import UpdateResult
 
 TIMELINE_AT = 2
 """The update whose timeline is recorded: the first one still warms up."""
@@ -28,68 +28,6 @@ MEMORY_AT = 3
 """The update whose memory is recorded: optimizer state and gradients are all there by then."""
 SECONDS_BETWEEN_SAVES = 60.0
 Number = TypeVar("Number", float, float | None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochSums:
-    """What an epoch has seen so far."""
-
-    units: float = 0.0
-    loss: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def plus(self, result: UpdateResult, seconds: float, *, is_sum: bool) -> "EpochSums":
-        """With one more update, whose loss is a mean over its units, or a sum; one that was skipped counts its time only."""
-        if not result.applied:
-            return EpochSums(units=self.units, loss=self.loss, metrics=self.metrics, seconds=self.seconds + seconds)
-        units = float(result.units)
-        metrics = {name: self.metrics.get(name, 0.0) + units * float(value) for name, value in result.metrics.items()}
-        return EpochSums(
-            units=self.units + units,
-            loss=self.loss + float(result.loss) * (1.0 if is_sum else units),
-            metrics=metrics,
-            seconds=self.seconds + seconds,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a run is: what a checkpoint holds besides the states of the update."""
-
-    update: int = 0
-    """Updates done."""
-    epoch: int = 1
-    """The epoch that the next update belongs to."""
-    sums: EpochSums = field(default_factory=EpochSums)
-    best: float | None = None
-    """The best of the metric so far, on the validation data; the lowest loss where there is no metric."""
-    last: Mapping[str, Any] = field(default_factory=dict)
-    """The latest epoch's record."""
-    loader_state: dict[str, Any] | None = None
-
-    def to_plain(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint, which keeps the loader's state in a place of its own."""
-        sums = {name: getattr(self.sums, name) for name in ("units", "loss", "metrics", "seconds")}
-        return {
-            "update": self.update,
-            "epoch": self.epoch,
-            "sums": sums | {"metrics": dict(self.sums.metrics)},
-            "best": self.best,
-            "last": dict(self.last),
-        }
-
-    @staticmethod
-    def from_plain(values: Mapping[str, Any], loader_state: dict[str, Any] | None) -> "Progress":
-        """From a checkpoint."""
-        return Progress(
-            update=values["update"],
-            epoch=values["epoch"],
-            sums=EpochSums(**values["sums"]),
-            best=values["best"],
-            last=values["last"],
-            loader_state=loader_state,
-        )
 
 
 class Loop:
@@ -103,12 +41,17 @@ class Loop:
         checkpoints: Path | None = None,
         progress: Progress | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        note: Callable[[str], None] = lambda _: None,
+        before_save: Callable[[], None] = lambda: None,
     ) -> None:
         self.experiment = experiment
         self.progress = progress or Progress()
         self._tell = tell
         self._checkpoints = checkpoints
         self._should_stop = should_stop
+        self._note = note
+        self._before_save = before_save
+        self._noted: set[str] = set()
         self._saved_at = -1 if progress is None else progress.update
         self._last_save = monotonic()
 
@@ -142,8 +85,9 @@ class Loop:
         if self.progress.loader_state is not None:
             loader.load_state_dict(self.progress.loader_state)
         experiment.update.model.train()
-        left = epoch * experiment.plan.updates_per_epoch - self.progress.update
-        for batch in loader:
+        per_epoch = experiment.plan.updates_per_epoch
+        left = epoch * per_epoch - self.progress.update
+        for batch in all_batches(loader, expected=per_epoch, data="training", done=per_epoch - left):
             self._learn(batch)
             left -= 1
             if left == 0 or self.is_finished:
@@ -178,6 +122,7 @@ class Loop:
             best=self.progress.best,
             last=self.progress.last,
         )
+        self._look_at_rows(batch)
         for metric in seen:
             self._tell(metric)
         self._tell(
@@ -202,13 +147,19 @@ class Loop:
         validated = validate(
             unreplicated(task.model),
             task.whole_objective,
-            validation_loader(task, self.experiment.ranks),
+            validation_batches(task, self.experiment.ranks),
             self.experiment.device,
             ranks=self.experiment.ranks,
             num_batches=-(-len(task.validation) // task.validation_batch),
         )
         sums = progress.sums
         units = sums.units or float("nan")
+        if not sums.units:
+            self._say_once(
+                "units",
+                f"epoch {progress.epoch} changed nothing: no update of it was applied. All its batches had 0 units, as where "
+                "every target is ignored, or none of its gradients was finite.",
+            )
         done = EpochDone(
             epoch=progress.epoch,
             update=progress.update,
@@ -233,6 +184,24 @@ class Loop:
         if self._is_save_due(at_epoch_end=True):
             self._save(None)
 
+    def _look_at_rows(self, batch: Dealt) -> None:
+        """Say where a collate leaves rows out: updates, rows seen and epochs are counted by the dataset's."""
+        try:
+            held = num_rows(batch.batch)
+        except AnybatchError:
+            return
+        if not batch.is_stand_in and held != len(batch.row_numbers):
+            self._say_once(
+                "rows",
+                f"the task's collate made {held} rows of {len(batch.row_numbers)}: updates learn from what it made, and rows "
+                "are counted by the dataset.",
+            )
+
+    def _say_once(self, subject: str, text: str) -> None:
+        if subject not in self._noted:
+            self._noted.add(subject)
+            self._note(text)
+
     def _is_save_due(self, *, at_epoch_end: bool = False) -> bool:
         every = self.experiment.settings.save_every
         if every is not None:
@@ -244,6 +213,7 @@ class Loop:
         if self._checkpoints is None:
             return
         settings, progress = self.experiment.settings, self.progress
+        self._before_save()
         save(
             self._checkpoints,
             self.experiment.update,
@@ -268,6 +238,6 @@ def judging_number(metric: str | None, valid_loss: Number, metrics: Mapping[str,
 
 def _better(metric: str | None, best: float | None, validated: Validation) -> float:
     value = judging_number(metric, validated.loss, validated.metrics)
-    if best is None:
-        return value
+    if best is None or isnan(best) or isnan(value):
+        return value if best is None or isnan(best) else best
     return min(best, value) if metric is None else max(best, value)

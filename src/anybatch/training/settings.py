@@ -49,7 +49,7 @@ class Settings:
         for name in ("batch_size", "memory", "epochs", "updates", "base_batch", "save_every", "keep"):
             _check_whole(name, getattr(self, name), least=1)
         _check_whole("warmup", self.warmup, least=0)
-        _check_whole("seed", self.seed, least=0)
+        _check_whole("seed", self.seed, least=0, most=2**64 - 1)
         for name in ("lr", "clip_norm"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -91,9 +91,11 @@ def parse_micro_batch(text: str) -> int | Literal["auto"] | MemoryLimit:
         ) from None
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
+def _check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
     if value is None:
         return
+    if most is not None and isinstance(value, int) and value > most:
+        raise SettingsError(f"{_option(name)} {value!r}: expected a whole number, {most} at most.")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SettingsError(f"{_option(name)} {value!r}: expected a whole number, {least} or more.")
 

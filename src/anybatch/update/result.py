@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from anybatch.noise import NoiseScale
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
@@ -26,5 +28,9 @@ class UpdateResult:
     """The objective's metrics, for the whole batch."""
     dropped: tuple[int, ...] = ()
     """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
+    noise_scale: NoiseScale | None = None
+    """How large a batch would have as much noise as signal, in rows, from the latest measured updates (`noise=`)."""
+    noise_reason: str | None = None
+    """Why there is no noise scale."""
     retries: int = 0
     """How often memory ran out: the batch was started again in smaller micro-batches, or the step was."""

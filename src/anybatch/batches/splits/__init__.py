@@ -5,7 +5,7 @@ from anybatch.batches.splits.by_rows import Rows
 from anybatch.batches.splits.by_tokens import Tokens
 from anybatch.batches.splits.grouping import Windows, windows
 from anybatch.batches.splits.micro_batch_option import MicroBatch, as_split
-from anybatch.batches.splits.micro_batches import MicroBatches, Split, Workload
+from anybatch.batches.splits.micro_batches import MicroBatches, Split, Workload, in_arrival_order, is_in_arrival_order
 from anybatch.batches.splits.shrinking import AsGiven, smaller
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "Windows",
     "Workload",
     "as_split",
+    "in_arrival_order",
+    "is_in_arrival_order",
     "smaller",
     "why_rows_stay",
     "windows",

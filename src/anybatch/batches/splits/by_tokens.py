@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from anybatch.batches.lengths import RowLengths, given_lengths, masked_lengths, 
 from anybatch.batches.nesting import Batch
 from anybatch.batches.padding import narrow
 from anybatch.batches.splits.belonging import Groups, groups_of
+from anybatch.batches.splits.by_rows import near_equal
 from anybatch.batches.splits.collating import collated, samples_of
 from anybatch.batches.splits.micro_batches import MicroBatches
 from anybatch.batches.token_fields import TokenFields
@@ -160,6 +162,25 @@ class Tokens:
             cut = best_cut(rows.lengths, budget, self.cost, slack=self.slack)
         else:
             cut, together = self._cut_groups(budget, batch, rows)
+        return self._micro_batches(batch, cut, rows, together)
+
+    def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
+        """Equal numbers of rows, or groups, as they came, as many as the largest micro-batch of `like` has room for.
+
+        The number depends on the longest row alone: stopping where the next row would not fit would sort rows after all.
+        """
+        rows = self.measure(batch)
+        groups = groups_of(self.groups or 1, batch, len(rows.lengths))
+        largest = 0 if like.cut is None else like.cut.largest
+        room = max(largest // max(rows.lengths) // like.together, 1)
+        stops = [0, *accumulate(near_equal(len(groups), room))]
+        parts = [sorted(row for group in groups[start:stop] for row in group) for start, stop in pairwise(stops)]
+        longest = [max(rows.lengths[row] for row in part) for part in parts]
+        return self._micro_batches(
+            batch, Cut(rows=tuple(map(tuple, parts)), lengths=tuple(longest)), rows, like.together
+        )
+
+    def _micro_batches(self, batch: Batch, cut: Cut, rows: RowLengths, together: int) -> MicroBatches:
         if self.collate is not None:
             parts = [collated(self.collate, [batch[row] for row in chosen]) for chosen in cut.rows]
         else:

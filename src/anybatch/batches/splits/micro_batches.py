@@ -74,6 +74,26 @@ class Split(Protocol):
 
 
 @runtime_checkable
+class SortingSplit(Split, Protocol):
+    """A split that puts rows together by what they hold, such as their length."""
+
+    def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
+        """As many rows as they came in each micro-batch, none of which needs more memory than the largest of `like`."""
+
+
+def is_in_arrival_order(cut: MicroBatches) -> bool:
+    """True where nobody has sorted the rows; those of a group may stand apart."""
+    firsts = [numbers[0] for numbers in cut.cut.rows if numbers] if cut.cut is not None else []
+    return firsts == sorted(firsts)
+
+
+def in_arrival_order(split: Split, batch: Batch, cut: MicroBatches) -> MicroBatches:
+    """`cut`, which `split` made; cut anew where the split sorts rows."""
+    is_new = isinstance(split, SortingSplit) and not isinstance(batch, MicroBatches) and not is_in_arrival_order(cut)
+    return split.cut_in_arrival_order(batch, cut) if is_new else cut  # type: ignore[attr-defined]
+
+
+@runtime_checkable
 class LearningSplit(Split, Protocol):
     """A split that wants to know how long its micro-batches took, to cut the next batch better."""
 

@@ -95,6 +95,10 @@ class Auto:
             return self._cut_tokens(batch, self._tokens)
         return self._cut_rows(batch)
 
+    def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
+        """As `Tokens` does: rows alone are never sorted."""
+        return self._tokens.cut_in_arrival_order(batch, like)
+
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
         """Take the rate of the batch that was cut last."""
         total = sum(took for took in seconds if took is not None)

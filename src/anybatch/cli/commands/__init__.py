@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
+    from anybatch.cli.commands.opened_run import TrainRequest
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
     from anybatch.cli.commands.run_learn import learn_command
     from anybatch.cli.commands.run_plan import plan_command
     from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
     from anybatch.cli.commands.run_trace import trace_command
-    from anybatch.cli.commands.run_train import TrainRequest, train_command
+    from anybatch.cli.commands.run_train import train_command
     from anybatch.cli.commands.run_verify import verify_command
 else:
     __getattr__ = lazily(__name__)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anybatch import __version__
+from anybatch.cli.commands.run_ending import its_end_told
 from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
 from anybatch.cli.screen import say
 from anybatch.cli.tables import table
@@ -37,14 +38,15 @@ def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path 
             numbers = f"valid loss {epoch.valid_loss:.4f}  metric {epoch.metric:.4f}"
             say(f"{plan.name}, seed {seed}: after epoch {epoch.epoch}  {numbers}", is_quiet=is_quiet)
 
-    comparison = compare(build, settings, num_seeds=num_seeds, tell=tell)
+    with its_end_told(folder, run):
+        comparison = compare(build, settings, num_seeds=num_seeds, tell=tell)
+    for line in ["", *comparison_lines(comparison), ""]:
+        say(line, is_quiet=is_quiet)
     folder.write(comparison)
     ends = {arm.name: at_epoch(arm, 0, lambda point: point.metric).mean for arm in comparison.arms}
     summary = {f"{name} {comparison.metric}": mean for name, mean in ends.items()}
     folder.write(dataclasses.replace(run, status="finished", summary=plain(summary)))
-    page = write_page(folder)
-    for line in ["", *comparison_lines(comparison), "", f"page: {page}"]:
-        say(line, is_quiet=is_quiet)
+    say(f"page: {write_page(folder)}", is_quiet=is_quiet)
     return 0
 
 

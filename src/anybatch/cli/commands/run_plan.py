@@ -52,7 +52,7 @@ def _plan(task: str, settings: Settings, limit: int | None) -> "Plan":
 
     from anybatch.batches import Tokens
     from anybatch.memory import plan
-    from anybatch.training import find_device, find_split, seed_all, training_loader
+    from anybatch.training import find_device, find_split, first_batch, seed_all
 
     try:
         device = find_device("auto") if settings.device == "auto" else torch.device(settings.device)
@@ -70,7 +70,7 @@ def _plan(task: str, settings: Settings, limit: int | None) -> "Plan":
         found.model,
         found.optimizer,
         found.objective,
-        next(iter(training_loader(found, batch=size, seed=settings.seed, epoch=1))),
+        first_batch(found, batch=size, seed=settings.seed),
         memory=limit,
         device=device,
         split=split if isinstance(split, Tokens) else None,

@@ -38,12 +38,12 @@ def plan_ranks(
     from anybatch.batches import move
     from anybatch.cli.commands.ranks_tables import RanksPlan
     from anybatch.projection import Network, time_pass
-    from anybatch.training import assemble, training_loader
+    from anybatch.training import assemble, first_batch
 
     experiment = assemble(build, settings)
     built = experiment.task
     rows = settings.micro_batch if isinstance(settings.micro_batch, int) else built.micro_batch
-    batch = move(next(iter(training_loader(built, batch=rows, seed=0, epoch=1))), experiment.device)
+    batch = move(first_batch(built, batch=rows, seed=0), experiment.device)
     autocast = experiment.update.running.autocast
     asked = max(1, experiment.plan.batch // (rows * ranks))
     return RanksPlan(

@@ -24,12 +24,12 @@ def trace_command(task: str, settings: Settings, *, out: Path | None, is_quiet: 
     # the trace is of the first update, at the full learning rate
     experiment = assemble(build, dataclasses.replace(settings, warmup=0, decay="none"))
     found = trace(experiment)
+    for line in [*plan_lines(experiment.plan), "", *trace_lines(found), ""]:
+        say(line, is_quiet=is_quiet)
     run = first_record("trace", task, settings)
     folder.write(dataclasses.replace(run, plan=plain(experiment.plan), status="finished"))
     folder.write(found)
-    page = write_page(folder)
-    for line in [*plan_lines(experiment.plan), "", *trace_lines(found), "", f"page: {page}"]:
-        say(line, is_quiet=is_quiet)
+    say(f"page: {write_page(folder)}", is_quiet=is_quiet)
     return 0
 
 

@@ -23,10 +23,10 @@ def verify_command(
     say(f"anybatch {__version__}  verifying the first batch of {short_name(task)}", is_quiet=is_silent)
     build = find_task(task)  # torch is loaded from here on
     from anybatch.proof import verify
-    from anybatch.training import assemble, training_loader
+    from anybatch.training import assemble, first_batch
 
     experiment = assemble(build, dataclasses.replace(settings, warmup=0))
-    batch = next(iter(training_loader(experiment.task, batch=experiment.plan.batch, seed=settings.seed, epoch=1)))
+    batch = first_batch(experiment.task, batch=experiment.plan.batch, seed=settings.seed)
     update = experiment.update
     verdict = verify(
         experiment.task.model,
@@ -43,13 +43,12 @@ def verify_command(
     for cause in found["causes"]:
         cause["lesson"] = lesson_of_cause(cause["kind"])
     lessons = sorted({cause["lesson"] for cause in found["causes"]})
+    if is_json:
+        print(json.dumps(found, allow_nan=False, ensure_ascii=False), flush=True)
+    say("\n".join([verdict.describe(), *map(see, lessons)]), is_quiet=is_silent)
     folder.write(dataclasses.replace(run, plan=plain(experiment.plan), status="finished", summary=plain(summary)))
     record = read(ProofRecord, found)
     assert record is not None
     folder.write(record)
-    page = write_page(folder)
-    if is_json:
-        print(json.dumps(found, allow_nan=False, ensure_ascii=False))
-    told = "\n".join([verdict.describe(), *map(see, lessons)])
-    say(f"{told}\n\npage: {page}", is_quiet=is_silent)
+    say(f"\npage: {write_page(folder)}", is_quiet=is_silent)
     return 0 if verdict.is_exact else 1

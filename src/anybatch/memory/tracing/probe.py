@@ -153,8 +153,8 @@ class _Runner:
 
 def _runner(parts: Parts, running: Running) -> _Runner:
     model, optimizer, objective = parts
-    # whether a gradient is finite needs its numbers; looking at them takes no memory
-    running = replace(running, batch_norm=running.batch_norm or "micro", on_nonfinite="ignore")
+    # whether a gradient is finite, and its noise, need its numbers; looking at them takes no memory
+    running = replace(running, batch_norm=running.batch_norm or "micro", on_nonfinite="ignore", noise=None)
     if optimizer is None:
         return _Runner(Accumulator(model, objective, micro_batch=1, running=running))
     return _Runner(Update(model, optimizer, objective, micro_batch=1, running=running, check="off"))

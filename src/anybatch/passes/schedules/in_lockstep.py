@@ -50,6 +50,9 @@ class InLockstep:
     averaging: Layers = field(default_factory=dict)
     """InstanceNorm layers, whose running statistics get one update."""
     layout: ClassVar[Layout] = Layout(runs_all=True)
+    hides_parts: ClassVar[str] = (
+        "batch_norm='exact' makes rows look at each other, and no micro-batch has a gradient of its own"
+    )
 
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
         return self.finish.compute(model, micro_batch)

@@ -1,6 +1,5 @@
 """Micro-batches one by one: forward, backward, and its graph is gone before the next begins."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ class OneByOne:
     """For rows that do not look at each other. `grad += sum_k (units_k / units) * d loss(micro_batch_k)`."""
 
     layout: ClassVar[Layout] = Layout()
+    hides_parts: ClassVar[str] = ""
     objective: Objective
     drops: bool = False
     """Micro-batches that are not finite are left out, so none may be summed over ranks before it was looked at."""
@@ -36,12 +36,13 @@ class OneByOne:
         dropped: list[int] = []
         starts: tuple[Tensor, ...] = ()
         has_metrics = False
-        with tools.statistics.around(), tools.statistics.counted():
+        with tools.statistics.around(), tools.statistics.counted(), tools.meter.watching():
             for number, one in enumerate(plan.passes):
                 if one.is_last and tools.sync.is_shared:
                     tools.barrier.hold(is_final=True)
                 with tools.sync.passing(is_last=one.is_last):
                     part, is_kept, starts = _run_pass(plan, one, number, starts, tools)
+                tools.meter.end_pass(is_kept=is_kept)
                 has_metrics = has_metrics or bool(part.metrics)
                 if one.reports:
                     tools.laps.lap(one.micro_batch)
@@ -76,22 +77,25 @@ def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]
 
     They are in the statistics of BatchNorm, may have metrics to count, and give zeros to parameters that no other rows use.
     They run only where one of these asks for it. Where the last pass was synchronised by torch, parameters are left alone,
-    because ranks would no longer agree on which have a gradient; where passes are collectives, none runs but for metrics.
+    because ranks would no longer agree on which have a gradient; where passes are collectives, none runs but for metrics, and
+    a rank that has fewer than another runs what it ran last, which counts for nothing.
     """
-    if not plan.left_out:
+    missing = plan.num_left_out - len(plan.left_out) if tools.is_even else 0
+    if not plan.left_out and not missing:
         return []
     bare = [] if tools.sync.is_shared else [p for p in tools.gradients.parameters if p.grad is None]
     if not has_metrics and not bare and (tools.is_even or not tools.statistics.sees_all):
         return []
     parts = [_forward_alone(plan, index, tools, bare) for index in plan.left_out]
+    for _ in range(missing):
+        _forward_alone(plan, plan.passes[-1].micro_batch, tools, bare)
     return parts if has_metrics else []
 
 
 def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Parameter]) -> Part:
     """The metrics of a micro-batch without units. Parameters among `bare` that it uses get zeros: its loss may be nan."""
     tools.statistics.begin()
-    around = nullcontext() if tools.is_even else tools.sync.passing(is_last=False)
-    with around, torch.set_grad_enabled(bool(bare) and torch.is_grad_enabled()):
+    with tools.sync.looking(), torch.set_grad_enabled(bool(bare) and torch.is_grad_enabled()):
         loss, metrics = loss_and_metrics(tools.quiet_forward()(plan.cut[index], index))
         touched = {id(leaf) for leaf in leaves_of([loss])} if bare else ()
     for parameter in bare:

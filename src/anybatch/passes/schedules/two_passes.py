@@ -54,6 +54,10 @@ class TwoPasses:
     coupled: Coupled
     layout: ClassVar[Layout] = Layout(runs_all=True, repeats_first=True)  # the last one's graph is kept, and it counts
 
+    hides_parts: ClassVar[str] = (
+        "the loss is coupled: its rows look at each other, and no micro-batch has a gradient of its own"
+    )
+
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
         return self.coupled.encode(model, micro_batch)
 

@@ -80,7 +80,7 @@ class PythonState:
             self._slot_all(module, own, depth, path or name)
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        if function.__module__.startswith(("torch.", "anybatch.batches.")):
+        if (function.__module__ or "").startswith(("torch.", "anybatch.batches.")):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:

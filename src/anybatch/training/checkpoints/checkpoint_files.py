@@ -83,7 +83,8 @@ def write(
     sums = ranks.gather_objects({name: size_and_checksum(folder / name) for name in own})
     files = {name: of_file for of_rank in sums for name, of_file in of_rank.items()}
     contents = {"anybatch": "checkpoint", "format": FORMAT, "number": number, "ranks": ranks.size, "files": files}
-    from_first_rank(lambda: _write_synced(folder / CONTENTS, json.dumps(contents, indent=1).encode()), ranks)
+    text = json.dumps(contents | {"sum": _sum_of(contents)}, indent=1)
+    from_first_rank(lambda: _write_synced(folder / CONTENTS, text.encode()), ranks)
 
 
 def read_contents(path: Path) -> CheckpointContents:
@@ -102,10 +103,16 @@ def read_contents(path: Path) -> CheckpointContents:
                 f"{path} has format {found['format']!r}; this version of anybatch reads format {FORMAT}. Resume it with the "
                 "version that saved it."
             )
+        if found.pop("sum", None) not in (_sum_of(found), None):  # checkpoints of anybatch 0.1 have none
+            raise ValueError("it does not have its checksum")
         files = {name: (size, total) for name, (size, total) in found["files"].items()}
         return CheckpointContents(number=found["number"], ranks=found["ranks"], files=files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no whole checkpoint: {CONTENTS}: {first_line(error)}. {ADVICE}") from error
+
+
+def _sum_of(contents: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(contents, sort_keys=True).encode())
 
 
 def check(path: Path, contents: CheckpointContents, ranks: Ranks) -> None:
@@ -154,21 +161,13 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
         return file.tell(), total
 
 
-def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk when this returns."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _problem(path: Path, expected: tuple[int, int]) -> str | None:
     if not path.is_file():
         return f"{path.name} is missing"
-    size, total = size_and_checksum(path)
+    try:
+        size, total = size_and_checksum(path)
+    except OSError as error:
+        return f"{path.name} cannot be read ({first_line(error)})"
     if size != expected[0]:
         return f"{path.name} has {size} bytes, not {expected[0]}"
     return None if total == expected[1] else f"{path.name} does not have its checksum"
@@ -217,6 +216,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Builds torch's `Metadata` and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if "." in name:  # an attribute of something in the module, which may be anything
+            raise pickle.UnpicklingError(f"{module}.{name} is no class of a module")
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if (module, name) == (read_layout.__module__, read_layout.__name__):

@@ -4,26 +4,39 @@ A checkpoint holds the model, the optimizer, the scheduler, the scaler, the rand
 data. It is a folder, see `checkpoint_files`: saved by any number of ranks, DDP, FSDP2 or one process, and resumed by any other.
 """
 
+import os
 import re
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 import anybatch.training.checkpoints.checkpoint_files as files
-from anybatch.errors import CheckpointError
+from anybatch.errors import CheckpointError, first_line
 from anybatch.parallel import ONE_PROCESS, Ranks
+from anybatch.records import sync_folder
 from anybatch.training.checkpoints.checkpoint_files import CheckpointContents
 from anybatch.training.checkpoints.random_states import random_states, restore_random_states, seed_rank
-from anybatch.training.checkpoints.update_states import check_fits, load_states, optimizer_state, states_of
+from anybatch.training.checkpoints.update_states import (
+    OtherUpdateError,
+    check_fits,
+    load_states,
+    optimizer_state,
+    put_back_after_errors,
+    states_of,
+)
 from anybatch.training.launch import from_first_rank
 from anybatch.update import Update
 
 _NAME = re.compile(r"update-(\d+)(-replaced)?")
 _OLD_NAME = re.compile(r"update-\d+\.pt")
+_TEMPORARY = re.compile(r"\.update-\d+(?:-replaced)?(?:\.(.+)\.(\d+))?")
+"""A folder that is being filled or deleted: on which host, by which process; older versions of anybatch did not say."""
+T = TypeVar("T")
 
 
 class PositionedLoader(Protocol):
@@ -72,8 +85,7 @@ def save(
     ranks = Ranks.of(update.model)
     folder = Path(folder)
     path = folder / f"update-{number:08d}"
-    temporary = folder / f".{path.name}"
-    from_first_rank(lambda: _make_empty(temporary), ranks)
+    temporary = from_first_rank(lambda: _make_temporary(path), ranks)
     tensors, states = states_of(update)
     states |= {"loader": None if loader is None else loader.state_dict(), "progress": dict(progress or {})}
     try:
@@ -89,24 +101,32 @@ def resume(path: Path | str, update: Update, *, loader: PositionedLoader | None 
     """Put a checkpoint back into `update`, into all random states, and into `loader` if one is given; on every rank.
 
     `path` is a checkpoint, or a folder of them: then the newest that can be read is used, and None is returned where there
-    is none at all. A checkpoint of another model or optimizer raises, and changes nothing. On as many ranks as saved it, each
-    gets its own random states back; on another number rank 0 does, and the others are seeded from them.
+    is none at all. A checkpoint of another model or optimizer raises. Whatever raises here changes nothing. On as many ranks as
+    saved it, each gets its own random states back; on another number rank 0 does, and the others are seeded from them.
     """
     ranks = Ranks.of(update.model)
-    found = _choose(Path(path), ranks)
-    if found is None:
-        return None
-    resumed, states = found
-    shapes = files.read_shapes(resumed.path)
-    check_fits(resumed.path, states, shapes, update)
-    load_states(resumed.path, states, shapes, update)
-    if loader is not None and resumed.loader_state is not None:
-        loader.load_state_dict(resumed.loader_state)
-    is_same = resumed.ranks == ranks.size
-    restore_random_states(files.read_values(resumed.path / f"rank-{ranks.rank if is_same else 0}.pt"))
-    if ranks.rank and not is_same:
-        seed_rank(ranks.rank)
-    return resumed
+    return _newest(Path(path), ranks, lambda found, states: _take(found, states, update, loader, ranks))
+
+
+def _take(
+    found: Resumed, states: dict[str, Any], update: Update, loader: PositionedLoader | None, ranks: Ranks
+) -> Resumed:
+    shapes = files.read_shapes(found.path)
+    check_fits(found.path, states, shapes, update)
+    random = random_states()
+    try:
+        with put_back_after_errors(update):
+            load_states(found.path, states, shapes, update)
+            is_same = found.ranks == ranks.size
+            restore_random_states(files.read_values(found.path / f"rank-{ranks.rank if is_same else 0}.pt"))
+            if ranks.rank and not is_same:
+                seed_rank(ranks.rank)
+            if loader is not None and found.loader_state is not None:
+                loader.load_state_dict(found.loader_state)
+    except BaseException:
+        restore_random_states(random)
+        raise
+    return found
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -119,50 +139,70 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def read(path: Path) -> tuple[Resumed, dict[str, Any]] | None:
     """All of a checkpoint, or of the newest good one of a folder, whole and in this process; None where the folder has none."""
-    found = _choose(path, ONE_PROCESS)
-    if found is None:
-        return None
-    resumed, states = found
-    tensors = {
-        name: torch.empty(shape.size, dtype=shape.dtype) for name, shape in files.read_shapes(resumed.path).items()
-    }
-    files.read_tensors(resumed.path, tensors)
-    content = states | {
-        "number": resumed.number,
-        "model": {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        | states["model"],
-        "optimizer": optimizer_state(states, tensors),
-        "random": [files.read_values(resumed.path / f"rank-{rank}.pt") for rank in range(resumed.ranks)],
-    }
-    return resumed, content
+
+    def take(found: Resumed, states: dict[str, Any]) -> tuple[Resumed, dict[str, Any]]:
+        shapes = files.read_shapes(found.path)
+        tensors = {name: torch.empty(shape.size, dtype=shape.dtype) for name, shape in shapes.items()}
+        files.read_tensors(found.path, tensors)
+        model = {name.removeprefix("model."): held for name, held in tensors.items() if name.startswith("model.")}
+        return found, states | {
+            "number": found.number,
+            "model": model | states["model"],
+            "optimizer": optimizer_state(states, tensors),
+            "random": [files.read_values(found.path / f"rank-{rank}.pt") for rank in range(found.ranks)],
+        }
+
+    return _newest(path, ONE_PROCESS, take)
 
 
-def _choose(path: Path, ranks: Ranks) -> tuple[Resumed, dict[str, Any]] | None:
-    """The newest checkpoint that all ranks found whole."""
+def _newest(path: Path, ranks: Ranks, take: Callable[[Resumed, dict[str, Any]], T]) -> T | None:
+    """What `take` makes of the newest checkpoint that every rank can read; None where there is none."""
     paths = from_first_rank(lambda: _candidates(path), ranks)
     passed_over: list[str] = []
     for candidate in paths:
         try:
             contents: CheckpointContents = from_first_rank(lambda: files.read_contents(candidate), ranks)  # noqa: B023
             files.check(candidate, contents, ranks)
-            states = files.read_values(candidate / "states.pt")
+            return _on_every_rank(lambda: take(*_opened(candidate, contents, passed_over)), candidate, ranks)  # noqa: B023
+        except OtherUpdateError:
+            raise
         except CheckpointError as error:
             if len(paths) == 1:
                 raise
             passed_over.append(str(error))
-            continue
-        resumed = Resumed(
-            path=candidate,
-            number=contents.number,
-            ranks=contents.ranks,
-            progress=states["progress"],
-            loader_state=states["loader"],
-            passed_over=tuple(passed_over),
-        )
-        return resumed, states
     if passed_over:
         raise CheckpointError(f"none of the {len(paths)} checkpoints in {path} can be read: {'; '.join(passed_over)}")
     return None
+
+
+def _opened(path: Path, contents: CheckpointContents, passed_over: list[str]) -> tuple[Resumed, dict[str, Any]]:
+    states = files.read_values(path / "states.pt")
+    found = Resumed(
+        path=path,
+        number=contents.number,
+        ranks=contents.ranks,
+        progress=states["progress"],
+        loader_state=states["loader"],
+        passed_over=tuple(passed_over),
+    )
+    return found, states
+
+
+def _on_every_rank(act: Callable[[], T], path: Path, ranks: Ranks) -> T:
+    """What `act` returns; an error on every rank where it raised on one."""
+    done: list[T] = []
+    problem: CheckpointError | None = None
+    try:
+        done.append(act())
+    except CheckpointError as error:
+        problem = error
+    except Exception as error:
+        problem = CheckpointError(f"{path} cannot be read: {first_line(error)}. {files.ADVICE}")
+        problem.__cause__ = error
+    told = [one for one in ranks.gather_objects(problem) if one is not None]
+    if told:
+        raise problem or told[0]
+    return done[0]
 
 
 def _candidates(path: Path) -> list[Path]:
@@ -174,24 +214,46 @@ def _candidates(path: Path) -> list[Path]:
     return found
 
 
-def _make_empty(temporary: Path) -> None:
-    """Make an empty folder, and remove those that killed runs left when they were saving."""
-    folder = temporary.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".update-*"):
-        shutil.rmtree(left, ignore_errors=True)
+def _make_temporary(path: Path) -> Path:
+    """An empty folder of this process, to fill before it becomes `path`; those that killed processes left are removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(".update-*"):
+        if _is_left_over(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary = _temporary_of(path)
     temporary.mkdir()
+    return temporary
+
+
+def _temporary_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+
+
+def _is_left_over(name: str) -> bool:
+    """True of what this process left, or one that has ended on this host; what others fill is left alone."""
+    match = _TEMPORARY.fullmatch(name)
+    if match is None or match[1] not in (None, socket.gethostname()):
+        return False
+    if match[2] is None:
+        return True
+    try:
+        os.kill(int(match[2]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return int(match[2]) == os.getpid()
 
 
 def _put_in_place(temporary: Path, path: Path, keep: int) -> None:
-    files.sync_folder(temporary)
+    sync_folder(temporary)
     if path.exists():
         path.rename(path.with_name(f"{path.name}-replaced"))  # still found, and still whole
     temporary.rename(path)
-    files.sync_folder(path.parent)
+    sync_folder(path.parent)
     found = checkpoints_in(path.parent)
     replaced = [old for old in found if old.name.endswith("-replaced")]
     for old in replaced + [old for old in found if old not in replaced][max(keep, 1) :]:
-        gone = old.with_name(f".{old.name}")  # half a folder must not look like a checkpoint
+        gone = _temporary_of(old)  # half a folder must not look like a checkpoint
         old.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)

@@ -3,7 +3,9 @@
 Names are those of the unwrapped model: the same under DDP, under FSDP2, compiled, and in one process.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ from anybatch.errors import CheckpointError, first_line
 from anybatch.parallel import is_sharded, unwrapped
 from anybatch.training.checkpoints.checkpoint_files import TensorShape, read_tensors
 from anybatch.update import Update
+
+
+class OtherUpdateError(CheckpointError):
+    """A checkpoint of another model, optimizer or run: no older one of its folder would fit either."""
 
 
 def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -31,6 +37,7 @@ def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
             else:
                 rest[key][name] = value
     return tensors, {
+        "noise": update.noise.state_dict(),
         "model": {name: value for name, value in model.items() if not isinstance(value, Tensor)},
         "optimizer": optimizer | {"state": rest},
         "moments": moments,
@@ -70,7 +77,7 @@ def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tenso
     if saved != there:
         names = sorted(name for name in saved.keys() | there.keys() if saved.get(name) != there.get(name))
         name = names[0]
-        raise CheckpointError(
+        raise OtherUpdateError(
             f"{path} is of another model: {name!r} is {saved.get(name, 'missing')} in the checkpoint and "
             f"{there.get(name, 'missing')} in the model ({len(names)} differ). Resume with the task that saved it."
         )
@@ -79,20 +86,20 @@ def check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tenso
     if saved != there:
         name = min(name for name in saved.keys() | there.keys() if saved.get(name) != there.get(name))
         place = name.removeprefix("beside.")
-        raise CheckpointError(
+        raise OtherUpdateError(
             f"{path} has other parameters beside the model, such as a loss's: {place!r} of the optimizer or the loss is "
             f"{saved.get(name, 'missing')} in the checkpoint and {there.get(name, 'missing')} in this run. Give the optimizer "
             "the parameters that it had when it was saved."
         )
     kind = type(update.optimizer).__name__
     if states["optimizer_type"] != kind:
-        raise CheckpointError(
+        raise OtherUpdateError(
             f"{path} was saved with {states['optimizer_type']}, this run has {kind}. Resume with the same optimizer."
         )
     for name, part in (("scheduler", update.scheduler), ("scaler", update.scaler)):
         if (states[name] is None) != (part is None):
             has, wants = ("no", "one") if states[name] is None else ("a", "none")
-            raise CheckpointError(
+            raise OtherUpdateError(
                 f"{path} has {has} {name}, this run has {wants}. Resume with the settings that it was saved with."
             )
 
@@ -111,7 +118,7 @@ def load_states(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tens
     try:
         update.optimizer.load_state_dict(optimizer_state(states, moments))
     except ValueError as error:
-        raise CheckpointError(
+        raise OtherUpdateError(
             f"{path} does not fit this optimizer: {first_line(error)}. Resume with the optimizer that it was saved with."
         ) from error
     model = unwrapped(update.model)
@@ -123,8 +130,31 @@ def load_states(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tens
         update.scheduler.load_state_dict(states["scheduler"])
     if update.scaler is not None:
         update.scaler.load_state_dict(states["scaler"])
+    update.noise.load_state_dict(states.get("noise"))
     if states.get("split") is not None and hasattr(split := update.accumulator.split, "load_state_dict"):
         split.load_state_dict(states["split"])  # what was learnt of costs: the cut goes on as it was
+
+
+@contextmanager
+def put_back_after_errors(update: Update) -> Iterator[None]:
+    """The block for `load_states`: where anything raises in it, the update is as it was before."""
+    optimizer, model = update.optimizer, unwrapped(update.model)
+    held = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)} | _beside(update)
+    tensors = [(value, value.detach().clone()) for value in held.values()]
+    steps, groups = optimizer.state, optimizer.param_groups  # loading makes new ones
+    stateful: list[Any] = [update.scheduler, update.scaler, update.accumulator.split]
+    parts = [part for part in stateful if hasattr(part, "load_state_dict")]
+    states = [copy.deepcopy(part.state_dict()) for part in parts]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for value, before in tensors:
+                value.copy_(before)
+        optimizer.state, optimizer.param_groups = steps, groups
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(state)
+        raise
 
 
 def _empty_for(shape: TensorShape, parameter: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from anybatch.errors import TaskError
-from anybatch.parallel import Ranks, wrapping_of
+from anybatch.parallel import Ranks, reshard_all, wrapping_of
 from anybatch.training.settings import Parallel
 
 
@@ -28,10 +28,7 @@ def spread_over_ranks(model: nn.Module, optimizer: Optimizer, kind: Parallel, gr
 
 def reshard(model: nn.Module) -> None:
     """Free what a forward pass without a backward pass has gathered of a sharded model."""
-    for root in wrapping_of(model).sharded:
-        for module in root.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
+    reshard_all(wrapping_of(model).sharded)
 
 
 def ranks_of_group(group: Any) -> Ranks:

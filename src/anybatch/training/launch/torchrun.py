@@ -5,11 +5,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
 from anybatch.errors import ParallelError, SettingsError
+
+RANK_TIMEOUT = 300.0
+"""Seconds that a rank waits for the others before it takes them for lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +57,33 @@ def check_alone(command: str | None) -> None:
 
 
 @contextmanager
-def joined_ranks(launch: Launch, device: str) -> Iterator[Any]:
-    """The process group of all ranks; on GPUs each rank's own is the current one from here on."""
-    import torch
+def joined_ranks(launch: Launch, device: str, *, seconds: float = RANK_TIMEOUT) -> Iterator[Any]:
+    """The process group of all ranks; on GPUs each rank's own is the current one from here on.
+
+    A rank that waits `seconds` for another ends with an error: that one hangs, or is lost.
+    """
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
+
+    is_cuda = _takes_gpu(launch, device)
+    try:
+        _join(launch, "cpu:gloo,cuda:nccl" if is_cuda else "gloo", timedelta(seconds=seconds))
+        yield dist.group.WORLD
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise ParallelError(
+            f"rank {launch.rank} has lost another rank, which says itself why, unless it was killed or hangs: each waits "
+            f"{seconds:g} s for the others (--rank-timeout). With torchrun --max-restarts N all ranks start again from the "
+            "last checkpoint."
+        ) from error
+    gc.collect()  # a model that is still held by a cycle would wait for its group when it goes
+    # after an error the others may be gone, and saying goodbye would wait for them
+    dist.destroy_process_group()
+
+
+def _takes_gpu(launch: Launch, device: str) -> bool:
+    """True where this rank computes on a GPU, which is the current one from here on."""
+    import torch
 
     if device.startswith("cuda:"):
         raise SettingsError(
@@ -73,37 +98,36 @@ def joined_ranks(launch: Launch, device: str) -> Iterator[Any]:
                 "GPUs. Give torchrun --nproc-per-node no more than that, or use --device cpu."
             )
         torch.cuda.set_device(launch.local_rank)
-    store, _, _ = next(iter(rendezvous("env://")))
-    fresh = PrefixStore(agree_on_round(store, launch.rank, launch.size), store)
-    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-    dist.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.size)
-    try:
-        yield dist.group.WORLD
-    except RuntimeError as error:
-        if not is_lost_rank(error):
-            raise
-        raise ParallelError(
-            f"rank {launch.rank} has lost another rank, which says itself why, unless it was killed. With torchrun "
-            "--max-restarts N all ranks start again from the last checkpoint."
-        ) from error
-    gc.collect()  # a model that is still held by a cycle would wait for its group when it goes
-    # after an error the others may be gone, and saying goodbye would wait for them
-    dist.destroy_process_group()
+    return is_cuda
+
+
+def _join(launch: Launch, backend: str, patience: timedelta) -> None:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", timeout=patience)))
+    fresh = PrefixStore(agree_on_round(store, launch.rank, launch.size, seconds=patience.total_seconds()), store)
+    dist.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.size, timeout=patience)
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """True of what a collective raises when another rank has gone."""
+    """True of what a collective raises when another rank has gone, or does not answer in time."""
     lost = (
         "Connection closed by peer",
         "Connection reset by peer",
+        "Connection refused",
         "Broken pipe",
+        "Timed out waiting",
+        "Socket Timeout",
+        "wait timeout",
         "NCCL error",
         "NCCL communicator was aborted",
     )
     return isinstance(error, RuntimeError) and any(text in str(error) for text in lost)
 
 
-def agree_on_round(store: Any, rank: int, size: int, *, seconds: float = 1800.0) -> str:
+def agree_on_round(store: Any, rank: int, size: int, *, seconds: float = RANK_TIMEOUT) -> str:
     """A name that all ranks started together have in common, and those before a restart had not.
 
     torchrun of torch 2.13 hands restarted ranks the store of the ranks before them, which still has their addresses. A rank

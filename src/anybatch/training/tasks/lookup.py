@@ -26,7 +26,7 @@ class TaskRaisedError(TaskError):
 
 def check_task_exists(name: str) -> None:
     """Raise `TaskError` unless `name` is a built-in task or a file."""
-    if name in BUILT_IN or Path(name).is_file():
+    if name in BUILT_IN or _is_file(name):
         return
     if name.endswith(".py") or "/" in name:
         raise TaskError(f"there is no task file {name}. Give the path of a Python file with a function task().")
@@ -34,6 +34,13 @@ def check_task_exists(name: str) -> None:
         f"there is no task {name!r}. Built in are {', '.join(BUILT_IN)}; or give the path of a Python file with a "
         "function task()."
     )
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # of a name that no file can have
+        return False
 
 
 def find_task(name: str) -> Callable[[], "Task"]:
@@ -55,7 +62,7 @@ def find_task(name: str) -> Callable[[], "Task"]:
 
         try:
             built = build()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TaskRaisedError(f"task() of {name} raised {type(error).__name__}: {error}") from error
         if not isinstance(built, Task):
             raise TaskError(f"task() of {name} returned a {type(built).__name__}; expected an anybatch.Task.")
@@ -74,6 +81,6 @@ def _run_file(path: Path) -> Any:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskRaisedError(f"{path} raised {type(error).__name__} while it was loaded: {error}") from error
     return module

@@ -1,4 +1,4 @@
-"""The command that teaches."""
+"""The commands that show what is there: lessons, and the page of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,3 +27,22 @@ def learn(
     from anybatch.cli.commands import learn_command
 
     return learn_command(page, out=out, site=site, is_quiet=quiet)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    quiet: opt.Quiet = False,
+) -> int:
+    """Make the page of a run again, from the files in its folder.
+
+    Example: anybatch report runs/digits-20261115-120000
+    """
+    from anybatch.cli.folders import write_page
+    from anybatch.cli.screen import say
+    from anybatch.records import RunFolder
+
+    folder = RunFolder(run)
+    folder.read_run()
+    page = write_page(folder)
+    say(f"page: {page}", is_quiet=quiet)
+    return 0

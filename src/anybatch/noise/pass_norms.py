@@ -1,0 +1,167 @@
+"""The norm of each micro-batch's part of a gradient, seen by hooks on parameters while backward runs, and by nobody else."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.batches import Batch, MicroBatches, Split, in_arrival_order, is_in_arrival_order
+from anybatch.errors import BatchError
+from anybatch.noise.noise_scale import WindowNoise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSums:
+    """The micro-batches of one batch, of all ranks, as sums."""
+
+    squares: float
+    """sum_k |g_k|^2 of the parts that add up to the batch's gradient."""
+    share_squares: float
+    """sum_k (units_k / units)^2."""
+    rows: float
+
+    def window(self, norm: float) -> WindowNoise:
+        """What the batch says of noise, where `norm` is that of its whole gradient."""
+        return WindowNoise.of(norm, self.squares, self.share_squares, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class NotMeasured:
+    """A batch whose micro-batches were not measured."""
+
+    reason: str = ""
+    """Why, where it was their turn."""
+
+
+class PassMeter(Protocol):
+    """Who sees the gradient of each pass of a batch."""
+
+    is_measuring: bool
+
+    def cut(self, split: Split, batch: Batch, cut: MicroBatches) -> MicroBatches:
+        """The micro-batches to run, where `split` made `cut`."""
+
+    def watching(self) -> AbstractContextManager[object]:
+        """The block in which backward passes run."""
+
+    def end_pass(self, *, is_kept: bool) -> None:
+        """A pass has run; False where its gradient was dropped."""
+
+    def numbers(self, cut: MicroBatches, units: Sequence[float]) -> list[float]:
+        """What is to be summed over ranks: as many numbers on each. `units` are those of this rank's micro-batches."""
+
+    def found(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> NormSums | NotMeasured:
+        """The result, from those sums and the batch's units; `factor()` makes what backward gave the batch's gradient."""
+
+
+class Refused:
+    """Nobody looks. `reason` says why not, where it is this batch's turn."""
+
+    is_measuring = False
+
+    def __init__(self, reason: str = "") -> None:
+        self._found = NotMeasured(reason)
+
+    def cut(self, split: Split, batch: Batch, cut: MicroBatches) -> MicroBatches:
+        return cut
+
+    def watching(self) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def end_pass(self, *, is_kept: bool) -> None:
+        pass
+
+    def numbers(self, cut: MicroBatches, units: Sequence[float]) -> list[float]:
+        return []
+
+    def found(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> NormSums | NotMeasured:
+        return self._found
+
+
+_NOTHING = nullcontext()
+UNMEASURED = Refused()
+
+
+class PassNorms:
+    """Norms of the passes of one batch, whose rows are cut in the order in which they came.
+
+    Rows that a split sorted by length make strata: differences between micro-batches would count as noise of rows. Norms stay
+    on the device until `numbers`, which waits for it; a gradient is looked at as it passes, and no copy is kept.
+    """
+
+    is_measuring = True
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._seen: dict[int, Tensor] = {}
+        self._passes: list[list[Tensor]] = []
+        self._is_whole = True
+        """False once a parameter's gradient came in parts, as reentrant checkpointing has it: the square of none is its own."""
+
+    def cut(self, split: Split, batch: Batch, cut: MicroBatches) -> MicroBatches:
+        return in_arrival_order(split, batch, cut)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self._seen, self._passes = {}, []
+        hooks = [
+            parameter.register_hook(partial(self._see, number))
+            for number, parameter in enumerate(self._parameters)
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def end_pass(self, *, is_kept: bool) -> None:
+        if is_kept:
+            self._passes.append(list(self._seen.values()))
+        self._seen = {}
+
+    def numbers(self, cut: MicroBatches, units: Sequence[float]) -> list[float]:
+        squares = sum(norm * norm for norm in _values([norm for norms in self._passes for norm in norms]))
+        is_sound = self._is_whole and is_in_arrival_order(cut)
+        try:
+            rows = sum(len(numbers) for numbers in cut.row_numbers)
+        except BatchError:  # micro-batches of the user's own making
+            rows, is_sound = 0, False
+        return [squares if is_sound else math.nan, sum(one * one for one in units), rows]
+
+    def found(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> NormSums | NotMeasured:
+        squares, unit_squares, rows = totals
+        squares *= factor() ** 2
+        if not math.isfinite(squares):
+            return NotMeasured(
+                "the norms of single micro-batches were not to be had: a gradient is not finite, a split of your own moves "
+                "rows, rows cannot be counted, or reentrant checkpointing makes a parameter's gradient in parts (use "
+                "use_reentrant=False)"
+            )
+        shares = unit_squares / (units * units) if units else 1.0
+        if shares > 1.0 - 1e-12:
+            return NotMeasured(ONE_MICRO_BATCH)
+        return NormSums(squares=squares, share_squares=shares, rows=rows)
+
+    def _see(self, number: int, grad: Tensor) -> None:
+        self._is_whole = self._is_whole and number not in self._seen
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        self._seen[number] = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+
+
+ONE_MICRO_BATCH = (
+    "one micro-batch holds all that counts of a batch, and its gradient alone says nothing of noise: use a smaller "
+    "micro_batch"
+)
+
+
+def _values(norms: Sequence[Tensor]) -> list[float]:
+    if len({(norm.device, norm.dtype) for norm in norms}) == 1:
+        values: list[float] = torch.stack(tuple(norms)).tolist()  # one wait for the device
+        return values
+    return [norm.item() for norm in norms]

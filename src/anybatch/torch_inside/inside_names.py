@@ -1,0 +1,119 @@
+"""Private names of torch outside its wrappers for many ranks, one alias or small function each."""
+
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id
+from torch._C._autograd import _profiler_enabled
+from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import GradScaler
+from torch.autograd.graph import _engine_run_backward
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+
+__all__ = ["FakeTensor", "FakeTensorMode", "StorageWeakRef", "TorchDispatchMode"]  # under torch's own names
+BatchNormLayer = _BatchNorm
+"""What all BatchNorm layers are."""
+InstanceNormLayer = _InstanceNorm
+"""What all InstanceNorm layers are."""
+SpectralNormWeight = _SpectralNorm
+"""The parametrization that steps its power iteration in every forward."""
+NormLayer = _NormBase
+"""What all layers with running statistics are: BatchNorm and InstanceNorm."""
+DropoutLayer = _DropoutNd
+"""What all dropout layers are."""
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""The table of a module's children, to put another in the place of one."""
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""The table of a module's buffers, to put back the very tensor that was there."""
+pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+"""What a module calls before its forward: the old form of spectral norm among it."""
+gradient_hooks_of: Callable[[Any], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""What backward calls with each gradient of a tensor, before and after it is added to `.grad`."""
+STEPPED_IN_BACKWARD = "_in_backward_optimizers"
+"""The attribute of parameters that torch's optimizer in backward steps."""
+op_name: Callable[[Any], str] = attrgetter("_schema.name")
+"""What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
+num_writes: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written to in place."""
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""What tells one living storage from another."""
+without_dynamo = _disable_dynamo
+"""A function that torch.compile must not look into."""
+without_modes = _disable_current_modes
+"""The block in which no dispatch mode of the user's sees what we do."""
+function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+"""The function modes of this thread, outermost first, to enter them in another."""
+dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+"""The dispatch modes of this thread, outermost first, to enter them in another."""
+is_profiled: Callable[[], bool] = _profiler_enabled
+"""True where a profiler of the user's is running, and wants names."""
+run_engine: Callable[..., Any] = _engine_run_backward
+"""What `torch.autograd.backward` does once it has compared shapes, which is 10 % of a tiny pass."""
+multiply_each_ = torch._foreach_mul_
+"""A list of tensors times a number, in place, in a few kernels."""
+norm_of_each = torch._foreach_norm
+"""The norm of each tensor of a list, in a few kernels."""
+raise_each_ = torch._foreach_clamp_min_
+"""A list of tensors, none of their numbers below a bound, in place."""
+lower_each_ = torch._foreach_clamp_max_
+"""A list of tensors, none of their numbers above a bound, in place."""
+COPY_ELSEWHERE = torch.ops.aten._to_copy.default
+"""The op that copies a tensor to another device."""
+SAVED = "_saved_"
+"""How the names begin under which a node of the graph keeps what its backward needs: "_saved_target"."""
+outputs_of: Callable[[Any], list[Any]] = attrgetter("_input_metadata")
+"""What a node of the graph computed, each with its shape."""
+read_layout = torch.serialization._get_layout
+"""What a pickled layout, such as `torch.strided`, is read with."""
+
+
+def inside_compiled(model: nn.Module) -> nn.Module | None:
+    """The module that `torch.compile(model)` wrapped; None of one that it did not."""
+    return getattr(model, "_orig_mod", None)
+
+
+def is_compiled_in_place(model: nn.Module) -> bool:
+    """True after `model.compile()`, which wraps nothing."""
+    return model._compiled_call_impl is not None
+
+
+def is_in_backward() -> bool:
+    """True in code that backward calls, such as a checkpointed block that is computed again."""
+    return _current_graph_task_id() != -1
+
+
+def is_dynamo_loaded() -> bool:
+    """False where nothing can have been compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that a weak reference points to; None where it is gone."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def profiler_events(profiler: Any) -> list[Any]:
+    """Every event of a finished profile, allocations with their bytes among them."""
+    return list(profiler.profiler.kineto_results.events())
+
+
+def overflows(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    """What the scaler found of infinities in the gradients of this optimizer: a number on each device, to be written to."""
+    return list(scaler._found_inf_per_device(optimizer).values())
+
+
+def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Let the scaler unscale the gradients of this optimizer anew, as after a step."""
+    scaler._per_optimizer_states.pop(id(optimizer), None)

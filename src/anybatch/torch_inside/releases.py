@@ -1,0 +1,24 @@
+"""Which releases of torch were run, and refusing one that lacks what we use of its wrappers for many ranks."""
+
+from inspect import get_annotations
+from typing import Any
+
+import torch
+
+from anybatch.errors import ParallelError
+
+
+def demand(thing: Any, *names: str, wrapper: str) -> None:
+    """Refuse a release of torch in which `thing` has lost one of these names."""
+    for name in names:
+        if not _has(thing, name):
+            raise ParallelError(
+                f"torch {torch.__version__} has no {type(thing).__name__}.{name}, and without it anybatch cannot synchronise "
+                f"the gradients of {wrapper} once per update. Install torch 2.13, or a newer anybatch."
+            )
+
+
+def _has(thing: Any, name: str) -> bool:
+    """True of an attribute that is there, and of one that the class announces and sets later; properties are not called."""
+    is_there = hasattr(type(thing), name) or name in getattr(thing, "__dict__", ())
+    return is_there or any(name in get_annotations(base) for base in type(thing).__mro__)
