@@ -8,9 +8,9 @@ from pathlib import Path
 from anybatch.doctor import Diagnosis
 
 HERE = Path(__file__).parent
-FILES = ("first_wrong", "first_right", "second")
+FILES = ("first_wrong", "first_right", "second", "frameworks")
 MARK = re.compile(r"# <- (\S+)")
-FRAMEWORKS = re.compile(r"^(?:from|import) (accelerate|lightning|transformers|deepspeed|trl)", re.MULTILINE)
+FRAMEWORKS = re.compile(r"^(?:from|import) (accelerate|lightning|transformers|deepspeed|trl)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which lesson explains what went wrong: one for every class of error, kind of cause and kind of finding; tests hold them complete."""
+"""Which lesson explains what went wrong: one for every class of error, kind of cause and kind of finding; tests hold it."""
 
 from anybatch.errors import AnybatchError
 
