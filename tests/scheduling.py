@@ -20,6 +20,7 @@ SINGLE = {
 }
 """Long tests that share nothing."""
 LONG = [
+    "tests/test_examples.py",
     "tests/cli/test_torchrun.py",
     "tests/training/test_ranks.py",
     "tests/report/test_page.py",
@@ -32,6 +33,7 @@ LONG = [
     "tests/memory/test_real_limit.py",
     "tests/test_benchmarks.py",
     "tests/passes/test_out_of_memory.py",
+    "tests/integrations/",
     "tests/parallel/",
     "tests/benchmarks/test_table.py",
     "tests/memory/",
@@ -47,6 +49,8 @@ def unit(test: str) -> str:
     file = test.split("::")[0]
     if file in SINGLE:
         return test
+    if file.startswith("tests/integrations/"):
+        return "tests/integrations/"  # transformers takes longer to load than most tests
     if file == "tests/training/test_ranks.py":
         found = re.search(r"\[(stdlib|pairs|digits)\b", test)
         return f"{file}, {found[1] if found else 'textbook'}"

@@ -56,6 +56,10 @@ def _no_fp16(case: Case) -> str | None:
     return "its loss scale is for fp16: 'not supported on your device'" if case.is_scaled else None
 
 
+def _no_contrast(case: Case) -> str | None:
+    return "a contrastive loss is no mean over rows: Update with Coupled" if case.name.startswith("InfoNCE") else None
+
+
 CONTENDERS = [
     Contender(module="at_once", title="whole batch at once", refuses=_one_process),
     Contender(module="textbook", title="textbook loop"),
@@ -66,5 +70,8 @@ CONTENDERS = [
     Contender(
         module="cached_loss", title="sentence-transformers", package="sentence-transformers", refuses=_contrastive
     ),
+    Contender(module="exact_trainer", title="HF Trainer + anybatch", package="transformers", refuses=_no_contrast),
+    Contender(module="exact_lightning", title="Lightning + anybatch", package="lightning", refuses=_no_contrast),
+    Contender(module="exact_accelerate", title="Accelerate + anybatch", package="accelerate"),
     Contender(module="with_anybatch", title="anybatch", package="anybatch"),
 ]

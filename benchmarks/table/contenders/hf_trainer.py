@@ -23,6 +23,11 @@ class WithLoss(nn.Module):
 
 
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
+    return train(case, model, optimizer, transformers.Trainer)
+
+
+def train(case: Case, model: nn.Module, optimizer: Optimizer, trainer_class: type[Any]) -> Learnt:
+    """With a Trainer of this class."""
     is_own = not isinstance(model, transformers.PreTrainedModel)
 
     def collate(rows: list[Any]) -> dict[str, Tensor]:
@@ -47,7 +52,7 @@ def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
             remove_unused_columns=False,
             ddp_backend="gloo" if case.ranks > 1 else None,
         )
-        trainer = transformers.Trainer(
+        trainer = trainer_class(
             WithLoss(case, model) if is_own else model,
             options,
             train_dataset=case.rows,

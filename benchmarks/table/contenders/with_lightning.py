@@ -40,14 +40,20 @@ def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
 
 
 def fit(case: Case, model: nn.Module, optimizer: Optimizer, interval: str) -> LRScheduler | None:
-    module, scaler = Module(case, model, optimizer, interval), case.scaler()
+    strategy = "ddp" if case.ranks > 1 else "auto"
+    return fit_with(case, Module(case, model, optimizer, interval), strategy, case.micro_batches)
+
+
+def fit_with(case: Case, module: Module, strategy: Any, accumulate: int, loader: Any = None) -> LRScheduler | None:
+    """By a Trainer with this strategy; the loader is Lightning's usual one where none is given."""
+    scaler = case.scaler()
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=case.ranks,
-        strategy="ddp" if case.ranks > 1 else "auto",
+        strategy=strategy,
         use_distributed_sampler=False,
         max_epochs=case.epochs,
-        accumulate_grad_batches=case.micro_batches,
+        accumulate_grad_batches=accumulate,
         gradient_clip_val=case.clip_norm,
         plugins=[] if scaler is None else [MixedPrecision("16-mixed", "cpu", scaler)],
         logger=False,
@@ -55,9 +61,12 @@ def fit(case: Case, model: nn.Module, optimizer: Optimizer, interval: str) -> LR
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    # left to itself it deals the rows to ranks in an order of its own, and there would be no batch to compare with
-    sampler = DistributedSampler(case.rows, case.ranks, trainer.global_rank, shuffle=False) if case.ranks > 1 else None
-    trainer.fit(module, case.loader(case.micro_batch, sampler=sampler))
+    if loader is None:
+        # left to itself it deals the rows to ranks in an order of its own, and there would be no batch to compare with
+        is_dealt = case.ranks > 1
+        sampler = DistributedSampler(case.rows, case.ranks, trainer.global_rank, shuffle=False) if is_dealt else None
+        loader = case.loader(case.micro_batch, sampler=sampler)
+    trainer.fit(module, loader)
     return module.scheduler
 
 

@@ -3,9 +3,10 @@
 from anybatch.objectives.contrastive import InfoNCE, clip_loss, info_nce
 from anybatch.objectives.coupled import Coupled
 from anybatch.objectives.criteria import FUNCTIONAL_RULES, supervised
-from anybatch.objectives.labels import huggingface
+from anybatch.objectives.labels import huggingface, label_units
+from anybatch.objectives.learned_units import learned
 from anybatch.objectives.metrics import Mean, Metric, Metrics, Number, PerRow, Sum, combine, detached, on_host
-from anybatch.objectives.objective import Objective, checked_loss, count_units, loss_and_metrics
+from anybatch.objectives.objective import Objective, Units, checked_loss, count_units, loss_and_metrics
 from anybatch.objectives.observed_means import ObservedMeans
 from anybatch.objectives.part_losses import PartLoss, SeenLoss, TermLosses, TermPlace, part_loss
 from anybatch.objectives.seen_units import WatchedLoss, observed
@@ -29,6 +30,7 @@ __all__ = [
     "TermLosses",
     "TermPlace",
     "Terms",
+    "Units",
     "WatchedLoss",
     "checked_loss",
     "clip_loss",
@@ -38,6 +40,8 @@ __all__ = [
     "detached",
     "huggingface",
     "info_nce",
+    "label_units",
+    "learned",
     "loss_and_metrics",
     "observed",
     "on_host",

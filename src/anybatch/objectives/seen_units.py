@@ -43,32 +43,61 @@ _SIGNATURES = {function: inspect.signature(function) for function in MEANS}
 _PLAIN_MEANS = (torch.mean, Tensor.mean)
 
 
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """One call of a mean-reducing loss function: its target, and how its units are counted on it."""
+
+    target: Tensor
+    rule: Rule
+    options: "_Options"
+
+    @property
+    def ignored(self) -> int:
+        return -100 if self.options.ignore_index is None else int(self.options.ignore_index)
+
+    @property
+    def is_element_wise(self) -> bool:
+        return self.rule is element_units
+
+    def units_of(self, target: Tensor) -> Number:
+        return self.rule(target, self.options)
+
+
 class SeenMeans(TorchFunctionMode):
     """Inside this block, `units` collects what every mean down to one number divided by."""
 
     def __init__(self) -> None:
         super().__init__()
         self.units: list[Number] = []
+        self.calls: list[LossCall | None] = []
+        """By which loss function each was taken; None for a plain mean."""
+        self.nodes: list[Any] = []
+        """Where each is in the graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in MEANS:
-            self._see_loss(func, args, kwargs)
+            self._see_loss(func, args, kwargs, result)
         elif func in _PLAIN_MEANS and isinstance(result, Tensor) and result.dim() == 0 and result.requires_grad:
             given = args[0] if args else kwargs["input"]
             if given.dim() > 0:
-                self.units.append(given.numel())
+                self._see(given.numel(), None, result)
         return result
 
-    def _see_loss(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _see(self, units: Number, call: LossCall | None, mean: Tensor) -> None:
+        self.units.append(units)
+        self.calls.append(call)
+        self.nodes.append(mean.grad_fn)
+
+    def _see_loss(self, func: Any, args: Any, kwargs: Any, mean: Tensor) -> None:
         call = _SIGNATURES[func].bind(*args, **kwargs)
         call.apply_defaults()
         options = call.arguments
-        if options["reduction"] == "batchmean":
-            self.units.append(options["target"].shape[0])
-        elif options["reduction"] == "mean":
-            self.units.append(MEANS[func](options["target"], _Options(options)))
+        rule = {"batchmean": row_units, "mean": MEANS[func]}.get(options["reduction"])
+        if rule is not None:
+            call_seen = LossCall(options["target"], rule, _Options(options))
+            self._see(call_seen.units_of(options["target"]), call_seen, mean)
 
 
 class _Options:
@@ -113,10 +142,10 @@ class WatchedLoss:
         with SeenMeans() as means:
             returned = self.loss(model, batch)
         value, metrics = loss_and_metrics(returned)
-        return SeenLoss(loss=value, units=_common(numbers_of(means.units), self.ratios), metrics=metrics)
+        return SeenLoss(loss=value, units=common_units(numbers_of(means.units), self.ratios), metrics=metrics)
 
 
-def _common(units: list[float], ratios: list[float]) -> float:
+def common_units(units: list[float], ratios: list[float]) -> float:
     """The units that all means in a loss share; `ratios` is how each relates to the first."""
     if not units:
         raise UnitsError(

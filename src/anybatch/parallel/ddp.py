@@ -35,6 +35,11 @@ class Replicated:
         return any(module.gradient_as_bucket_view for module in self.modules)
 
     def sync(self, needs: Needs, *, is_proven: bool = True) -> Sync:
+        if not all(module.require_backward_grad_sync for module in self.modules):
+            raise ParallelError(
+                "this update runs inside a no_sync() of DistributedDataParallel (Accelerate's no_sync or accumulate open one), "
+                "so that gradients would never meet. Call it outside: an update synchronises once by itself."
+            )
         why = needs.own_reduction or self._low_precision()
         if why is None and (is_proven or any(comm_hooks(module) for module in self.modules)):
             return Reduced(self.modules, self.ranks)

@@ -1,0 +1,106 @@
+"""Accelerate: an `Update` of what an `Accelerator` prepared, and a loader that deals every row to one process.
+
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+update = prepared_update(accelerator, model, optimizer, objective, micro_batch=16, scheduler=scheduler)
+for batch in global_loader(accelerator, dataset, batch_size=64):
+    update(batch)
+"""
+
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.utils.data import default_collate
+
+from anybatch.batches import GlobalBatches, MicroBatch
+from anybatch.errors import BatchError, ParallelError, UpdateError
+from anybatch.objectives import Coupled, Objective
+from anybatch.parallel import Ranks
+from anybatch.update import Update
+
+
+def prepared_update(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    objective: Objective | Coupled,
+    *,
+    micro_batch: MicroBatch,
+    scheduler: Any = None,
+    **options: Any,
+) -> Update:
+    """An `Update` of a model, optimizer and scheduler that `accelerator` prepared.
+
+    It steps the optimizer whatever Accelerate counts, and the scheduler once per update, where Accelerate's own steps once per
+    process. The batch is what all processes give together. `options` are those of `Update`. What would make an update wrong in
+    silence is refused: accumulation by Accelerate too, a model that was not prepared, a loader that leaves processes with
+    different numbers of batches. Of one that repeats rows, it is said how many.
+    """
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        raise UpdateError(
+            f"this Accelerator runs {kind}, whose engine accumulates and steps by itself. Prepare the model for DDP or FSDP2 "
+            "instead: accelerate launch --use_fsdp --fsdp_version 2, or --multi_gpu."
+        )
+    if accelerator.gradient_accumulation_steps > 1:
+        raise UpdateError(
+            f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) accumulates too. Leave it at "
+            f"1, and let the loader yield batches {accelerator.gradient_accumulation_steps} times as large."
+        )
+    ranks = Ranks.of(model).size
+    if ranks != accelerator.num_processes:
+        raise ParallelError(
+            f"this model is spread over {ranks} of {accelerator.num_processes} processes, so that their gradients would never "
+            "meet. Give Update what accelerator.prepare(model) returned."
+        )
+    for loader in accelerator._dataloaders:
+        _check_loader(loader, accelerator.num_processes)
+    options = {"scaler": accelerator.scaler} | options
+    return Update(model, optimizer, objective, micro_batch=micro_batch, scheduler=scheduler, **options)
+
+
+def global_loader(
+    accelerator: Any,
+    dataset: Any,
+    batch_size: int,
+    *,
+    collate_fn: Any = default_collate,
+    seed: int = 0,
+    shuffle: bool = True,
+    **options: Any,
+) -> Any:
+    """A loader of batches of `batch_size` rows over all processes, dealt by `GlobalBatches`; it needs no `prepare`.
+
+    The last batch is as short as it is, and a process may have no row of it. `options` go to the loader.
+    """
+    batches = GlobalBatches(
+        dataset,
+        batch_size,
+        rank=accelerator.process_index,
+        ranks=accelerator.num_processes,
+        seed=seed,
+        shuffle=shuffle,
+    )
+    return batches.loader(collate_fn=collate_fn, **options)
+
+
+def _check_loader(loader: Any, ranks: int) -> None:
+    """Of a loader that Accelerate sharded: refuse one that ends earlier on some processes, and say which repeats rows."""
+    shards: Any = getattr(loader, "batch_sampler", None)
+    if type(shards).__name__ != "BatchSamplerShard" or ranks == 1 or shards.drop_last:
+        return
+    dealt = shards.batch_size * ranks
+    missing = -len(loader.dataset) % dealt
+    if missing and not shards.even_batches and len(shards.batch_sampler) % ranks:
+        raise BatchError(
+            f"even_batches=False leaves {len(loader.dataset)} rows in {len(shards.batch_sampler)} batches for {ranks} "
+            "processes: some would wait for ever for the others. Use anybatch.integrations.accelerate.global_loader, which "
+            "deals the tail."
+        )
+    if missing and shards.even_batches:
+        warnings.warn(
+            f"a loader prepared by Accelerate deals {len(loader.dataset)} rows to {ranks} processes and repeats {missing} of "
+            "them in every epoch, which count double (even_batches=True). Use "
+            "anybatch.integrations.accelerate.global_loader, which deals every row once.",
+            stacklevel=3,
+        )

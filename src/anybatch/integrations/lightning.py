@@ -1,0 +1,291 @@
+"""Lightning: a strategy under which `training_step` gets micro-batches, and the optimizer the whole batch's gradient.
+
+    trainer = lightning.Trainer(strategy=ExactStrategy(micro_batch=16))
+
+The loader yields the batch that one update learns from. The module stays as it is.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+
+from anybatch.batches import Batch, Dealt, MicroBatch, num_rows
+from anybatch.errors import LossError, UpdateError
+from anybatch.integrations.same_ranks import check_ranks
+from anybatch.objectives import Metric, Objective, PerRow, Sum, Units, learned
+from anybatch.options import BatchNorm, Offload
+from anybatch.parallel import unwrapped
+from anybatch.passes import Accumulator
+
+SPLIT_KEY = "anybatch_split"
+"""In a checkpoint, what was learnt of what fits."""
+EXTRA = "output: "
+"""Before the name of what a training step returned beside its loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactOptions:
+    """How batches are cut, and what their loss averages over: the options of `Accumulator`."""
+
+    micro_batch: MicroBatch
+    units: Units | None = None
+    """What the loss of a batch divides by. None: it is seen as the loss runs, and an error where nothing can be seen."""
+    batch_norm: BatchNorm | None = None
+    offload: Offload = "auto"
+
+
+class ExactSteps(Strategy):  # type: ignore[misc]
+    """What the exact strategies have in common.
+
+    `training_step` runs all micro-batches and keeps their gradient aside, because Lightning zeroes gradients next; `backward`
+    hands it over. What `self.log` was given is collected, averaged by units, and logged once. A number that a step returns
+    beside its loss is averaged too, and a tensor with a row for each row of the micro-batch is joined.
+    """
+
+    options: ExactOptions
+    _accumulator: Accumulator | None = None
+    _rest: tuple[Any, ...] = ()
+    """What a training step is called with after the batch."""
+    _gradient: "list[tuple[nn.Parameter, Tensor]] | None" = None
+    _returns_mapping = False
+    _saved_split: Mapping[str, Any] | None = None
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        self._accumulator = None
+        if self.lightning_module is not None and trainer.training:
+            _check_trainer(trainer, self.lightning_module, self)
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Of rows that were dealt, the rows."""
+        if isinstance(batch, Dealt):
+            return replace(batch, batch=super().batch_to_device(batch.batch, device, dataloader_idx))
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, batch: Any, *rest: Any) -> Any:
+        """The loss of the whole batch; its gradient is kept for `backward`."""
+        module = self.lightning_module
+        _check_trainer(module.trainer, module, self)
+        self._rest = rest
+        accumulator = self._accumulator_of(self.model)
+        parameters = list(accumulator.parameters())
+        for parameter in parameters:
+            parameter.grad = None  # of the update before: Lightning would zero them next
+        calls: dict[str, dict[str, Any]] = {}
+        self._calls = calls
+        result = accumulator.backward(batch, scaler=getattr(self.precision_plugin, "scaler", None))
+        self._gradient = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+        rows = 0 if isinstance(batch, Dealt) and batch.is_stand_in else num_rows(getattr(batch, "batch", batch))
+        _log_once(module, calls, result.metrics, rows)
+        loss = result.loss.to(self.root_device)
+        extras = {name.removeprefix(EXTRA): value for name, value in result.metrics.items() if name.startswith(EXTRA)}
+        return {"loss": loss, **extras} if self._returns_mapping else loss
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand over the gradient that `training_step` left, between the hooks that Lightning calls around a backward pass."""
+        if self._gradient is None:
+            loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+            return loss
+        module = self.lightning_module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        for parameter, gradient in self._gradient:
+            parameter.grad = gradient
+        self._gradient = None
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Lightning's, with what was learnt of what fits."""
+        state_dict = getattr(self._accumulator and self._accumulator.split, "state_dict", None)
+        if state_dict is not None:
+            checkpoint = checkpoint | {SPLIT_KEY: state_dict()}
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lightning's; the split goes on as it was."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        self._saved_split = checkpoint.get(SPLIT_KEY)
+        return checkpoint
+
+    def _accumulator_of(self, model: Any) -> Accumulator:
+        if self._accumulator is None:
+            options = self.options
+            own = {parameter for one in self.optimizers for group in one.param_groups for parameter in group["params"]}
+            self._accumulator = Accumulator(
+                model,
+                learned(self._compute) if options.units is None else Objective(self._compute, options.units),
+                micro_batch=options.micro_batch,
+                batch_norm=options.batch_norm,
+                offload=options.offload,
+                parameters=lambda: [*model.parameters(), *(own - {*model.parameters()})],
+                optimizer=self.optimizers[0],
+            )
+            check_ranks(self._accumulator, self.lightning_module.trainer.world_size)
+            if self._saved_split is not None and hasattr(self._accumulator.split, "load_state_dict"):
+                self._accumulator.split.load_state_dict(self._saved_split)
+        return self._accumulator
+
+    def _compute(self, model: nn.Module, micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        """The training step of one micro-batch, and all that it logged and returned beside its loss."""
+        module: Any = unwrapped(model)
+        with _collected(module, self._calls) as metrics:
+            if model is self.model:
+                output = super().training_step(micro_batch, *self._rest)
+            else:  # a copy, on which memory is planned
+                with self.precision_plugin.train_step_context():
+                    output = module.training_step(micro_batch, *self._rest)
+        self._returns_mapping = isinstance(output, Mapping)
+        extras = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        loss = extras.pop("loss", None)
+        if not isinstance(loss, Tensor):
+            raise LossError(
+                f"training_step returned {type(output).__name__} for a micro-batch; expected its mean loss, or a dict with "
+                "'loss'. To leave rows out of the batch, leave them out of the mean, or of the loader."
+            )
+        return loss, metrics | {EXTRA + name: _metric(value) for name, value in extras.items() if _is_kept(value)}
+
+
+class ExactStrategy(ExactSteps, SingleDeviceStrategy):  # type: ignore[misc]
+    """One device. The options are those of `ExactOptions`; all others are Lightning's `SingleDeviceStrategy`'s."""
+
+    strategy_name = "exact"
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        units: Units | None = None,
+        batch_norm: BatchNorm | None = None,
+        offload: Offload = "auto",
+        device: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(device="cpu" if device is None else device, **options)
+        self._is_device_given = device is not None
+        self.options = ExactOptions(micro_batch=micro_batch, units=units, batch_norm=batch_norm, offload=offload)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The one given, or the first of the trainer's accelerator."""
+        if self._is_device_given or self.accelerator is None:
+            return self._root_device  # type: ignore[no-any-return]
+        kind = self.accelerator
+        return kind.get_parallel_devices(kind.parse_devices(1))[0]  # type: ignore[no-any-return]
+
+
+class ExactDDPStrategy(ExactSteps, DDPStrategy):  # type: ignore[misc]
+    """A process per device, gradients reduced once per batch. The options are those of `ExactOptions` and of `DDPStrategy`."""
+
+    strategy_name = "exact_ddp"
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        units: Units | None = None,
+        batch_norm: BatchNorm | None = None,
+        offload: Offload = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.options = ExactOptions(micro_batch=micro_batch, units=units, batch_norm=batch_norm, offload=offload)
+
+
+class ExactFSDP2Strategy(ExactSteps, ModelParallelStrategy):  # type: ignore[misc]
+    """Parameters sharded by `fully_shard` in `configure_model`. The options are those of `ExactOptions` and of
+    `ModelParallelStrategy`."""
+
+    strategy_name = "exact_fsdp2"
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        units: Units | None = None,
+        batch_norm: BatchNorm | None = None,
+        offload: Offload = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.options = ExactOptions(micro_batch=micro_batch, units=units, batch_norm=batch_norm, offload=offload)
+        self._are_sizes_given = bool({"data_parallel_size", "tensor_parallel_size"} & {*options})
+
+    def setup_environment(self) -> None:
+        """Rows on all ranks, where nothing else was asked for: Lightning would cut tensors over those of a node."""
+        if not self._are_sizes_given:
+            self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
+
+
+def _check_trainer(trainer: Any, module: Any, strategy: Any) -> None:
+    name = type(strategy).__name__
+    if trainer.accumulate_grad_batches > 1:
+        raise UpdateError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} beside {name}: two would cut the batch. Let the loader "
+            f"yield the whole batch, {trainer.accumulate_grad_batches} times as large, and leave accumulate_grad_batches at 1."
+        )
+    if not module.automatic_optimization:
+        raise UpdateError(
+            f"{type(module).__name__} optimizes by hand (automatic_optimization=False), where {name} has no step to put the "
+            "gradient into. Use anybatch.Update in its training_step, with the plain strategy of Lightning."
+        )
+    if isinstance(strategy, SingleDeviceStrategy) and trainer.num_devices > 1:
+        raise UpdateError(
+            f"devices={trainer.num_devices} with {name}, which runs one. Use ExactDDPStrategy or ExactFSDP2Strategy."
+        )
+
+
+@contextmanager
+def _collected(module: Any, calls: dict[str, dict[str, Any]]) -> Iterator[dict[str, Metric]]:
+    """Inside this block `module.log` collects; `calls` keeps how each name was logged last."""
+    metrics: dict[str, Metric] = {}
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        calls[name] = {"value": value, "args": args, "options": options}
+        if isinstance(value, Tensor | int | float):
+            metrics[name] = _logged(name, value, options.get("reduce_fx", "mean"))
+
+    module.__dict__["log"] = log
+    try:
+        yield metrics
+    finally:
+        del module.__dict__["log"]
+
+
+def _logged(name: str, value: Tensor | float, reduce_fx: Any) -> Metric:
+    number = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+    if reduce_fx in ("sum", sum, torch.sum):
+        return Sum(number)
+    if reduce_fx in ("mean", torch.mean):
+        return number
+    raise LossError(
+        f"self.log({name!r}, reduce_fx={reduce_fx!r}) in training_step: of micro-batches, a mean is weighted by units and a "
+        "sum added up. Log it with one of these, or in on_train_batch_end."
+    )
+
+
+def _log_once(
+    module: Any, calls: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, Tensor], batch_size: int
+) -> None:
+    for name, call in calls.items():
+        options = {"batch_size": batch_size} | call["options"]
+        module.log(name, metrics.get(name, call["value"]), *call["args"], **options)
+
+
+def _is_kept(value: Any) -> bool:
+    return isinstance(value, Tensor | int | float)
+
+
+def _metric(value: Tensor | float) -> Metric:
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return PerRow(value.detach())
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))

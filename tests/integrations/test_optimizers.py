@@ -1,0 +1,50 @@
+"""Optimizers that people bring: cut batches move the weights as whole ones do, as far as the optimizer itself is that "
+"precise."""
+
+import pytest
+import schedulefree
+import torch
+from torch import nn
+
+from anybatch import Update, supervised
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
+
+
+OPTIMIZERS = {
+    "SGD, fused": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), 2e-6),
+    "AdamW, foreach": (lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-6, foreach=True), 2e-6),
+    "AdamW, fused": (lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-6, fused=True), 2e-6),
+    "Adagrad, fused": (lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-6, fused=True), 2e-6),
+    "AdamW, schedule-free": (lambda p: schedulefree.AdamWScheduleFree(p, lr=0.01, eps=1e-6), 2e-6),
+    "SGD, schedule-free": (lambda p: schedulefree.SGDScheduleFree(p, lr=0.1), 2e-6),
+    # Newton-Schulz in bf16: reversing the rows of one whole batch alone moves it by 3e-4
+    "Muon": (lambda p: torch.optim.Muon(p, lr=0.02), 2e-3),
+}
+
+
+def weights_after(make, micro_batch, batches):
+    model = net()
+    optimizer = make(model.parameters())
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    update = Update(
+        model, optimizer, supervised(nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 5.0]))), micro_batch=micro_batch
+    )
+    for batch in batches:
+        update(batch)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_five_updates_of_a_cut_batch_are_those_of_the_whole(name):
+    make, limit = OPTIMIZERS[name]
+    torch.manual_seed(1)
+    batches = [(torch.randn(22, 6), torch.randint(0, 3, (22,))) for _ in range(5)]
+    whole, cut = (weights_after(make, size, batches) for size in (22, 4))
+    assert float((cut - whole).norm() / whole.norm()) <= limit
+    shorter = weights_after(make, 4, [(x[:21], y[:21]) for x, y in batches])
+    assert float((shorter - whole).norm() / whole.norm()) > 10 * limit, "one row less is seen"
