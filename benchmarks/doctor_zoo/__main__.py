@@ -24,7 +24,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             alone = [script for script in found if not script.launch.startswith("torchrun")]
-            watch_forked(alone, folder)
+            for failure in watch_forked(alone, folder):
+                print(failure)
             for script in found:
                 if script not in alone:
                     _launch(script, folder)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -13,10 +14,13 @@ from benchmarks.doctor_zoo.zoo_scripts import ZooScript
 
 LOADED = {"transformers": ("Trainer", "GPT2LMHeadModel", "LlamaForCausalLM")}
 """Names that a lazy package loads only when asked."""
+MOST_SECONDS = 60
+"""Of one script: one that hangs counts as failed."""
 
 
-def watch_forked(scripts: Iterable[ZooScript], folder: Path) -> None:
-    """Leaves `folder/NAME.py`, its log in `folder/NAME/` and what it printed in `folder/NAME.out`."""
+def watch_forked(scripts: Iterable[ZooScript], folder: Path) -> list[str]:
+    """Leaves `folder/NAME.py`, its log in `folder/NAME/`, what it printed in `folder/NAME.out`; tells which scripts failed."""
+    failed = []
     wanted = list(scripts)
     for name in sorted({name for script in wanted for name in script.frameworks}):
         package = importlib.import_module(name)
@@ -31,7 +35,8 @@ def watch_forked(scripts: Iterable[ZooScript], folder: Path) -> None:
             os._exit(_watch(path))
         _, status = os.waitpid(child, 0)
         if status:
-            raise RuntimeError(f"{path.name} failed under watch:\n{path.with_suffix('.out').read_text()[-2000:]}")
+            failed.append(f"{script.name} failed under watch:\n{path.with_suffix('.out').read_text()[-1500:]}")
+    return failed
 
 
 def _watch(path: Path) -> int:
@@ -41,6 +46,7 @@ def _watch(path: Path) -> int:
 
     from anybatch.doctor.recording import Watch, begin_watching, end_watching
 
+    signal.alarm(MOST_SECONDS)
     out = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -106,7 +106,8 @@ class LoopCase:
         self, kind: str, severity: Severity, spot: Spot, message: str, evidence: Mapping[str, Any] | None = None
     ) -> Finding:
         """With the fix."""
-        fix = fix_for(kind, n=self.size, rows=self.rows)
+        meant = [number for number in self.loop.intended.values() if number > 1]
+        fix = fix_for(kind, n=self.size if self.size > 1 or not meant else meant[0], rows=self.rows)
         return Finding(
             kind=kind,
             severity=severity,

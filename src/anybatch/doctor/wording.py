@@ -83,7 +83,7 @@ def _seen(loop: WatchedLoop, num_ranks: int) -> list[str]:
 
 def _between(events: list[dict[str, object]]) -> str:
     counts = Counter(str(event["what"]) for event in events)
-    return ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items()) or "nothing between"
+    return ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items()) or "nothing else"
 
 
 def _short(file: str) -> str:

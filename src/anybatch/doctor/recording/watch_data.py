@@ -55,7 +55,9 @@ class _Loaders:
                 iterator = original(loader)
                 if self.tape.is_ended or self.tape.is_broken:
                     return iterator
-                return Fetching(iterator, self.tape, self.tape.safely(self._begun)(loader), short)
+                epoch = self.tape.safely(self._begun)(loader)
+                is_stream = self._whole(loader) is None  # it may have no end, and whoever reads it may count on that
+                return Fetching(iterator, self.tape, epoch, 0 if is_stream else short)
 
             return begin
 
@@ -76,12 +78,16 @@ class _Loaders:
             known = (weakref.ref(loader), len(self.numbers), 0)
         known = (known[0], known[1], known[2] + 1)
         self.numbers[id(loader)] = known
-        try:
-            whole: int | None = self._length(loader)
-        except TypeError:
-            whole = None
+        whole = self._whole(loader)
         self.tape.write("epoch", loader=known[1], number=known[2], whole=whole, **_sampling(loader), place=here())
         return [known[1], known[2]]
+
+    def _whole(self, loader: Any) -> int | None:
+        """Its batches; None of a stream that does not say."""
+        try:
+            return int(self._length(loader))
+        except TypeError:
+            return None
 
 
 def _sampling(loader: Any) -> dict[str, Any]:
