@@ -72,9 +72,8 @@ class Accumulator:
     A model in `DistributedDataParallel` or sharded by `fully_shard` is given as it is: the batch is then what all ranks give
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
-    micro-batch to the next: fewer all-gathers for more memory.
-    With `prefetch`, the next micro-batch is brought to an accelerator while one runs, if it lies in pinned memory.
-    `running` gives all these options as one value.
+    micro-batch to the next: fewer all-gathers for more memory. With `prefetch`, the next micro-batch is brought from pinned memory
+    to an accelerator while one runs. `running` gives all these options as one value.
 
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
     they grow again after batches that go well, and `split` is what batches are cut by.
@@ -127,8 +126,7 @@ class Accumulator:
         self.keep_fp32 = keep_fp32
         self.norms = NormPolicy(model, self.running.batch_norm)
         self._optimizer = optimizer
-        self.noise: NoiseRecord = NOT_ASKED
-        """What an `Update` keeps of the noise of its gradients: here its meter sees the passes."""
+        self.noise: NoiseRecord = NOT_ASKED  # an `Update` puts in what keeps the noise of its gradients
         check_drops(self.running, objective, self.engine)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
         self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
@@ -226,10 +224,7 @@ class Accumulator:
     def prepare(
         self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, given: Schedule | None = None
     ) -> tuple[BatchPlan, Schedule, Tools]:
-        """All that comes before the first forward: the plan of the batch, how it runs, and with what.
-
-        `given` is how it runs instead of how it would.
-        """
+        """All that comes before the first forward: the plan of the batch, how it runs (`given`, if it is), and with what."""
         parameters = [*self.parameters(), *self.objective.parameters()]
         device = common_device(parameters) or common_device(self.model.parameters())
         autocast = autocast_context(self.running.autocast, device)
