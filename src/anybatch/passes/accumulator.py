@@ -72,8 +72,8 @@ class Accumulator:
     A model in `DistributedDataParallel` or sharded by `fully_shard` is given as it is: the batch is then what all ranks give
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
-    micro-batch to the next: fewer all-gathers for more memory. With `prefetch`, the next micro-batch is brought from pinned memory
-    to an accelerator while one runs. `running` gives all these options as one value.
+    micro-batch to the next: fewer all-gathers for more memory. With `prefetch`, the next micro-batch is brought from pinned
+    memory to an accelerator while one runs. `running` gives all these options as one value.
 
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
     they grow again after batches that go well, and `split` is what batches are cut by.
@@ -292,8 +292,7 @@ class Accumulator:
     @cached_property
     def _row_masks(self) -> tuple[Masks, ...]:
         """What the model's swapped dropout layers share: nothing, or one. Looked for once, at the first batch."""
-        found = masks_of(self.model)
-        return () if found is None else (found,)
+        return tuple(found for found in [masks_of(self.model)] if found is not None)
 
     def _can_start_again(self) -> bool:
         """False where a rank that fails amid collectives cannot tell the others: it starts nothing again alone."""

@@ -275,12 +275,7 @@ class Update:
                 "random draw, such as dropout, or a sum that overflowed"
             )
         else:
-            what = "the loss" if culprit.parameter is None else f"the gradient of {culprit.parameter!r}"
-            whose = "" if culprit.rank is None else f" of rank {culprit.rank}"
-            where = (
-                f"{what} is not finite, first in micro-batch {culprit.micro_batch} of {culprit.num_micro_batches}{whose} "
-                f"(counted from 0), whose loss is {culprit.loss:.6g}"
-            )
+            where = culprit.where()
         return (
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
             "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."

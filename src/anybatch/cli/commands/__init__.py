@@ -9,10 +9,9 @@ if TYPE_CHECKING:
     from anybatch.cli.commands.run_advise import advise_command
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
-    from anybatch.cli.commands.run_learn import learn_command
+    from anybatch.cli.commands.run_pages import learn_command, self_test_command
     from anybatch.cli.commands.run_plan import plan_command
     from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
-    from anybatch.cli.commands.run_self_test import self_test_command
     from anybatch.cli.commands.run_trace import trace_command
     from anybatch.cli.commands.run_train import train_command
     from anybatch.cli.commands.run_verify import verify_command

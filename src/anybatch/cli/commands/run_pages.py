@@ -1,14 +1,36 @@
-"""`anybatch self-test`: does it hold on this device? A table, a page and a JSON; the exit code says whether it does."""
+"""Commands that write a page and no run: `anybatch learn`, and `anybatch self-test` with its table and JSON."""
 
 import json
+import webbrowser
 from pathlib import Path
+from tempfile import mkdtemp
 
 from anybatch import __version__
 from anybatch.cli.folders import check_installed, new_folder
 from anybatch.cli.screen import say
 from anybatch.cli.tables import table
+from anybatch.errors import SettingsError
+from anybatch.lessons import learn_page, write_learn_site
 from anybatch.records import plain
 from anybatch.training import find_device, versions
+
+
+def learn_command(page: str | None, *, out: Path | None, site: Path | None, is_quiet: bool) -> int:
+    """Write the page, and open it where nobody said where it should go."""
+    if site is not None:
+        if page is not None or out is not None:
+            given = page if page is not None else f"--out {out}"
+            raise SettingsError(f"--site {site} writes all lessons into a folder; it does not go with {given}.")
+        say(f"site: {write_learn_site(site)}", is_quiet=is_quiet)
+        return 0
+    text = learn_page(page)
+    path = out or Path(mkdtemp(prefix="anybatch-learn-")) / "learn.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    say(f"page: {path}", is_quiet=is_quiet)
+    if out is None:
+        webbrowser.open(path.resolve().as_uri())
+    return 0
 
 
 def self_test_command(device: str, *, rows: int | None, out: Path | None, is_quiet: bool) -> int:
