@@ -245,7 +245,7 @@ class Accumulator:
         self.norms.warn_once(layers, plan.cut, plan.num_micro_batches)
         meter = self.noise.meter(why_unmeasured(plan, schedule, self.engine))
         needs = schedule.needs(self.engine)
-        sync = self.engine.sync(needs, is_proven=plan.is_proven)
+        sync = self.engine.sync(needs, is_proven=plan.is_proven, leaves_out=plan.num_left_out > 0)
         ranks = self.engine.ranks
         barrier = Barrier(ranks, is_over=ranks.size == 1 or needs.even_passes or needs.one_collective)
         drops = self.running.drops and not plan.is_empty
