@@ -129,7 +129,7 @@ class OpCount(TorchDispatchMode):
         return result
 
 
-class StepProgress:
+class WritesDone:
     """How far work in place has come when it fails, without a copy of anything: by torch's counts of writes, or by ops."""
 
     def __init__(self, changing: Iterable[Tensor], *, by_ops: bool) -> None:
@@ -154,7 +154,7 @@ def change(gradients: Sequence[Tensor], action: Callable[[], object], what: str)
     if not all(map(is_plain, gradients)):
         once_more(action)
         return
-    progress = StepProgress(gradients, by_ops=True)
+    progress = WritesDone(gradients, by_ops=True)
     for around in (progress.watched, progress.resumed):
         try:
             with around():
