@@ -45,7 +45,7 @@ def whole_batch(objective: object) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("objective", [cross_entropy, contrastive])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", ["ddp"])
 @on_two_devices
 def test_the_weights_are_those_of_the_whole_batch(engine, objective):
     first, last = OWN[dist.get_rank()]
