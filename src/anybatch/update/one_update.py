@@ -11,13 +11,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.batches import Batch, MicroBatch
 from anybatch.errors import NonFiniteError, UpdateError
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
+from anybatch.faces import one_of
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.noise import noise_record
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite
-from anybatch.passes import Accumulator, Option, Running, find_culprit
+from anybatch.passes import Accumulator, Option, Running, find_culprit, in_a_line, says_what_to_write
 from anybatch.proof import PENDING, FirstLook, look_first
 from anybatch.state import once_more
+from anybatch.update.callbacks import OnUpdate, callbacks_of, tell
 from anybatch.update.fitting_parts import check_loss_parameters, check_parts
 from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_scheduler
 from anybatch.update.held_interrupts import HeldInterrupts
@@ -45,6 +47,10 @@ class Update:
     `noise=8` measures in one update of 8 how much the gradients of its micro-batches differ: `noise_scale` of a result says how
     large a batch has as much noise as signal. In those updates rows are cut as they came; gradients stay what they are.
 
+    `on_update` is called with the result after each update that was applied, when the weights are new and the scheduler has
+    moved: a function for a logger or an average of the weights, or a list of them. What one of them raises comes out; the
+    update stays done.
+
     >>> import torch
     >>> from anybatch import supervised
     >>> model = nn.Linear(4, 2)
@@ -59,6 +65,7 @@ class Update:
     on_nonfinite = Option()
     on_empty = Option()
 
+    @says_what_to_write
     def __init__(
         self,
         model: nn.Module,
@@ -79,6 +86,7 @@ class Update:
         noise: int | None = None,
         check: Check | bool = "first",
         observer: Observer | None = None,
+        on_update: OnUpdate = None,
         running: Running | None = None,
     ) -> None:
         optimizer, scheduler = unwrapped_optimizer(optimizer, scaler), unwrapped_scheduler(scheduler)
@@ -98,6 +106,7 @@ class Update:
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.scheduler = scheduler
+        self.on_update = callbacks_of(on_update)
         self.accumulator = Accumulator(
             model,
             objective,
@@ -115,6 +124,9 @@ class Update:
         self.guard = PENDING if self._check == "first" else FirstLook(finding="off")
         """What the look at the first batch found, where `check="first"`."""
         self._is_first = True
+
+    def __repr__(self) -> str:
+        return in_a_line(self.accumulator, "Update", self.optimizer)
 
     @property
     def running(self) -> Running:
@@ -186,7 +198,7 @@ class Update:
                 self._scale.forget()
                 self.accumulator.forget_batch(buffers)
         self.noise.add(accumulated.norms, grad_norm, applied=is_applied)
-        return UpdateResult(
+        result = UpdateResult(
             loss=accumulated.loss,
             grad_norm=grad_norm,
             units=accumulated.units,
@@ -199,6 +211,7 @@ class Update:
             noise_reason=self.noise.reason,
             retries=retries,
         )
+        return tell(self.on_update, result)
 
     def _look_at_first(self, batch: Batch) -> None:
         if self._check == "first":
@@ -273,9 +286,7 @@ def _check_of(check: Check | bool) -> Check:
     if check is True or check is False:
         return "full" if check else "off"
     if check not in get_args(Check):
-        raise UpdateError(
-            f"check={check!r}: expected one of {', '.join(get_args(Check))}; True is 'full', False is 'off'."
-        )
+        raise UpdateError(f"check={check!r}: True is 'full', False is 'off'; {one_of(check, get_args(Check))}")
     return check
 
 

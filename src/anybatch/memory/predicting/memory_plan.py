@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from anybatch.faces import facts_table, html_block, html_table, sentences
 from anybatch.memory.predicting.peaks import Peaks
 from anybatch.sizes import show_bytes
 
@@ -89,6 +90,20 @@ class Plan:
     """True where the size chosen was itself tried, and its peak is not computed from others."""
     notes: tuple[str, ...]
     peaks: Peaks = field(repr=False)
+
+    def __repr__(self) -> str:
+        size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
+        peak = f"{show_bytes(self.peak_bytes)} of {show_bytes(self.limit)}"
+        return (
+            f"Plan({size}, peak {peak}, whole batch of {self.rows} rows {show_bytes(self.whole_bytes)}, {self.method})"
+        )
+
+    def _repr_html_(self) -> str:
+        head, _, *rest = _sentences(self)
+        sizes = [[entry.size, show_bytes(entry.peak), "yes" if entry.fits else "no"] for entry in self.sizes]
+        parts = {part.name: show_bytes(getattr(self.breakdown, part.name)) for part in fields(self.breakdown)}
+        tables = html_table([self.unit, "peak", "fits"], sizes), sentences(["At the peak:"]), facts_table(parts)
+        return html_block(head, *tables, sentences(rest))
 
     @property
     def limit(self) -> int:
