@@ -6,13 +6,13 @@ from pathlib import Path
 
 from anybatch.records.advice_schema import AdviceRecord
 from anybatch.records.comparison import Comparison
+from anybatch.records.proof_schema import ProofRecord
 from anybatch.records.run_folder import RunFolder
 from anybatch.records.schema import (
     EpochDone,
     MemorySeen,
     Metric,
     PlanRecord,
-    ProofRecord,
     Run,
     UpdateDone,
     WindowSeen,

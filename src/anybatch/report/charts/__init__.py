@@ -8,8 +8,10 @@ from anybatch.report.charts.peak_charts import charts_of_plan
 from anybatch.report.charts.proof_charts import (
     charts_of_proof,
     cuts_table,
+    finding_of,
     largest_error,
     proof_sentence,
+    weights_picture,
     written_precision,
 )
 from anybatch.report.charts.trace_charts import charts_of_trace
@@ -28,6 +30,7 @@ __all__ = [
     "cuts_table",
     "epoch_charts",
     "final_table",
+    "finding_of",
     "largest_error",
     "memory_charts",
     "noise_charts",
@@ -38,5 +41,6 @@ __all__ = [
     "stage_colour",
     "timeline_chart",
     "update_charts",
+    "weights_picture",
     "written_precision",
 ]
