@@ -1,4 +1,4 @@
-"""The commands that show what is there: lessons, the page of a run, and what its batch is worth."""
+"""Commands that show what is there: lessons, the page of a run, what its batch is worth, whether it holds on a device."""
 
 from pathlib import Path
 from typing import Annotated
@@ -46,6 +46,25 @@ def report(
     page = write_page(folder)
     say(f"page: {page}", is_quiet=quiet)
     return 0
+
+
+def self_test(
+    device: opt.Device = "auto",
+    rows: Annotated[
+        int | None, typer.Option("--rows", metavar="N", min=64, help="Rows of the batches that memory is filled with.")
+    ] = None,
+    out: opt.Out = None,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Does it hold on this device? Exactness, running out of memory, what fits, plans and speed, in some two minutes.
+
+    Prints a table, and writes a page and a JSON to attach to an issue. Exit code 0 if every check passes, 1 if not.
+
+    Example: anybatch self-test --device cuda
+    """
+    from anybatch.cli.commands import self_test_command
+
+    return self_test_command(device, rows=rows, out=out, is_quiet=quiet)
 
 
 def advise(

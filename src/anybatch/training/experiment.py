@@ -210,9 +210,9 @@ def find_split(task: Task, settings: Settings, batch: int) -> Split:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name; `auto` is the GPU if there is one."""
+    """The device of this name; `auto` is the GPU, or whatever accelerator torch knows here, if there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)

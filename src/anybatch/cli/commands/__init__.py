@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from anybatch.cli.commands.run_advise import advise_command
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
-    from anybatch.cli.commands.run_learn import learn_command
+    from anybatch.cli.commands.run_pages import learn_command, self_test_command
     from anybatch.cli.commands.run_plan import plan_command
     from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
     from anybatch.cli.commands.run_trace import trace_command
@@ -27,6 +27,7 @@ __all__ = [
     "learn_command",
     "plan_command",
     "ranks_plan_command",
+    "self_test_command",
     "trace_command",
     "train_command",
     "verify_command",
