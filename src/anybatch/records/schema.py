@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-RunKind = Literal["train", "compare", "trace", "plan", "verify"]
+RunKind = Literal["train", "compare", "trace", "plan", "verify", "advise"]
 Scalar = str | int | float | bool | None
 Scalars = Mapping[str, Scalar]
 """Names and plain values: what a table of settings shows."""
@@ -66,6 +66,11 @@ class UpdateDone:
     """The objective's metrics on the batch, before its step."""
     retries: int | None = 0
     """How often memory ran out in it."""
+    noise_scale: float | None = None
+    """In rows, from the latest measured updates; None where it is not known, or no signal was seen."""
+    noise_low: float | None = None
+    noise_high: float | None = None
+    """Its 90 % interval; None above, where the signal is not told from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,56 +137,6 @@ class MemorySeen:
 
 Metric = UpdateDone | EpochDone | WindowSeen | MemorySeen
 """One line of `metrics.jsonl`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterRecord:
-    """The error of one parameter's gradient, and what the order of summation explains of it."""
-
-    name: str
-    error: float | None
-    floor: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutRecord:
-    """One cut of the batch in one precision."""
-
-    name: str
-    precision: str
-    micro_batches: int | None
-    rows: Values
-    """How many rows each micro-batch had."""
-    error: float | None
-    parameters: tuple[ParameterRecord, ...]
-    failure: str | None
-    """What was raised where this cut could not run."""
-    is_exact: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CauseRecord:
-    """Why a gradient was not exact, and what to do."""
-
-    kind: str
-    explanation: str
-    fix: str
-    lesson: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProofRecord:
-    """The accumulated gradient against the whole batch's: what `verify` found."""
-
-    file: ClassVar[str] = "verify.json"
-    is_exact: bool
-    error: float | None
-    rows: int | None
-    rows_given: int | None
-    dtype: str = "own precision"
-    cuts: tuple[CutRecord, ...]
-    causes: tuple[CauseRecord, ...]
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from anybatch.records import Comparison, PlanRecord, ProofRecord, Results, Scalar, at_epoch
-from anybatch.report.charts import largest_error, num_seeds, proof_sentence, written_precision
+from anybatch.report.charts import finding_of, largest_error, num_seeds, proof_sentence, written_precision
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words, written_task
 
 
@@ -27,6 +27,8 @@ def summary(results: Results) -> str:
         return _traced(results)
     if results.plan is not None and results.plan.sentences:
         return results.plan.sentences[0]
+    if results.advice is not None and not results.updates and results.advice.sentences:
+        return results.advice.sentences[0]
     return _trained(results)
 
 
@@ -140,7 +142,7 @@ def _ends(comparison: Comparison) -> tuple[tuple[str, str], tuple[str, str]] | N
 
 
 def _proof_figures(proof: ProofRecord) -> tuple[Figure, ...]:
-    verdict = Figure(label="verdict", value="exact" if proof.is_exact else "not exact")
+    verdict = Figure(label="verdict", value=finding_of(proof))
     errors = [
         Figure(
             label=f"largest error, {written_precision(proof, precision)}",

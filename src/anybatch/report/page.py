@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from anybatch.records import (
+    AdviceRecord,
     Comparison,
     PlanRecord,
     ProofRecord,
@@ -25,6 +26,7 @@ from anybatch.records import (
 from anybatch.report.charts import (
     Chart,
     Table,
+    charts_of_advice,
     charts_of_comparison,
     charts_of_plan,
     charts_of_proof,
@@ -33,10 +35,12 @@ from anybatch.report.charts import (
     epoch_charts,
     final_table,
     memory_charts,
+    noise_charts,
     rate_and_norm_charts,
     stage_colour,
     timeline_chart,
     update_charts,
+    weights_picture,
 )
 from anybatch.report.headline import headline, summary
 from anybatch.report.trace_lanes import Lane, lanes_of
@@ -74,6 +78,8 @@ class Section:
     layers: tuple[TracedLayer, ...] = ()
     lanes: tuple[Lane, ...] = ()
     """The same stages as a picture."""
+    picture: Markup | None = None
+    """A cell per row."""
 
 
 def write_page(run_folder: Path) -> Path:
@@ -125,10 +131,13 @@ def sections(results: Results) -> tuple[Section, ...]:
         *(_proof_sections(results.proof) if results.proof is not None else ()),
         *(_comparison_sections(results.comparison) if results.comparison is not None else ()),
         *(_plan_sections(results.plan) if results.plan is not None else ()),
+        *(_advice_sections(results.advice) if results.advice is not None else ()),
         *(_trace_sections(results.trace) if results.trace is not None else ()),
         *_training_sections(results),
     )
-    return tuple(part for part in parts if part.charts or part.tables or part.notes or part.stages or part.layers)
+    return tuple(
+        part for part in parts if part.charts or part.tables or part.notes or part.stages or part.layers or part.picture
+    )
 
 
 def _proof_sections(proof: ProofRecord) -> Iterator[Section]:
@@ -136,7 +145,13 @@ def _proof_sections(proof: ProofRecord) -> Iterator[Section]:
         f"{cause.explanation} Fix: {cause.fix}" + (f" See: anybatch learn {cause.lesson}." if cause.lesson else "")
         for cause in proof.causes
     )
-    yield Section(name="causes", title="Why it is not exact", notes=causes)
+    unjudged = (proof.unjudged,) if proof.unjudged else ()
+    yield Section(
+        name="causes",
+        title="Why it could not be judged" if unjudged else "Why it is not exact",
+        notes=(*unjudged, *causes),
+    )
+    yield Section(name="weights", title="The weight of every row", picture=weights_picture(proof))
     yield Section(
         name="proof",
         title="Accumulated against the whole batch",
@@ -160,6 +175,12 @@ def _plan_sections(plan: PlanRecord) -> Iterator[Section]:
     yield Section(name="memory", title="What fits", notes=plan.sentences[1:], charts=tuple(charts_of_plan(plan)))
 
 
+def _advice_sections(advice: AdviceRecord) -> Iterator[Section]:
+    yield Section(
+        name="advice", title="Is the batch worth it?", notes=advice.sentences, charts=tuple(charts_of_advice(advice))
+    )
+
+
 def _trace_sections(trace: Trace) -> Iterator[Section]:
     stages = tuple(
         ("The whole batch" if index is None else f"Micro-batch {index}", tuple(group))
@@ -173,7 +194,9 @@ def _trace_sections(trace: Trace) -> Iterator[Section]:
 
 
 def _training_sections(results: Results) -> Iterator[Section]:
-    by_update = (*update_charts(results), *rate_and_norm_charts(results)) if results.updates else ()
+    by_update = (
+        (*update_charts(results), *rate_and_norm_charts(results), *noise_charts(results)) if results.updates else ()
+    )
     timeline = (timeline_chart(results.windows[-1]),) if results.windows else ()
     inside = (*timeline, *memory_charts(results.memory))
     settings = tuple(_settings(results.run))

@@ -1,5 +1,6 @@
 """Results as pictures, each with its table."""
 
+from anybatch.report.charts.advice_charts import charts_of_advice, noise_charts
 from anybatch.report.charts.cell_pictures import RowCells, row_cells
 from anybatch.report.charts.chart import Chart, Table
 from anybatch.report.charts.comparison_charts import charts_of_comparison, final_table, num_seeds
@@ -7,8 +8,10 @@ from anybatch.report.charts.peak_charts import charts_of_plan
 from anybatch.report.charts.proof_charts import (
     charts_of_proof,
     cuts_table,
+    finding_of,
     largest_error,
     proof_sentence,
+    weights_picture,
     written_precision,
 )
 from anybatch.report.charts.trace_charts import charts_of_trace
@@ -19,6 +22,7 @@ __all__ = [
     "Chart",
     "RowCells",
     "Table",
+    "charts_of_advice",
     "charts_of_comparison",
     "charts_of_plan",
     "charts_of_proof",
@@ -26,8 +30,10 @@ __all__ = [
     "cuts_table",
     "epoch_charts",
     "final_table",
+    "finding_of",
     "largest_error",
     "memory_charts",
+    "noise_charts",
     "num_seeds",
     "proof_sentence",
     "rate_and_norm_charts",
@@ -35,5 +41,6 @@ __all__ = [
     "stage_colour",
     "timeline_chart",
     "update_charts",
+    "weights_picture",
     "written_precision",
 ]
