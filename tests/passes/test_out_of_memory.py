@@ -452,3 +452,54 @@ def test_dealt_rows_that_come_cut_already_are_cut_further():
     grads = torch.autograd.grad(nn.functional.cross_entropy(layer(x), y), list(layer.parameters()))
     for parameter, grad in zip(layer.parameters(), grads, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_one_failure_that_was_somebody_elses_is_over_within_fifty_updates_and_said_once():
+    model = nn.Linear(4, 2)
+    told = []
+    accumulator = Accumulator(model, Objective(lambda m, x: m(x).square().mean()), micro_batch=16, observer=told.append)
+    with OutOfMemoryAbove(2), pytest.warns(UserWarning, match=r"memory ran out .*size=8.* grow again") as warned:
+        accumulator.backward(torch.randn(64, 4))
+    assert accumulator.split == Rows(2)
+    sizes = []
+    for _ in range(50):
+        accumulator.backward(torch.randn(64, 4))
+        sizes.append(accumulator.split.size)
+    assert sizes == sorted(sizes)
+    assert accumulator.split == Rows(16)
+    assert len(warned) == 1
+    assert [event.split for event in told if isinstance(event, stages.Resize)][-1] == "Rows(size=16)"
+
+
+def test_where_memory_stays_short_it_grows_to_just_below_what_failed_and_seldom_tries_that_again():
+    accumulator = Accumulator(nn.Linear(4, 2), Objective(lambda m, x: m(x).square().mean()), micro_batch=16)
+    with OutOfMemoryAbove(14):
+        results = [accumulator.backward(torch.randn(64, 4)) for _ in range(200)]
+    largest = [-(-64 // result.micro_batches) for result in results]
+    assert largest[15] == 13
+    assert sum(result.retries for result in results) <= 5
+    assert sum(one >= 13 for one in largest) > 150
+
+
+def test_a_single_row_is_tried_once_more_and_then_the_users_own_line_is_in_the_traceback():
+    def their_own_mistake(model: nn.Module, rows: Tensor) -> Tensor:
+        raise MemoryError("a cache of their own is full")
+
+    accumulator = Accumulator(nn.Linear(4, 2), Objective(their_own_mistake), micro_batch=8)
+    with pytest.raises(MemoryLimitError, match="a cache of their own is full") as told:
+        accumulator.backward(torch.randn(16, 4))
+    lines = [str(entry) for entry in told.getrepr(chain=True, style="long").chain]
+    assert any("their_own_mistake" in line for line in lines)
+    assert accumulator.split == Rows(8), "what did not fit in any size says nothing of sizes"
+
+    attempts = []
+
+    def fails_once_at_one_row(model: nn.Module, rows: Tensor) -> Tensor:
+        attempts.append(len(rows))
+        if len(attempts) <= 4:
+            raise MemoryError
+        return model(rows).square().mean()
+
+    accumulator = Accumulator(nn.Linear(4, 2), Objective(fails_once_at_one_row), micro_batch=8)
+    assert accumulator.backward(torch.randn(8, 4)).retries == 4
+    assert attempts[:5] == [8, 4, 2, 1, 1]

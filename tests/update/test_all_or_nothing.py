@@ -107,7 +107,8 @@ def test_an_error_in_the_first_step_changes_nothing():
 
 def test_one_in_a_later_step_says_that_weights_are_torn_and_leaves_buffers_and_scaler_as_they_were():
     update = make(network())
-    update(rows())
+    for _ in range(2):  # the first two are copied, and put back
+        update(rows())
     buffers = [buffer.clone() for buffer in update.model.buffers()]
     update.optimizer.fails = ValueError
     with pytest.raises(ValueError, match="amid a step") as told:

@@ -1,7 +1,7 @@
 """What a batch is: its rows, cutting it into micro-batches, what those cost, dealing them to ranks. No autograd here."""
 
 from anybatch.batches.cost import Cost, Cut
-from anybatch.batches.counting import move, num_rows, rows, take_rows
+from anybatch.batches.counting import num_rows, rows, take_rows
 from anybatch.batches.dealing import Dealt, GlobalBatches, RepeatsWatch, deal_rows, repeated_rows
 from anybatch.batches.joining import join_rows, reorder_rows
 from anybatch.batches.lengths import RowLengths
@@ -9,6 +9,7 @@ from anybatch.batches.nesting import Batch, children, is_array, map_tensors, ten
 from anybatch.batches.padding import narrow, padded_dims
 from anybatch.batches.readings import SampleList, holds_samples
 from anybatch.batches.row_dim import check_row_dim, rows_first, rows_in_dim
+from anybatch.batches.sending import move, sent
 from anybatch.batches.splits import (
     AsGiven,
     MicroBatch,
@@ -22,11 +23,12 @@ from anybatch.batches.splits import (
     as_split,
     in_arrival_order,
     is_in_arrival_order,
+    size_that_ran,
     smaller,
     why_rows_stay,
     windows,
 )
-from anybatch.batches.tuning import Auto, Choice, Doubling
+from anybatch.batches.tuning import Auto, Choice, Doubling, WayBack
 
 __all__ = [
     "AsGiven",
@@ -47,6 +49,7 @@ __all__ = [
     "Split",
     "Stacked",
     "Tokens",
+    "WayBack",
     "Windows",
     "Workload",
     "as_split",
@@ -68,6 +71,8 @@ __all__ = [
     "rows",
     "rows_first",
     "rows_in_dim",
+    "sent",
+    "size_that_ran",
     "smaller",
     "take_rows",
     "tensors",

@@ -97,4 +97,13 @@ class Retry(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize(Event):
+    """Micro-batches are larger from now on: memory had run out, and batches have gone well since."""
+
+    stage = "resize"
+    split: str
+    """What batches are cut by, in words."""
+
+
 Observer = Callable[[Event], None]

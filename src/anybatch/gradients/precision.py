@@ -30,6 +30,7 @@ def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None and grad.dtype != parameter.dtype and is_low(parameter):
+            cast = grad.to(parameter.dtype)  # first, because memory may run out here
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
-            parameter.grad = grad.to(parameter.dtype)
+            parameter.grad = cast

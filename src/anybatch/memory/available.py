@@ -3,24 +3,18 @@
 import torch
 
 from anybatch.errors import PlanError
-from anybatch.host_memory import free_on_host
+from anybatch.state import free_bytes
 
 
 def available_bytes(device: torch.device) -> int:
     """What could still be allocated there now, in bytes."""
-    if device.type == "cpu":
-        free = free_on_host()
-        if free is None:
-            raise PlanError(
-                'memory=None: this system does not tell how much memory is free. Give memory="6GiB", or whatever there is.'
-            )
+    free = free_bytes(device)
+    if free is not None:
         return free
-    try:
-        left, _ = torch.accelerator.get_memory_info(device)
-        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    except (RuntimeError, AssertionError, AttributeError) as error:
+    if device.type == "cpu":
         raise PlanError(
-            f"memory=None asks what {device} has free, but it cannot be asked here: {str(error).splitlines()[0][:120]}. Give "
-            'memory="24GiB", or whatever the card has.'
-        ) from None
-    return int(left + cached)
+            'memory=None: this system does not tell how much memory is free. Give memory="6GiB", or whatever there is.'
+        )
+    raise PlanError(
+        f'memory=None asks what {device} has free, but it cannot be asked here. Give memory="24GiB", or whatever the card has.'
+    )

@@ -1,7 +1,7 @@
 """`Fit`: the largest micro-batch that fits, by prediction; the fastest of those that do, if asked for."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -171,6 +171,15 @@ class Fit:
         last.size = max(largest // 2, 1)
         return self
 
+    def resized(self, size: int) -> "Fit":
+        """This split, with micro-batches of at most `size` for batches like the last one, and not more than was chosen."""
+        last = self._last
+        assert last is not None
+        resized = getattr(last.split, "resized", None)
+        last.size = min(size, last.chosen)
+        last.split = last.asked if size >= last.chosen or resized is None else resized(size)
+        return self
+
     def _shape_of(self, batch: Batch) -> "_Shape":
         if isinstance(self.most, Tokens) and self.most.collate is not None:
             lengths = self.most.measure(batch).lengths
@@ -244,3 +253,9 @@ class _Fitting:
     plan: Plan | None = None
     reason: str = ""
     retries: int = 0
+    chosen: int = field(init=False)
+    """The size at first, and the split for it."""
+    asked: Split = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chosen, self.asked = self.size, self.split

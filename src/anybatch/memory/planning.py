@@ -102,7 +102,7 @@ def plan(
         method=trials.method,
         reason=trials.reason,
         is_confirmed=found.is_confirmed,
-        notes=notes_for(trials, setup, bucket_bytes=bucket_bytes),
+        notes=notes_for(trials, setup, found.shape, bucket_bytes=bucket_bytes),
         peaks=found.peaks,
     )
 

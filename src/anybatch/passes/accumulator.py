@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import nn
 from torch.amp import GradScaler
@@ -16,14 +16,14 @@ from anybatch.gradients import GradientSum, check_hooks
 from anybatch.noise import NOT_ASKED, NoiseRecord
 from anybatch.norms import NO_POWER, Layers, NormPolicy
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload, OnNonFinite
+from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.agreement import OwnRows, own_rows, plan_batch, size_of
 from anybatch.passes.barrier import Barrier, memory_is_final
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.cutting import Cutting
-from anybatch.passes.forward_pass import ForwardPass, is_there, rows_of
+from anybatch.passes.forward_pass import ForwardPass, ahead_of, is_there, rows_of
 from anybatch.passes.run_batch import effect_on_loss, run
 from anybatch.passes.running import (
     Option,
@@ -47,6 +47,7 @@ from anybatch.state import (
     Snapshot,
     TensorFile,
     WriteWatch,
+    free_bytes,
     once_more,
     tracking_layers,
     until_it_fits,
@@ -71,10 +72,11 @@ class Accumulator:
     A model in `DistributedDataParallel` or sharded by `fully_shard` is given as it is: the batch is then what all ranks give
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
-    micro-batch to the next: fewer all-gathers for more memory.
-    `running` gives all these options as one value, and `optimizer` is what steps, whose memory a `Fit` counts.
+    micro-batch to the next: fewer all-gathers for more memory. With `prefetch`, the next micro-batch is brought from pinned
+    memory to an accelerator while one runs. `running` gives all these options as one value.
+
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
-    `split` is then what the next batches are cut by.
+    they grow again after batches that go well, and `split` is what batches are cut by.
 
     >>> import torch
     >>> model = nn.Linear(3, 1)
@@ -100,33 +102,36 @@ class Accumulator:
         drop_nonfinite: bool = False,
         keep_fp32: bool = False,
         reshard: bool = True,
+        prefetch: bool = False,
         observer: Observer | None = None,
         running: Running | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
         check_model(model)
         check_objective(objective)
-        on_nonfinite: OnNonFinite = "drop" if drop_nonfinite else "raise"
         self.running = running or Running(
-            autocast=autocast, batch_norm=batch_norm, offload=offload, reshard=reshard, on_nonfinite=on_nonfinite
+            autocast=autocast,
+            batch_norm=batch_norm,
+            offload=offload,
+            reshard=reshard,
+            prefetch=prefetch,
+            on_nonfinite="drop" if drop_nonfinite else "raise",
         )
         self.engine = engine_for(model, reshard=self.running.reshard)
         self.model = model
         self.objective = objective
-        self._cutting = Cutting(as_split(micro_batch))
+        self._cutting = Cutting(as_split(micro_batch), lambda: free_bytes(common_device(self.parameters())))
         self.observer = observer
         self.parameters = model.parameters if parameters is None else parameters
         self.keep_fp32 = keep_fp32
         self.norms = NormPolicy(model, self.running.batch_norm)
         self._optimizer = optimizer
-        self.noise: NoiseRecord = NOT_ASKED
-        """What an `Update` keeps of the noise of its gradients: here its meter sees the passes."""
+        self.noise: NoiseRecord = NOT_ASKED  # an `Update` puts in what keeps the noise of its gradients
         check_drops(self.running, objective, self.engine)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
         self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
         self._file = TensorFile()
         self._proven_size = 0
-        self._masks: tuple[Masks, ...] | None = None
         self._repeats = RepeatsWatch()
         self._forget_masks: Callable[[], None] = hold_numbers(())
 
@@ -138,13 +143,13 @@ class Accumulator:
             grad += sum_k (units_k / units) * d loss(micro_batch_k)
 
         Exact up to summation order when rows do not look at each other. Gradients are neither zeroed, clipped nor
-        stepped here. Micro-batches are moved to the model's device one at a time. With a `scaler`, gradients come out
-        scaled: unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` and
-        buffers as they were before the call, which `before` says, where `before_batch` was asked already.
+        stepped here. Micro-batches are moved to the model's device one at a time. With a `scaler`, gradients come out scaled:
+        unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` and buffers as they
+        were before the call, which `before` says, where `before_batch` was asked already.
         """
         self._repeats.look(rank=self.engine.ranks.rank, ranks=self.engine.ranks.size)
         before = before or self.before_batch()
-        for masks in self._row_masks():
+        for masks in self._row_masks:
             masks.begin()
         try:
             return self._until_it_fits(batch, scaler, before)
@@ -155,17 +160,17 @@ class Accumulator:
     def before_batch(self) -> Snapshot:
         """What a batch may change beside gradients, to go back to: buffers, and torch's random state."""
         before = once_more(self._state.snapshot)
-        self._forget_masks = hold_numbers(self._row_masks())
+        self._forget_masks = hold_numbers(self._row_masks)
         return before
 
     def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
-        """Make buffers what they were before a batch that teaches nothing, and let its rows draw the same masks again."""
+        """Make buffers what they were before a batch that teaches nothing; its rows draw the same masks again."""
         self._state.forget(buffers)
         self._forget_masks()
 
     def _until_it_fits(self, batch: Batch, scaler: GradScaler | None, before: Snapshot) -> Accumulated:
         events = events_for(self.observer)
-        watch = WriteWatch.of(batch)
+        watch, smaller = WriteWatch.of(batch), self._cutting.again(batch, self.engine.ranks)
         ran: MicroBatches | None = None
 
         def attempt() -> Accumulated:
@@ -187,13 +192,14 @@ class Accumulator:
                     f"memory ran out ({reason}), and this batch cannot start again: it was the first to change "
                     f"{', '.join(lost)}, of which there is no copy. Give the next batch: from now on copies are made."
                 )
-            self._cutting.shrink(batch, ran, self.engine.ranks, reason)
+            smaller(ran, reason)
             events.begin(Retry)
             events.end(Retry, reason=reason)
 
         if not self._can_start_again():
             return attempt()
         result, retries = until_it_fits(attempt, start_again)
+        self._cutting.went_well(ran if not retries else None, events)
         return replace(result, retries=retries) if retries else result
 
     def _look(self, plan: BatchPlan, tools: Tools, before: Snapshot) -> None:
@@ -218,10 +224,7 @@ class Accumulator:
     def prepare(
         self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, given: Schedule | None = None
     ) -> tuple[BatchPlan, Schedule, Tools]:
-        """All that comes before the first forward: the plan of the batch, how it runs, and with what.
-
-        `given` is how it runs instead of how it would.
-        """
+        """All that comes before the first forward: the plan of the batch, how it runs (`given`, if it is), and with what."""
         parameters = [*self.parameters(), *self.objective.parameters()]
         device = common_device(parameters) or common_device(self.model.parameters())
         autocast = autocast_context(self.running.autocast, device)
@@ -253,8 +256,9 @@ class Accumulator:
                 model=self.model,
                 compute=schedule.compute,
                 device=None if is_there(plan.cut[0], device) else device,
+                ahead=ahead_of(plan, device, self.running),
                 autocast=autocast,
-                rows=rows_of(self._row_masks(), self.model, plan.cut, batch, ranks),
+                rows=rows_of(self._row_masks, self.model, plan.cut, batch, ranks),
                 power=self.norms.power() if len(plan.cut) > 1 else NO_POWER,
                 events=events,
             ),
@@ -285,16 +289,12 @@ class Accumulator:
 
         return own_rows(self.objective, self.model, self.engine.ranks, batch, cut_rows)
 
+    @cached_property
     def _row_masks(self) -> tuple[Masks, ...]:
         """What the model's swapped dropout layers share: nothing, or one. Looked for once, at the first batch."""
-        if self._masks is None:
-            found = masks_of(self.model)
-            self._masks = () if found is None else (found,)
-        return self._masks
+        return tuple(found for found in [masks_of(self.model)] if found is not None)
 
     def _can_start_again(self) -> bool:
         """False where a rank that fails amid collectives cannot tell the others: it starts nothing again alone."""
-        if self.engine.ranks.size == 1:
-            return True
         is_exact = self.running.batch_norm == "exact" and bool(self.norms.touched(is_cut=True))
-        return not self.engine.is_even and not is_exact
+        return self.engine.ranks.size == 1 or not (self.engine.is_even or is_exact)

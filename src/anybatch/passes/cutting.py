@@ -1,5 +1,6 @@
 """How batches are cut: by the split that was asked for, and by a smaller one after memory ran out."""
 
+import warnings
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -11,13 +12,16 @@ from anybatch.batches import (
     MicroBatches,
     SampleList,
     Split,
+    WayBack,
     Workload,
     check_row_dim,
     holds_samples,
     rows,
+    size_that_ran,
     smaller,
 )
-from anybatch.errors import MemoryLimitError
+from anybatch.errors import BatchError, MemoryLimitError, levels_to_the_caller
+from anybatch.events import Events, Resize
 from anybatch.noise import UNMEASURED, PassMeter
 from anybatch.objectives import Coupled, Objective, count_units
 from anybatch.parallel import Ranks
@@ -26,9 +30,15 @@ from anybatch.parallel import Ranks
 class Cutting:
     """The cut of one batch after another. Those that come cut already stay as they are until memory runs out."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split, free: Callable[[], int | None] = lambda: None) -> None:
         self.split = split
+        self._free = free
+        """How much memory is free where the model is; None where nobody tells."""
         self._given: Split = AsGiven()
+        self._asked: Split | None = None
+        """What batches were cut by before memory ran out; None where they still are."""
+        self._way_back = WayBack()
+        self._has_warned = False
         self._has_samples = False
         """True once a list was surely one of samples: later ones that are short and equally long are read so too."""
         self._is_row_dim_known = False
@@ -50,11 +60,35 @@ class Cutting:
                 check_row_dim(workload().model, batch)
         return cut
 
-    def shrink(self, batch: Batch, ran: MicroBatches | None, ranks: Ranks, reason: str) -> None:
-        """Cut in smaller micro-batches than `ran` from now on; an error where that is possible on no rank."""
+    def again(self, batch: Batch, ranks: Ranks) -> Callable[[MicroBatches | None, str], None]:
+        """What is called, with what ran and why it failed, each time that this batch has to start again.
+
+        It makes micro-batches smaller. Where none can be, they are tried once more as they are, because it may have been
+        somebody else's memory; then it is an error, and the next batch is cut as this one was at first.
+        """
+        split, first, is_last = self.split, None, False
+
+        def start_again(ran: MicroBatches | None, reason: str) -> None:
+            nonlocal first, is_last
+            first = first or ran
+            try:
+                is_last = not self._shrink(batch, ran, ranks, reason, free=self._free(), is_last=is_last)
+            except MemoryLimitError:
+                self._as_before(split, first)
+                raise
+
+        return start_again
+
+    def _shrink(
+        self, batch: Batch, ran: MicroBatches | None, ranks: Ranks, reason: str, *, free: int | None, is_last: bool
+    ) -> bool:
+        """Cut in smaller micro-batches than `ran` from now on; where no rank can, False, or an error if `is_last`."""
         is_given = isinstance(batch.batch if isinstance(batch, Dealt) else batch, MicroBatches)
+        before, size = self.split, None if ran is None or is_given else _size(self.split, ran)
         found = None if ran is None else smaller(self._given if is_given else self.split, ran)
         if not ranks.any(found is not None):
+            if not is_last:
+                return False
             where = "before the first micro-batch ran" if ran is None else _least(ran)
             need = getattr(self.split, "need", None)
             predicted = "" if need is None else f" An update with one row needs {need}, as predicted."
@@ -63,11 +97,60 @@ class Cutting:
                 "shorter rows, autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
             )
         if found is None:
-            return  # other ranks can make theirs smaller
+            return True  # other ranks can make theirs smaller
         if is_given:
             self._given = found
-        else:
-            self.split = found
+            return True
+        self.split = found
+        if size is not None:
+            self._asked = before if self._asked is None else self._asked
+            self._way_back.fail(size, free)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"memory ran out ({reason}), and the batch started again in smaller micro-batches: {self.split!r} from now on. "
+                "They grow again after batches that go well. Nothing is lost; this is said once.",
+                stacklevel=levels_to_the_caller(),
+            )
+        return True
+
+    def went_well(self, ran: MicroBatches | None, events: Events) -> None:
+        """A batch fitted at once; where memory had run out before, the next one may be cut larger, and that is told."""
+        if self._asked is None or ran is None or len(ran) == 1:
+            return
+        size = _size(self.split, ran)
+        following = 0 if size is None else self._way_back.succeed(size, self._free)
+        if size is not None and following > size and self._grow(self._asked, following):
+            events.begin(Resize)
+            events.end(Resize, split=repr(self.split))
+
+    def _grow(self, asked: Split, size: int) -> bool:
+        """Cut in micro-batches of up to `size`, or as was asked where that is as much; False of a split that knows no sizes."""
+        resized = getattr(self.split, "resized", None)
+        if size < self._way_back.highest:
+            self.split = self.split if resized is None else resized(size)
+            return resized is not None
+        self.split = asked if asked is not self.split or resized is None else resized(size)
+        self._asked = None
+        self._way_back.arrive()
+        return True
+
+    def _as_before(self, split: Split, ran: MicroBatches | None) -> None:
+        """Cut by `split` again, which cut `ran`: what did not fit in any size says nothing of sizes."""
+        size = None if ran is None else _size(split, ran)
+        resized = getattr(split, "resized", None)
+        # a split that changes itself is told the size that it had
+        self.split = resized(size) if split is self.split and resized is not None and size is not None else split
+        if self._asked is split:
+            self._asked = None
+            self._way_back.arrive()
+
+
+def _size(split: Split, ran: MicroBatches) -> int | None:
+    try:
+        return size_that_ran(split, ran)
+    except BatchError:
+        return None  # micro-batches of the user's own making, whose rows nobody can count
 
 
 def _least(ran: MicroBatches) -> str:

@@ -5,10 +5,10 @@ from anybatch.state.buffers import MovingBuffers
 from anybatch.state.disk import TensorFile
 from anybatch.state.draw_finder import DrawFinder
 from anybatch.state.offload import SavedTensors, check_offload
-from anybatch.state.out_of_memory import free_memory, is_out_of_memory, once_more, until_it_fits
+from anybatch.state.out_of_memory import free_bytes, free_memory, is_out_of_memory, once_more, until_it_fits
 from anybatch.state.per_thread import ThreadState, thread_state
 from anybatch.state.python_random import OuterRandom, outer_random
-from anybatch.state.snapshot import NOTHING, Held, Slot, Snapshot, of_statistics, of_step, tracking_layers
+from anybatch.state.snapshot import NOTHING, Held, Slot, Snapshot, of_statistics, of_step, tables_of, tracking_layers
 from anybatch.state.torch_random import RandomState, random_state
 from anybatch.state.written_inputs import WriteWatch
 
@@ -27,6 +27,7 @@ __all__ = [
     "ThreadState",
     "WriteWatch",
     "check_offload",
+    "free_bytes",
     "free_memory",
     "is_out_of_memory",
     "of_statistics",
@@ -34,6 +35,7 @@ __all__ = [
     "once_more",
     "outer_random",
     "random_state",
+    "tables_of",
     "thread_state",
     "tracking_layers",
     "until_it_fits",

@@ -4,11 +4,14 @@ import errno
 import gc
 import re
 from collections.abc import Callable
+from traceback import clear_frames
 from typing import TypeVar
 
 import torch
 
+from anybatch.device_memory import free_on_device
 from anybatch.errors import AnybatchError, first_line
+from anybatch.host_memory import free_on_host
 
 T = TypeVar("T")
 
@@ -47,11 +50,21 @@ def free_memory() -> None:
         torch.accelerator.empty_cache()
 
 
+def free_bytes(device: torch.device | None) -> int | None:
+    """What could still be allocated there now; None where nobody tells."""
+    if device is None or device.type == "cpu":
+        return free_on_host()
+    try:
+        return free_on_device(device)
+    except (RuntimeError, AssertionError, AttributeError):
+        return None
+
+
 def until_it_fits(attempt: Callable[[], T], start_again: Callable[[str], None]) -> tuple[T, int]:
     """What `attempt` returns once memory suffices, and how often it did not.
 
     After each failure memory is freed and `start_again(reason)` called, which makes everything what it was before the
-    attempt and the next one smaller, or raises.
+    attempt and the next one smaller, or raises; the last failure is then the cause, with its traceback.
     """
     retries = 0
     while True:
@@ -60,10 +73,14 @@ def until_it_fits(attempt: Callable[[], T], start_again: Callable[[str], None]) 
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason = first_line(error)
-        # the error is gone here, and with its traceback the activations of the failed attempt
+            last = error
+        # its frames held the activations of the failed attempt: its lines stay, and what they held goes
+        clear_frames(last.__traceback__)
         free_memory()
-        start_again(reason)
+        try:
+            start_again(first_line(last))
+        except AnybatchError as refused:
+            raise refused from last
         retries += 1
 
 

@@ -88,10 +88,16 @@ def tracking_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, NormLayer) and module.track_running_stats]
 
 
+def tables_of(optimizer: Optimizer) -> OptimizerTables:
+    """Which state and options the optimizer holds now; no tensor is copied."""
+    state = {key: dict(held) if isinstance(held, dict) else held for key, held in optimizer.state.items()}
+    return OptimizerTables(optimizer, state, [dict(group) for group in optimizer.param_groups])
+
+
 def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Snapshot:
     """What a step changes: parameters, gradients, state, options, random draws. Copies lie where memory is not short."""
-    state = {key: dict(held) if isinstance(held, dict) else held for key, held in optimizer.state.items()}
-    values = [value for held in state.values() if isinstance(held, dict) for value in held.values()]
+    tables = tables_of(optimizer)
+    values = [value for held in tables.state.values() if isinstance(held, dict) for value in held.values()]
     gradients = [
         p.grad.detach() for p in parameters if p.grad is not None and not p.grad.is_sparse
     ]  # nesterov adds to them
@@ -104,5 +110,5 @@ def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Snapsho
     return Snapshot(
         random=random_state({parameter.device for parameter in parameters}),
         tensors=[(tensor, kept_aside(tensor, file)) for tensor in changing],
-        optimizer=OptimizerTables(optimizer, state, [dict(group) for group in optimizer.param_groups]),
+        optimizer=tables,
     )

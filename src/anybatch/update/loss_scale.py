@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from anybatch.errors import NonFiniteError
+from anybatch.state import once_more
 from anybatch.torch_inside import forget_unscaling, overflows
 
 SMALLEST_SCALE = 2.0**-24
@@ -15,6 +17,9 @@ SMALLEST_SCALE = 2.0**-24
 
 class LossScale(Protocol):
     """What an update does about the scale of its loss."""
+
+    def make(self, device: torch.device) -> None:
+        """Make what is made at first use: all of it, or nothing."""
 
     def unscale(self) -> None:
         """Make the gradients what they are without it."""
@@ -34,6 +39,9 @@ class Unscaled:
     """There is no loss scale."""
 
     optimizer: Optimizer
+
+    def make(self, device: torch.device) -> None:
+        pass
 
     def unscale(self) -> None:
         pass
@@ -55,6 +63,19 @@ class Scaled:
     scaler: GradScaler
     optimizer: Optimizer
 
+    def make(self, device: torch.device) -> None:
+        # a scaler whose scale is there and whose count of good steps is not would refuse to work for ever
+        before = dict(vars(self.scaler))
+
+        def first_use() -> None:
+            try:
+                self.scaler.scale(torch.zeros((), device=device))
+            except BaseException:
+                vars(self.scaler).update(before)
+                raise
+
+        once_more(first_use)
+
     def unscale(self) -> None:
         self.scaler.unscale_(self.optimizer)
 
@@ -67,7 +88,7 @@ class Scaled:
             # of a sharded gradient, a rank looks at its own part and may have seen no overflow
             for found in overflows(scaler, self.optimizer):
                 found.fill_(1.0)
-        scaler.update()
+        once_more(scaler.update)
         if not is_applied and scaler.get_scale() < SMALLEST_SCALE:
             raise NonFiniteError(
                 f"the loss scale has fallen to {scaler.get_scale():.3g} and the gradient is still not finite: this is no "

@@ -25,6 +25,7 @@ from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_sc
 from anybatch.update.held_interrupts import HeldInterrupts
 from anybatch.update.loss_scale import LossScale, loss_scale
 from anybatch.update.result import UpdateResult
+from anybatch.update.resuming import change
 from anybatch.update.stepping import Stepping
 
 
@@ -36,8 +37,8 @@ class Update:
     never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`. A
     batch without any target is no update, unless `on_empty="step"`: then it steps with zeros, which decays weights.
     An optimizer or scheduler prepared by Accelerate is taken as the one inside it.
-    `batch_norm`, `offload` and `reshard` are those of `Accumulator`, and so is what it says of models on many ranks: the
-    decisions of an update are taken by all ranks together. `running` gives the options as one value instead.
+    `batch_norm`, `offload`, `reshard` and `prefetch` are those of `Accumulator`, and so is what it says of models on many
+    ranks: the decisions of an update are taken by all ranks together. `running` gives the options as one value instead.
 
     `check` is what is looked at before anything is learnt from the first batch that is cut. `"first"`: whether the losses of a
     few rows add up, by forwards alone, for less than one micro-batch takes; `guard` tells what was found. `"full"`, or True:
@@ -83,6 +84,7 @@ class Update:
         on_nonfinite: OnNonFinite = "raise",
         on_empty: OnEmpty = "skip",
         reshard: bool = True,
+        prefetch: bool = False,
         noise: int | None = None,
         check: Check | bool = "first",
         observer: Observer | None = None,
@@ -96,6 +98,7 @@ class Update:
             batch_norm=batch_norm,
             offload=offload,
             reshard=reshard,
+            prefetch=prefetch,
             on_nonfinite=on_nonfinite,
             on_empty=on_empty,
             clip_norm=clip_norm,
@@ -159,6 +162,7 @@ class Update:
         if self._is_first:
             self._is_first = False
             check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
+            self._scale.make(self._stepped()[0].device)
         if self._check != "off":
             self._look_at_first(batch)
         events = events_for(self.observer)
@@ -173,7 +177,7 @@ class Update:
             stepped = self._stepped()
             is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.running.on_empty == "skip")
             if is_learnable:
-                self._scale.unscale()
+                change(_gradients(stepped), self._scale.unscale, "unscaled")
             grad_norm = once_more(lambda: gradient_norm(stepped))
             is_finite = is_learnable and self._is_finite(grad_norm)
             if is_learnable and not is_finite and self._raises():
@@ -238,7 +242,7 @@ class Update:
     def _is_finite(self, grad_norm: Tensor) -> bool:
         if self.running.on_nonfinite == "ignore" and self.scaler is None:
             return True
-        return math.isfinite(grad_norm.item())
+        return math.isfinite(once_more(grad_norm.item))
 
     def _raises(self) -> bool:
         """True where a gradient that is not finite is an error: with a scaler it is an overflow, as it is meant to be."""
@@ -250,9 +254,9 @@ class Update:
             return
         events.begin(Clip)
         if clip_norm is not None:
-            clip_to_norm(stepped, clip_norm, grad_norm)
+            change(_gradients(stepped), lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
         if clip_value is not None:
-            clip_to_value(stepped, clip_value)
+            change(_gradients(stepped), lambda: clip_to_value(stepped, clip_value), "clipped")
         events.end(Clip, grad_norm=grad_norm)
 
     def _step(self, stepped: list[nn.Parameter]) -> int:
@@ -271,16 +275,15 @@ class Update:
                 "random draw, such as dropout, or a sum that overflowed"
             )
         else:
-            what = "the loss" if culprit.parameter is None else f"the gradient of {culprit.parameter!r}"
-            whose = "" if culprit.rank is None else f" of rank {culprit.rank}"
-            where = (
-                f"{what} is not finite, first in micro-batch {culprit.micro_batch} of {culprit.num_micro_batches}{whose} "
-                f"(counted from 0), whose loss is {culprit.loss:.6g}"
-            )
+            where = culprit.where()
         return (
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
             "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
         )
+
+
+def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _check_of(check: Check | bool) -> Check:

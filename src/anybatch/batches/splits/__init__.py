@@ -6,7 +6,7 @@ from anybatch.batches.splits.by_tokens import Tokens
 from anybatch.batches.splits.grouping import Windows, windows
 from anybatch.batches.splits.micro_batch_option import MicroBatch, as_split
 from anybatch.batches.splits.micro_batches import MicroBatches, Split, Workload, in_arrival_order, is_in_arrival_order
-from anybatch.batches.splits.shrinking import AsGiven, smaller
+from anybatch.batches.splits.shrinking import AsGiven, size_that_ran, smaller
 
 __all__ = [
     "AsGiven",
@@ -21,6 +21,7 @@ __all__ = [
     "as_split",
     "in_arrival_order",
     "is_in_arrival_order",
+    "size_that_ran",
     "smaller",
     "why_rows_stay",
     "windows",

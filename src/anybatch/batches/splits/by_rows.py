@@ -94,6 +94,10 @@ class Rows:
         cut = Cut(rows=rows, lengths=(1,) * len(rows))
         return MicroBatches(self._parts(batch, rows, count), cut, together=largest)
 
+    def resized(self, size: int) -> "Rows":
+        """The same split with micro-batches of at most `size` rows."""
+        return replace(self, size=size)
+
     def shrink(self, ran: MicroBatches) -> "Rows | None":
         """A split of half the rows: half of `size`, or half of the whole batch where that has fewer; no group is torn."""
         largest = min(self.size, sum(len(rows) for rows in ran.row_numbers))

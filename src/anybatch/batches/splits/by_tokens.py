@@ -133,6 +133,12 @@ class Tokens:
         other.budget, other._fits = budget, None
         return other
 
+    def resized(self, size: int) -> "Tokens":
+        """The same split with micro-batches of at most `size` tokens; what is learned is shared."""
+        other = copy.copy(self)
+        other._fits = size
+        return other
+
     def shrink(self, ran: MicroBatches) -> "Tokens | None":
         """The same split with half of what the largest micro-batch held as its budget, but room for the longest row.
 

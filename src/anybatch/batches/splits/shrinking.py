@@ -41,6 +41,10 @@ class CutFurther:
         parts = [part for micro_batch in whole for part in self._parts(micro_batch)]
         return MicroBatches(parts, None if whole.cut is None else self._further(whole.cut))
 
+    def resized(self, size: int) -> "CutFurther":
+        """The same with at most `size` rows."""
+        return CutFurther(self.split, size)
+
     def _parts(self, micro_batch: Batch) -> list[Batch]:
         # not Rows.cut, which asks whether a batch can be read in two ways: this one was read when it was cut
         count = num_rows(micro_batch)
@@ -54,6 +58,13 @@ class CutFurther:
             rows += [numbers[start:stop] for start, stop in pairwise(stops)]
             lengths += [length] * (len(stops) - 1)
         return Cut(rows=tuple(rows), lengths=tuple(lengths))
+
+
+def size_that_ran(split: Split, ran: MicroBatches) -> int:
+    """The largest of these micro-batches, in what the split counts: tokens where it cut by them, else rows."""
+    if ran.cut is not None and not isinstance(split, CutFurther):
+        return ran.cut.largest
+    return max(len(rows) for rows in ran.row_numbers)
 
 
 def smaller(split: Split, ran: MicroBatches) -> Split | None:

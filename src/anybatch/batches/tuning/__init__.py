@@ -2,9 +2,11 @@
 
 from anybatch.batches.tuning.auto import Auto, Choice
 from anybatch.batches.tuning.doubling import Doubling
+from anybatch.batches.tuning.way_back import WayBack
 
 __all__ = [
     "Auto",
     "Choice",
     "Doubling",
+    "WayBack",
 ]

@@ -120,6 +120,12 @@ class Auto:
             tuning.is_warm = False  # the update that was to fit the cost did not run
         return self
 
+    def resized(self, size: int) -> "Auto":
+        """This split, which may come to micro-batches of this size again."""
+        for tuning in self._tunings.values():
+            tuning.search.allow(size)
+        return self
+
     def _cut_rows(self, batch: Batch) -> MicroBatches:
         count = self._rows.count(batch)
         amount = max(count, sum(tensor.numel() for tensor in tensors(batch)))

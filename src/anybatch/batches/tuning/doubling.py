@@ -36,6 +36,11 @@ class Doubling:
         self.size = 2 * self.size if self._most is None else min(2 * self.size, self._most)
         self.is_settled = self.size == self._most
 
+    def resized(self, size: int) -> "Doubling":
+        """This split, from now on at this size."""
+        self.size = size
+        return self
+
     def shrink(self, ran: MicroBatches) -> "Doubling | None":
         """Half of what did not fit, and no more tries; None where that was one row."""
         largest = max(len(rows) for rows in ran.row_numbers)

@@ -85,6 +85,15 @@ class Search:
         self._decide()
         return True
 
+    def allow(self, size: int) -> None:
+        """Sizes up to `size` may be come to again; one that did not fit is measured anew, with the others."""
+        self._highest = max(self._highest, max((at for at, known in enumerate(self.sizes) if known <= size), default=0))
+        if self._highest > self._top:
+            self._top = self._highest
+            self._limit = max(self._limit, self.num_measured + 2)
+            self._is_climbing = True
+            self._decide()
+
     def _decide(self) -> None:
         following = self._following() if self.num_measured < self._limit else None
         self.is_done = following is None

@@ -29,6 +29,8 @@ HIDDEN = {
     "aten::gru": "a GRU",
 }
 """Ops whose CPU kernels allocate what no tensor shows."""
+FIRST_RUNS = 2
+"""Updates before the first that is recorded: they fill the optimizer's state, and their steps are copied and watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,8 @@ class FakeProbe:
             _choose_foreach(optimizer)
         self._runner = _runner((model, optimizer, _counting_rows(objective)), setup.running)
         self.recorder = Recorder([])
-        self._run(
-            MicroBatches(self._fake(first))
-        )  # fills the optimizer's state, and whatever else is made at first use
+        for _ in range(FIRST_RUNS):
+            self._run(MicroBatches(self._fake(first)))
 
     def __call__(self, *micro_batches: Batch) -> Timeline:
         model, optimizer, _ = self.parts
@@ -116,7 +117,8 @@ class RealProbe:
         self.parts = real_copies(setup.parts, setup.device)
         self._runner = _runner(self.parts, setup.running)
         with without_warnings():
-            self._runner.run(MicroBatches(first))
+            for _ in range(FIRST_RUNS):
+                self._runner.run(MicroBatches(first))
 
     def __call__(self, *micro_batches: Batch) -> Timeline:
         setup, (model, optimizer, _) = self._setup, self.parts
