@@ -177,7 +177,7 @@ class Update:
             stepped = self._stepped()
             is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.running.on_empty == "skip")
             if is_learnable:
-                change(_gradients(stepped), self._scale.unscale, "unscaled")
+                change(stepped, self._scale.unscale, "unscaled")
             grad_norm = once_more(lambda: gradient_norm(stepped))
             is_finite = is_learnable and self._is_finite(grad_norm)
             if is_learnable and not is_finite and self._raises():
@@ -254,9 +254,9 @@ class Update:
             return
         events.begin(Clip)
         if clip_norm is not None:
-            change(_gradients(stepped), lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
+            change(stepped, lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
         if clip_value is not None:
-            change(_gradients(stepped), lambda: clip_to_value(stepped, clip_value), "clipped")
+            change(stepped, lambda: clip_to_value(stepped, clip_value), "clipped")
         events.end(Clip, grad_norm=grad_norm)
 
     def _step(self, stepped: list[nn.Parameter]) -> int:
@@ -280,10 +280,6 @@ class Update:
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
             "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
         )
-
-
-def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _check_of(check: Check | bool) -> Check:
