@@ -1,5 +1,7 @@
 """Fit: the largest micro-batch that is predicted to fit; predicted once, and inside the limit when measured."""
 
+import copy
+import threading
 from typing import Any
 
 import pytest
@@ -143,6 +145,17 @@ def test_where_nothing_can_be_predicted_rows_double_until_they_do_not_fit(monkey
         "4 rows per micro-batch, found by doubling until memory ran out, because it could not be predicted: RuntimeError: "
         "data-dependent; memory ran out 1 times all the same."
     )
+
+
+def test_a_limit_that_cannot_be_predicted_is_refused_and_not_exceeded():
+    """A lock cannot be copied, so that nothing can be tried beside it."""
+    update = update_with(Fit("40MiB"))
+    update.model.lock = threading.Lock()
+    weights = copy.deepcopy(update.model.state_dict())
+    with pytest.raises(MemoryLimitError, match=r"Fit\('40.0 MiB'\) cannot be kept: .* Give micro_batch=n") as told:
+        update(batch_of(16))
+    assert "lock" in str(told.value)
+    assert all(torch.equal(weights[name], value) for name, value in update.model.state_dict().items())
 
 
 def test_auto_is_the_fastest_of_what_fits():

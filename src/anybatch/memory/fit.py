@@ -67,7 +67,8 @@ class Fit:
     sizes within what fits are tried on real updates and the fastest is kept; "auto" stands for `Fit(fastest=True)`.
 
     Predicting takes seconds, once: it is repeated only for batches with more rows, or longer ones, than any before. Where
-    an update cannot be predicted, rows double from batch to batch until memory runs out; `choice` says which way it went.
+    an update cannot be predicted, a `memory` that was given is refused, and without one rows double from batch to batch until
+    memory runs out; `choice` says which way it went.
     """
 
     def __init__(
@@ -201,7 +202,15 @@ class Fit:
                 checkpointing=False,
                 running=workload.running,
             )
-        except Exception as error:  # an odd model is no reason not to train it
+        except (
+            Exception
+        ) as error:  # an odd model is no reason not to train it, unless that would break a word that was given
+            if self.memory is not None:
+                raise MemoryLimitError(
+                    f"{self!r} cannot be kept: what an update takes could not be predicted ({first_line(error)}), and doubling "
+                    "until memory runs out would not stop there. Give micro_batch=n, in rows; or Fit(), which doubles; "
+                    "or make it predictable: a model that copy.deepcopy can copy."
+                ) from error
             most = self.most.size if isinstance(self.most, Rows) else None
             return _Fitting(shape, Doubling(most), "rows", 1, reason=first_line(error))
         if not found.fits and self.memory is not None:
