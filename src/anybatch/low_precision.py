@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from anybatch.torch_inside import FakeTensor
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -13,6 +15,11 @@ def is_low(value: object) -> bool:
     (True, False)
     """
     return isinstance(value, Tensor) and value.dtype in LOW_PRECISION
+
+
+def is_true(value: Tensor) -> bool:
+    """The truth of one number; where there is none, because a plan runs on tensors without numbers, True."""
+    return isinstance(value, FakeTensor) or bool(value)
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

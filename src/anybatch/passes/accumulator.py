@@ -262,6 +262,7 @@ class Accumulator:
             gradients=GradientSum(
                 parameters,
                 keep_fp32=self.keep_fp32,
+                in_fp32=self.running.sums_fp32(self.split),
                 isolate=drops and scaler is None,  # an overflow of the scaled gradient is the scaler's to see
                 copies=self.engine.overwrites,
             ),

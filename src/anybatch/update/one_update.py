@@ -14,7 +14,7 @@ from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.noise import noise_record
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite
+from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.passes import Accumulator, Option, Running, find_culprit
 from anybatch.proof import PENDING, FirstLook, look_first
 from anybatch.state import once_more
@@ -45,6 +45,7 @@ class Update:
 
     `noise=8` measures in one update of 8 how much the gradients of its micro-batches differ: `noise_scale` of a result says how
     large a batch has as much noise as signal. In those updates rows are cut as they came; gradients stay what they are.
+    `sums="param"` adds gradients of bf16 and fp16 parameters up in their own dtype: half the memory, and an error.
 
     >>> import torch
     >>> from anybatch import supervised
@@ -78,6 +79,7 @@ class Update:
         on_empty: OnEmpty = "skip",
         reshard: bool = True,
         noise: int | None = None,
+        sums: Sums = "fp32",
         check: Check | bool = "first",
         observer: Observer | None = None,
         running: Running | None = None,
@@ -94,6 +96,7 @@ class Update:
             clip_norm=clip_norm,
             clip_value=clip_value,
             noise=noise,
+            sums=sums,
         )
         self.model = model
         self.optimizer = optimizer
