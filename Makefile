@@ -12,12 +12,13 @@ CHROMIUM := /usr/bin/chromium
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: help demo learn test quick check docs bench clean
+.PHONY: help demo learn test test-torch quick check docs bench clean
 
 help:
 	@echo "make demo    train on handwritten digits for about a minute, and say where the page is"
 	@echo "make learn   open the lessons: gradient accumulation, done by you"
 	@echo "make test    run every test; format, lint and types are among them"
+	@echo "make test-torch TORCH=2.15.0   run every test with another torch, in a venv of its own"
 	@echo "make quick   run what is fast; with ROOM=passes, what a change to that room needs"
 	@echo "make docs    build the site of the docs into site/"
 	@echo "make bench   measure speed and memory against a hand-written loop and the peers"
@@ -31,6 +32,17 @@ learn: $(DEMO_READY)
 
 test: $(READY) | $(CHROMIUM)
 	$(PYTEST)
+
+# With another torch, and with PYTHON=python3.13 another Python. torch as pip installs it is a CUDA build of some 4 GB, which needs no GPU.
+TORCH ?= 2.15.0
+OTHER := .venv-torch-$(TORCH)
+
+test-torch: | $(CHROMIUM)
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@echo "installing torch $(TORCH) and what the tests need into $(OTHER) (once)"
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[test,check]'
+	$(OTHER)/bin/python -m pytest -n 2 --no-loadscope-reorder
 
 # Of one room: its tests, its examples, the structure, lint and types. Of all: every test that is not long.
 quick: $(READY)

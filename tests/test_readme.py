@@ -38,7 +38,7 @@ def test_the_readme_is_short_and_each_of_which_you_are_is_one_click_from_code():
     assert len(text.splitlines()) <= 225
     table = text.split("## Which of these are you?")[1].split("## ")[0]
     links = [re.findall(r"\]\((docs/[\w-]+\.md)\)", line) for line in table.splitlines() if line.startswith("| **")]
-    assert len(links) >= 6
+    assert len(links) == 7
     for pages in links:
         assert pages
         assert all(re.search(r"```python|`anybatch \w+", (README.parent / page).read_text()) for page in pages)

@@ -4,8 +4,11 @@ import gc
 import io
 import pickle
 import sys
+import tomllib
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+
+from anybatch.torch_inside import releases
 
 
 @pytest.fixture(scope="module")
@@ -348,3 +353,21 @@ def test_parameters_stepped_in_backward_carry_their_optimizers(inside: ModuleTyp
     assert inside.STEPPED_IN_BACKWARD not in weight.__dict__
     _apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.1})
     assert isinstance(weight.__dict__[inside.STEPPED_IN_BACKWARD][0], torch.optim.SGD)
+
+
+# --- releases
+
+
+def test_a_release_that_was_not_run_yet_is_told_and_those_that_were_are_not():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in ("2.13.0", "2.14.1+cu130", "2.15.0+cu132"):
+            releases.warn_of_newer(version)
+    for version in ("2.16.0", "2.100.1+cpu", "3.0.0a0+git1234567"):
+        with pytest.warns(RuntimeWarning, match="is newer than 2.15, the newest that this anybatch was run with"):
+            releases.warn_of_newer(version)
+
+
+def test_pyproject_asks_for_the_releases_that_were_run():
+    wanted = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert wanted == [f"torch>=2.13,<{releases.NEWEST[0]}.{releases.NEWEST[1] + 1}"]

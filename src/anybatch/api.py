@@ -25,6 +25,7 @@ from anybatch.doctor import Diagnosis, Doctor, Finding
 from anybatch.dropout import row_dropout
 from anybatch.errors import (
     AnybatchError,
+    ArgumentsError,
     BatchError,
     CheckpointError,
     DoctorError,
@@ -47,6 +48,7 @@ from anybatch.errors import (
     WindowError,
 )
 from anybatch.gradients import Window
+from anybatch.loggers import ProgressBar, TensorBoardLogger
 from anybatch.memory import Breakdown, Checkpointing, Fit, Fitted, Plan, SizePeak, measure_peak, plan
 from anybatch.noise import NoiseScale
 from anybatch.objectives import (
@@ -74,6 +76,7 @@ __all__ = [
     "Accumulated",
     "Accumulator",
     "AnybatchError",
+    "ArgumentsError",
     "Auto",
     "Batch",
     "BatchError",
@@ -110,6 +113,7 @@ __all__ = [
     "PerRow",
     "Plan",
     "PlanError",
+    "ProgressBar",
     "Ranks",
     "Resumed",
     "Rows",
@@ -124,6 +128,7 @@ __all__ = [
     "Sum",
     "Task",
     "TaskError",
+    "TensorBoardLogger",
     "Terms",
     "Tokens",
     "UnitsError",

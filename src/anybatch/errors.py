@@ -10,6 +10,7 @@ AnybatchError
 ├── WindowError      a window used out of order, or torn by a backward pass that died
 ├── ParallelError    a model wrapped for many ranks in a way that would not be exact, or ranks that failed
 ├── MemoryLimitError memory ran out where nothing could be made smaller
+├── ArgumentsError   an argument that is missing, or that there is none of
 ├── UpdateError      an `Update` that was put together from parts that do not fit
 ├── PlanError        an update whose memory cannot be predicted
 ├── VerifyError      something that cannot be verified: no copy, no second row
@@ -51,6 +52,10 @@ def first_line(error: BaseException) -> str:
 
 class AnybatchError(Exception):
     """Base of all errors raised by anybatch."""
+
+
+class ArgumentsError(AnybatchError, TypeError):
+    """An argument that is missing, or that there is none of."""
 
 
 class BatchError(AnybatchError, ValueError):

@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from anybatch.faces import did_you_mean
+
 Home = tuple[str, str | None]
 """A module, and the name of something in it; None for the module itself."""
 
@@ -43,7 +45,8 @@ def lazily(package: str, listed_in: str = "") -> Callable[[str], Any]:
     def load(name: str) -> Any:
         known = {} if name.startswith("__") else homes(listed_in or package)
         if name not in known:
-            raise AttributeError(f"{package} has no {name!r}; it has {', '.join(sorted(known))}.")
+            hint = did_you_mean(name, known) or "."
+            raise AttributeError(f"{package} has no {name!r}; it has {', '.join(sorted(known))}{hint}")
         module, attribute = known[name]
         value = import_module(module) if attribute is None else getattr(import_module(module), attribute)
         setattr(sys.modules[package], name, value)  # the next look finds it without this function

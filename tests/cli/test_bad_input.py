@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -44,6 +47,47 @@ def test_an_unknown_task_is_told_which_there_are(capsys, command):
 def test_a_bad_option_of_train_is_one_line_that_names_it(capsys, tmp_path, arguments, message):
     assert message in failure(capsys, "train", "textbook", *arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["train", "digts"], "digits"),
+        (["train", "digits", "--lr-rule", "lineer"], "linear"),
+        (["train", "digits", "--precision", "bf61"], "bf16"),
+        (["learn", "unit"], "units"),
+        (["doctor", "--fail-on", "eror", "mine.py"], "error"),
+    ],
+)
+def test_a_mistyped_task_value_or_lesson_is_told_the_nearest(capsys, arguments, meant):
+    assert f"; did you mean {meant}?" in failure(capsys, *arguments)
+
+
+def test_a_mistyped_command_or_option_is_told_the_nearest(capsys):
+    assert "Did you mean 'train'" in failure(capsys, "trian")
+    assert "--batch-size" in failure(capsys, "train", "digits", "--bach-size", "3")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tr", {"train", "trace"}),
+        ("verify di", {"digits"}),
+        ("verify my", {"mytask.py"}),
+        ("train --lr-rule l", {"linear"}),
+    ],
+)
+def test_the_shell_completes_commands_tasks_files_and_values(tmp_path, typed, offered):
+    (tmp_path / "mytask.py").touch()
+    asked = {
+        "_ANYBATCH_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"anybatch {typed}",
+        "COMP_CWORD": str(len(typed.split())),
+    }
+    told = subprocess.run(
+        [sys.executable, "-m", "anybatch"], env=os.environ | asked, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert set(told.stdout.split()) == offered
 
 
 def test_an_unknown_command_is_one_line(capsys):

@@ -22,6 +22,7 @@ from tests.house.structure import (
 
 LINES, FILES = 300, 12
 ROOMS = [
+    "faces",
     "lazy",
     "errors",
     "sizes",
@@ -43,6 +44,7 @@ ROOMS = [
     "passes",
     "proof",
     "update",
+    "loggers",
     "memory",
     "projection",
     "doctor",

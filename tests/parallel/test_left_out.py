@@ -6,8 +6,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from anybatch import Objective, Sum, Update
+from anybatch import Accumulator, Objective, Sum, Update, supervised
+from tests.parallel.test_engines import branched
 from tests.parallel.wrapped import BOTH, Wrap, difference, labelled, largest, network, own
 from tests.processes.ranks import on_ranks
 
@@ -44,3 +46,20 @@ def test_rows_without_units_are_in_the_metrics_and_the_next_updates_are_those_of
     told = on_ranks(2, trained, wrap)
     assert largest(told, "error") < 1e-14
     assert largest(told, "rows") == largest(told, "units") == 0
+
+
+def only_without_units() -> list[bool]:
+    """The branch is used by rows of rank 0 that have no target; the second batch is one that is proven to fit."""
+    model, (inputs, targets) = branched()
+    targets[:2] = -100
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    accumulator = Accumulator(wrapped, supervised(nn.CrossEntropyLoss()), micro_batch=2)
+    for _ in range(2):
+        wrapped.zero_grad()
+        accumulator.backward(own((inputs, targets), [8, 8]))
+    gradients = [model.branch.weight.grad, model.never.weight.grad]
+    return [gradient is not None and not gradient.any() for gradient in gradients]
+
+
+def test_parameters_that_only_rows_without_units_use_have_zeros_on_every_rank_and_others_none():
+    assert on_ranks(2, only_without_units) == [[True, False], [True, False]]

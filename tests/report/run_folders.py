@@ -266,3 +266,33 @@ def verify_folder(path: Path) -> Path:
     write_json(path / "run.json", run_fields(kind="verify", command="anybatch verify digits", plan={}, summary={}))
     write_json(path / "verify.json", proof_fields())
     return path
+
+
+def plan_folder(folder: Path) -> Path:
+    """A plan of a task in a file of its own, for a card of 6 GiB."""
+    folder.mkdir(parents=True, exist_ok=True)
+    gib = 2**30
+    parts = {
+        "parameters": 0.5,
+        "gradients": 0.5,
+        "optimizer": 1,
+        "activations": 2.4,
+        "inputs": 0.01,
+        "temporaries": 0.09,
+    }
+    write_json(
+        folder / "run.json", run_fields(kind="plan", task="/somewhere/of/mine/mine.py", command="anybatch plan mine.py")
+    )
+    sizes = [
+        {"size": size, "peak": round((0.9 + 0.22 * size) * gib), "fits": size <= 16} for size in (1, 2, 4, 8, 16, 32)
+    ]
+    plan = {
+        "unit": "rows",
+        "micro_batch": 16,
+        "limit": round(5.7 * gib),
+        "sizes": sizes,
+        "breakdown": {name: round(part * gib) for name, part in parts.items()},
+        "sentences": ["The largest micro-batch that fits is 16 rows.", "Of it: much.", "Predicted with fake tensors."],
+    }
+    write_json(folder / "plan.json", plan)
+    return folder

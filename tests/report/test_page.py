@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
+from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import expect
 
 from anybatch.report.page import write_page
@@ -12,6 +13,7 @@ from tests.report.run_folders import (
     HOSTILE,
     compare_folder,
     comparison_fields,
+    plan_folder,
     proof_fields,
     run_fields,
     trace_fields,
@@ -27,7 +29,13 @@ from tests.report.run_folders import (
 PATIENCE = 600_000
 """Milliseconds: a busy machine takes its time to draw."""
 expect.set_options(timeout=PATIENCE)
-FOLDERS = {"train": train_folder, "compare": compare_folder, "trace": trace_folder, "verify": verify_folder}
+FOLDERS = {
+    "train": train_folder,
+    "compare": compare_folder,
+    "trace": trace_folder,
+    "verify": verify_folder,
+    "plan": plan_folder,
+}
 
 
 @dataclass
@@ -85,7 +93,7 @@ def pages(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def opened_once(opened, pages):
-    """A page of each kind, opened once: loading Plotly is what takes the time. A test leaves it as it was."""
+    """A page of each kind, opened once: a new tab takes longer than all else. A test leaves it as it was."""
     views = {}
 
     def opens(kind):
@@ -156,7 +164,7 @@ def test_every_chart_is_drawn_without_a_complaint_and_without_a_request(shown, p
     charts = view.page.locator("figure.chart")
     assert charts.count() > 0
     for index in range(charts.count()):
-        drawn = charts.nth(index).locator("svg .trace path, svg .points path, svg .js-line")
+        drawn = charts.nth(index).locator("svg .trace path, svg .trace rect")
         assert drawn.count() > 0, charts.nth(index).get_attribute("id")
         assert drawn.first.bounding_box()["width"] > 0
     assert view.complaints == []
@@ -165,10 +173,48 @@ def test_every_chart_is_drawn_without_a_complaint_and_without_a_request(shown, p
 
 def test_the_lines_are_those_of_the_numbers(shown):
     page = shown("train").page
-    drawn = page.evaluate("document.querySelector('#chart-epoch-loss .drawing').calcdata.map(trace => trace.length)")
-    assert drawn == [10, 10]
-    bars = page.locator("#chart-window .drawing .bars .point path")
-    assert bars.count() == 23
+    lines = page.locator("#chart-epoch-loss .trace .line").evaluate_all(
+        "lines => lines.map(line => line.getAttribute('d'))"
+    )
+    assert [len(re.findall("[ML]", line)) for line in lines] == [10, 10]
+    heights = [float(y) for y in re.findall(r",([\d.]+)", lines[0])]
+    losses = page.evaluate("JSON.parse(document.querySelector('#chart-epoch-loss script').textContent).data[0].y")
+    scale = (heights[-1] - heights[0]) / (losses[-1] - losses[0])
+    assert heights == pytest.approx([heights[0] + scale * (loss - losses[0]) for loss in losses], abs=0.1)
+    assert scale < 0  # more is higher up
+    assert page.locator("#chart-window .bar").count() == 23
+
+
+def test_what_stays_the_same_is_drawn_above_zero_and_not_amid_numbers_that_it_never_has(opened, tmp_path):
+    train_folder(tmp_path)
+    steady = [event | {"lr": 0.1} if event["event"] == "update" else event for event in training_events()]
+    write_lines(tmp_path / "metrics.jsonl", steady)
+    page = opened(write_page(tmp_path)).page
+    ticks = page.locator("#chart-learning-rate .tick.y").all_text_contents()
+    assert [float(tick) for tick in ticks] == [0, 0.02, 0.04, 0.06, 0.08, 0.1]
+
+
+def test_a_plan_has_round_gibibytes_on_its_axis(shown):
+    page = shown("plan").page
+    assert page.locator("#chart-peaks .tick.y").all_text_contents() == [f"{gib} GiB" for gib in (0, 2, 4, 6, 8)]
+
+
+@pytest.mark.parametrize("kind", ["verify", "train", "plan"])
+def test_a_key_of_the_legend_looks_as_its_line_is_drawn(shown, kind):
+    page = shown(kind).page
+    look = (
+        "(one) => [one.tagName, ...['class', 'style', 'stroke-dasharray'].map((name) => one.getAttribute(name))].join()"
+    )
+    for chart in page.locator("figure.chart:has(.key)").all():
+        for group, key in enumerate(chart.locator(".key").all()):
+            drawn = chart.locator(f".trace[data-group='{group}'] :is(.line, .marks, .bar)").evaluate_all(
+                f"all => all.map({look})"
+            )
+            swatch = key.locator(".swatch > *").evaluate_all(f"all => all.map({look})")
+            if drawn[0].startswith("rect"):
+                assert swatch[0].split(",")[2] == drawn[0].split(",")[2]
+            else:
+                assert swatch == drawn
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -208,7 +254,7 @@ def test_a_phone_needs_no_sideways_scrolling(opened, pages, kind):
     assert overflow(page) == 0
     page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
     assert overflow(page) == 0
-    for box in page.locator("figure.chart svg.main-svg").all()[:3]:
+    for box in page.locator("figure.chart svg.picture").all()[:3]:
         assert box.bounding_box()["width"] <= 375
 
 
@@ -223,14 +269,14 @@ def test_charts_follow_the_scheme_when_it_changes(shown):
     page = shown("train").page
 
     def colours():
-        line = page.locator("#chart-epoch-loss .js-line").first.evaluate("(path) => getComputedStyle(path).stroke")
-        text = page.locator("#chart-epoch-loss .xtick text").first.evaluate("(text) => getComputedStyle(text).fill")
+        line = page.locator("#chart-epoch-loss .trace .line").first.evaluate("(path) => getComputedStyle(path).stroke")
+        text = page.locator("#chart-epoch-loss .tick.x").first.evaluate("(text) => getComputedStyle(text).fill")
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
         return line, text, paper
 
     light = colours()
     page.emulate_media(color_scheme="dark")
-    expect(page.locator("#chart-epoch-loss .js-line").first).to_have_css("stroke", "rgb(94, 180, 234)")
+    expect(page.locator("#chart-epoch-loss .trace .line").first).to_have_css("stroke", "rgb(94, 180, 234)")
     dark = colours()
     assert all(before != after for before, after in zip(light, dark, strict=True))
     assert light[0] == "rgb(0, 114, 178)"
@@ -287,7 +333,8 @@ def test_arrow_keys_read_a_chart_point_by_point(shown):
     expect(readout).to_contain_text("epoch 10: training loss 0.1366")
     page.keyboard.press("ArrowLeft")
     expect(readout).to_contain_text("epoch 9:")
-    assert page.locator("#chart-epoch-loss .hovertext").count() > 0
+    expect(page.locator("#chart-epoch-loss .tip")).to_contain_text("epoch 9")
+    assert page.locator("#chart-epoch-loss .cursor circle").count() == 2
     page.keyboard.press("Tab")
     expect(readout).to_have_text("")
 
@@ -309,7 +356,8 @@ def test_a_proof_shows_errors_against_the_floor_and_says_why(shown):
     charts = page.locator("#proof figure.chart")
     assert charts.count() == 2
     drawing = charts.first.evaluate("figure => JSON.parse(figure.querySelector('script').textContent)")
-    assert drawing["layout"]["yaxis"]["type"] == "log"
+    assert drawing["y"]["log"]
+    expect(charts.first.locator(".drawing")).to_have_attribute("data-scale", "log")
     floor, *cuts = drawing["data"]
     assert [floor["name"], *(cut["name"] for cut in cuts)] == ["floor", "as configured: Rows(size=16)", "rows by 1"]
     assert cuts[0]["y"][0] < min(floor["y"])
@@ -322,7 +370,8 @@ def test_a_proof_shows_errors_against_the_floor_and_says_why(shown):
 
 def test_plus_and_zero_zoom_in_and_out(shown):
     page = shown("train").page
-    span = "(([low, high]) => high - low)(document.querySelector('#chart-update-loss .drawing').layout.xaxis.range)"
+    edges = "document.querySelector('#chart-update-loss .drawing').dataset.x.split(' ')"
+    span = f"(([low, high]) => high - low)({edges})"
     whole = page.evaluate(span)
     page.focus("#chart-update-loss .plot")
     page.keyboard.press("+")
@@ -333,7 +382,7 @@ def test_plus_and_zero_zoom_in_and_out(shown):
 
 def test_the_keys_of_the_legend_hide_and_show_a_line(shown):
     page = shown("compare").page
-    lines = page.locator("#chart-arms-metric .js-line:visible")
+    lines = page.locator("#chart-arms-metric .trace")
     before = lines.count()
     key = page.locator("#chart-arms-metric button.key").first
     key.focus()
@@ -346,14 +395,25 @@ def test_the_keys_of_the_legend_hide_and_show_a_line(shown):
 
 def test_the_log_button_changes_the_axis_and_keeps_its_state_through_a_change_of_scheme(shown):
     page = shown("train").page
-    kind = "document.querySelector('#chart-update-loss .drawing').layout.yaxis.type"
+    kind = "document.querySelector('#chart-update-loss .drawing').dataset.scale"
     page.locator("#chart-update-loss button.log").press("Enter")
     assert page.evaluate(kind) == "log"
     page.emulate_media(color_scheme="dark")
-    expect(page.locator("#chart-update-loss .js-line").nth(1)).to_have_css("stroke", "rgb(94, 180, 234)")
+    expect(page.locator("#chart-update-loss .trace .line").nth(1)).to_have_css("stroke", "rgb(94, 180, 234)")
     assert page.evaluate(kind) == "log"
     page.locator("#chart-update-loss button.log").press("Enter")
     assert page.evaluate(kind) == "linear"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_axe_finds_no_violation(shown, kind, scheme):
+    page = shown(kind).page
+    page.emulate_media(color_scheme=scheme)
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE_SCRIPT)
+    found = page.evaluate("axe.run()")
+    assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found["violations"]] == []
 
 
 def test_every_chart_has_a_text_alternative(shown):
@@ -390,16 +450,36 @@ def test_a_second_page_replaces_the_first_and_leaves_nothing_beside_it(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html", "run.json"]
 
 
-def test_the_page_carries_plotly_once_and_no_link_to_fetch(tmp_path):
+def test_the_page_has_no_link_to_fetch(tmp_path):
     html = write_page(train_folder(tmp_path)).read_text(encoding="utf-8")
-    assert html.count("plotly.js v") == 1
-    own = re.sub(r"<script>/\*\*.*?</script>", "", html, flags=re.DOTALL)
-    assert not re.search(r"(src|href)=[\"']?(https?:)?//|@import|url\(", own)
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//|@import|url\((?!#)", html)
 
 
-def test_thirty_thousand_updates_make_a_page_of_a_few_megabytes(opened, tmp_path):
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_page_is_small(pages, kind):
+    assert pages[kind].stat().st_size <= 150 * 1024
+
+
+def test_a_stretch_that_is_dragged_over_fills_the_chart_and_a_double_click_shows_all(shown):
+    page = shown("train").page
+    drawing = page.locator("#chart-update-loss .drawing")
+    whole = drawing.get_attribute("data-x")
+    drawing.scroll_into_view_if_needed()
+    box = drawing.bounding_box()
+    page.mouse.move(box["x"] + 200, box["y"] + 100)
+    expect(page.locator("#chart-update-loss .tip")).to_contain_text("update ")
+    page.mouse.down()
+    page.mouse.move(box["x"] + 400, box["y"] + 100)
+    page.mouse.up()
+    low, high = (float(edge) for edge in drawing.get_attribute("data-x").split())
+    assert high - low < 60
+    page.mouse.dblclick(box["x"] + 300, box["y"] + 100)
+    assert drawing.get_attribute("data-x") == whole
+
+
+def test_thirty_thousand_updates_make_a_page_of_less_than_three_hundred_kibibytes(opened, tmp_path):
     train_folder(tmp_path)
     write_lines(tmp_path / "metrics.jsonl", training_events(updates_per_epoch=3000))
     path = write_page(tmp_path)
-    assert path.stat().st_size < 6_500_000
+    assert path.stat().st_size < 300 * 1024
     assert opened(path).complaints == []

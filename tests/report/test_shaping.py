@@ -3,7 +3,6 @@
 import random
 from itertools import pairwise
 
-import plotly.graph_objects as graph_objects
 import pytest
 
 from anybatch.records import read_results, spread_of
@@ -11,15 +10,17 @@ from anybatch.report.charts.comparison_charts import final_table, written_spread
 from anybatch.report.charts.thinning import evenly_spaced, smooth, thin
 from anybatch.report.charts.window_charts import lanes_of, stage_totals, timeline_chart
 from anybatch.report.headline import headline, summary
-from anybatch.report.page import sections
+from anybatch.report.page import sections, write_page
 from anybatch.report.writing import is_share, number, percent
 from tests.report.run_folders import (
     compare_folder,
     comparison_fields,
+    plan_folder,
     run_fields,
     trace_folder,
     train_folder,
     training_events,
+    verify_folder,
     window_event,
     write_json,
     write_lines,
@@ -30,27 +31,62 @@ def charts_of(folder):
     return {chart.name: chart for section in sections(read_results(folder)) for chart in section.charts}
 
 
-def coloured(value):
-    """A figure with real colours where the page's script puts them."""
-    if isinstance(value, dict):
-        return {key: coloured(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [coloured(one) for one in value]
-    return "#123456" if isinstance(value, str) and value.startswith("--") else value
+KINDS = {
+    "line": {"name", "look", "percent", "unit"},
+    "faint": {"name", "look", "percent", "unit"},
+    "points": {"name", "look", "percent", "unit"},
+    "area": {"name", "look", "percent", "unit", "fill"},
+    "band": set(),
+    "bars": {"name", "starts", "lanes", "texts"},
+}
+"""What the page's script reads of each kind, beside its kind, group, colour and places."""
 
 
-@pytest.mark.parametrize("make", [train_folder, compare_folder, trace_folder])
-def test_every_figure_is_one_that_plotly_accepts(tmp_path, make):
+def complaints(figure):
+    """What the page's script could not draw."""
+    for trace in figure["data"]:
+        wanted = KINDS[trace["kind"]] | {"kind", "group", "colour", "x"} | ({"y"} if trace["kind"] != "bars" else set())
+        yield from wanted ^ (set(trace) - {"labels"})
+        for name in set(trace) & {"y", "starts", "lanes", "texts", "labels"}:
+            yield from [] if len(trace[name]) == len(trace["x"]) else [f"{name} is not as long as x"]
+    yield from set(figure) ^ {"data", "x", "y", "stops", "where"}
+    yield from {"title", "whole"} - set(figure["x"]) | {"unit", "zero"} - set(figure["y"])
+
+
+@pytest.mark.parametrize("make", [train_folder, compare_folder, trace_folder, verify_folder, plan_folder])
+def test_every_figure_is_one_that_the_script_of_the_page_can_draw(tmp_path, make):
     charts = charts_of(make(tmp_path))
     assert charts
     for chart in charts.values():
-        figure = coloured(dict(chart.figure))
-        graph_objects.Figure(data=figure["data"], layout=figure["layout"])
+        assert list(complaints(chart.figure)) == []
 
 
-def test_a_figure_with_a_misspelt_setting_is_not_accepted():
-    with pytest.raises(ValueError, match="Invalid property"):
-        graph_objects.Figure(data=[{"type": "scatter", "colour": "red"}])
+def test_a_figure_with_a_misspelt_or_a_short_part_is_not():
+    trace = {"kind": "band", "group": 0, "color": "--series-1", "x": [1, 2], "y": [1]}
+    figure = {
+        "data": [trace],
+        "x": {"title": "", "whole": True},
+        "y": {"unit": "", "zero": True},
+        "stops": "x",
+        "where": [],
+    }
+    assert set(complaints(figure)) == {"color", "colour", "y is not as long as x"}
+
+
+def test_a_plan_is_drawn_in_the_unit_of_what_there_is(tmp_path):
+    chart = charts_of(plan_folder(tmp_path))["peaks"]
+    peaks, limit = chart.figure["data"]
+    assert chart.figure["y"] == {"unit": " GiB", "zero": True}
+    assert limit["y"] == [5.7, 5.7]
+    assert peaks["y"][0] == 1.12
+
+
+def test_a_task_of_a_file_is_called_by_its_file_and_not_by_its_folder(tmp_path):
+    plan_folder(tmp_path)
+    text = write_page(tmp_path).read_text()
+    assert "<title>mine.py · anybatch plan</title>" in text
+    assert "<h1>mine.py</h1>" in text
+    assert "/somewhere" not in text
 
 
 @pytest.mark.parametrize("make", [train_folder, compare_folder, trace_folder])
@@ -142,7 +178,7 @@ def test_a_long_run_stays_small(tmp_path):
     train_folder(tmp_path)
     write_lines(tmp_path / "metrics.jsonl", training_events(epochs=10, updates_per_epoch=3000))
     for chart in charts_of(tmp_path).values():
-        assert all(len(trace["x"]) <= 5000 for trace in chart.figure["data"])
+        assert all(len(trace["x"]) <= 1000 for trace in chart.figure["data"])
         assert len(chart.table.rows) <= 500
     assert charts_of(tmp_path)["update-loss"].table.note == "500 of 30,000 updates; metrics.jsonl holds them all."
 

@@ -14,7 +14,6 @@ app = typer.Typer(
     name="anybatch",
     help="Train with the batch you want, on the memory you have, and get exactly that batch's gradient.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -41,7 +40,7 @@ def anybatch(
 @app.command()
 def train(
     context: typer.Context,
-    task: Annotated[str | None, typer.Argument(metavar="TASK", help=opt.TASK_HELP, show_default=False)] = None,
+    task: opt.TaskIfAny = None,
     batch_size: opt.BatchSize = None,
     micro_batch: opt.MicroBatch = None,
     memory: opt.Memory = None,

@@ -7,14 +7,27 @@ import typer
 
 from anybatch.errors import SettingsError
 from anybatch.sizes import parse_bytes
-from anybatch.training import Decay, LRRule, MemoryLimit, Parallel, Precision, parse_micro_batch
+from anybatch.training import BUILT_IN, Decay, LRRule, MemoryLimit, Parallel, Precision, parse_micro_batch
 
 TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."
 HOW = "How it learns"
 WHERE = "Where and how long"
 MANY = "On many ranks"
 
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK_HELP, show_default=False)]
+
+def complete_task(incomplete: str) -> list[str]:
+    """For the shell: built-in tasks, folders and Python files that begin so."""
+    here = [path for path in Path().glob(f"{incomplete}*") if path.suffix == ".py" or path.is_dir()]
+    files = sorted(f"{path}/" if path.is_dir() else str(path) for path in here)
+    return [*(name for name in BUILT_IN if name.startswith(incomplete)), *files]
+
+
+TaskName = Annotated[
+    str, typer.Argument(metavar="TASK", help=TASK_HELP, show_default=False, autocompletion=complete_task)
+]
+TaskIfAny = Annotated[
+    str | None, typer.Argument(metavar="TASK", help=TASK_HELP, show_default=False, autocompletion=complete_task)
+]
 BatchSize = Annotated[
     int | None,
     typer.Option("--batch-size", "-b", metavar="ROWS", help="Rows that one update learns from.", rich_help_panel=HOW),

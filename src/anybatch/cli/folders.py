@@ -14,7 +14,7 @@ from anybatch.training import BUILT_IN, Settings, command_line, git_revision, no
 
 def check_installed(*modules: str) -> None:
     """Raise for what a run would miss at its end, before it begins; nothing is loaded."""
-    for name in (*modules, "jinja2", "plotly"):
+    for name in (*modules, "jinja2"):
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from anybatch.cli.screen import printable
 from anybatch.errors import AnybatchError, NonFiniteError, first_line
+from anybatch.faces import did_you_mean
 from anybatch.training import find_launch
 
 MOST_FRAMES = 4
@@ -66,7 +67,7 @@ def _code_of(error: Exception) -> int:
     from typer.exceptions import TyperException
 
     if isinstance(error, TyperException):
-        return _fail(" ".join(error.format_message().split()) or "nothing to do; see anybatch --help.", error.exit_code)
+        return _fail(_with_nearest(error.format_message()) or "nothing to do; see anybatch --help.", error.exit_code)
     if isinstance(error, Abort):
         return 1
     if isinstance(error, AnybatchError):
@@ -87,11 +88,19 @@ _EXTRAS = {
     "torchdata": "train",
     "sklearn": "train",
     "numpy": "train",
-    "plotly": "report",
     "jinja2": "report",
     "rich": "cli",
     "tensorboard": "tensorboard",
 }
+
+
+def _with_nearest(message: str) -> str:
+    """What the parser says, in a line; where it lists the values that an option takes, with the one that was meant."""
+    text = " ".join(message.split())
+    given, _, known = text.partition(" is not one of ")
+    return (
+        text.removesuffix(".") + (did_you_mean(given.split("'")[-2], known.split("'")[1::2]) or ".") if known else text
+    )
 
 
 def _fail_of(error: AnybatchError) -> int:

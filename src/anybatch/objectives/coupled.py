@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, rows
 from anybatch.errors import LossError
+from anybatch.faces import called, name_of, short
 from anybatch.objectives.metrics import Metrics
 from anybatch.objectives.objective import Objective, Units
 
@@ -47,6 +48,9 @@ class Coupled:
                 f"Coupled(encode={self.encode!r}, loss={self.loss!r}): both must be functions, encode(model, micro_batch) and "
                 "loss(representations), for example Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), info_nce())."
             )
+
+    def __repr__(self) -> str:
+        return called("Coupled", name_of(self.encode), short(self.loss))
 
     def parameters(self) -> list[nn.Parameter]:
         """The loss's own parameters, for the optimizer: those of an `nn.Module`, else none."""

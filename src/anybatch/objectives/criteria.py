@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, tensors
 from anybatch.errors import BatchError, LossError, UnitsError
+from anybatch.faces import name_of
 from anybatch.low_precision import is_low
 from anybatch.objectives.metrics import Metrics, Number
 from anybatch.objectives.objective import Objective, Units
@@ -140,6 +141,7 @@ def supervised(
         value = criterion(*_in_fp32(criterion, arguments))
         return value if metrics is None else (value, metrics(outputs, *targets))
 
+    loss.__qualname__ = f"supervised({name_of(criterion)})"  # how it shows itself
     return Objective(loss, units, reduction)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, rows
 from anybatch.errors import LossError, UnitsError
+from anybatch.faces import called, name_of
 from anybatch.objectives.metrics import Metrics, Number
 from anybatch.options import Reduction
 
@@ -46,6 +47,12 @@ class Objective:
             )
         if self.reduction not in ("mean", "sum"):
             raise LossError(f"Objective(reduction={self.reduction!r}): expected 'mean' or 'sum'.")
+
+    def __repr__(self) -> str:
+        options: dict[str, Any] = {} if self.units is rows else {"units": self.units}
+        options |= {} if self.reduction == "mean" else {"reduction": self.reduction}
+        options |= {"terms": tuple(self.terms)} if self.terms else {}
+        return called("Objective", name_of(self.loss), **options)
 
     def parameters(self) -> list[nn.Parameter]:
         """None of its own: those of a criterion are given to the optimizer, and to `Accumulator` by `parameters=`."""

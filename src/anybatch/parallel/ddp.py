@@ -34,14 +34,15 @@ class Replicated:
     def overwrites(self) -> bool:
         return any(module.gradient_as_bucket_view for module in self.modules)
 
-    def sync(self, needs: Needs, *, is_proven: bool = True) -> Sync:
+    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> Sync:
         if not all(module.require_backward_grad_sync for module in self.modules):
             raise ParallelError(
                 "this update runs inside a no_sync() of DistributedDataParallel (Accelerate's no_sync or accumulate open one), "
                 "so that gradients would never meet. Call it outside: an update synchronises once by itself."
             )
         why = needs.own_reduction or self._low_precision()
-        if why is None and (is_proven or any(comm_hooks(module) for module in self.modules)):
+        is_done = is_proven and not (leaves_out and any(module.find_unused_parameters for module in self.modules))
+        if why is None and (is_done or any(comm_hooks(module) for module in self.modules)):
             return Reduced(self.modules, self.ranks)
         for module in self.modules:
             _check_hooks(module, why)

@@ -64,11 +64,12 @@ class Engine(Protocol):
     def overwrites(self) -> bool:
         """True where synchronising writes into the tensors that `.grad` held before."""
 
-    def sync(self, needs: Needs, *, is_proven: bool = True) -> Sync:
+    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> Sync:
         """How the passes of the next batch are synchronised.
 
         `is_proven` says that the last pass is no larger than one that ran before. A last pass that is larger is synchronised
-        after backward where that can be done, because running out of memory in it can then be undone.
+        after backward where that can be done, because running out of memory in it can then be undone. `leaves_out` says that a
+        rank has micro-batches without units, whose parameters get zeros once all passes ran.
         """
 
 
@@ -82,7 +83,7 @@ class Alone:
     is_shared = False
     _passing = nullcontext()
 
-    def sync(self, needs: Needs, *, is_proven: bool = True) -> "Alone":
+    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> "Alone":
         return self
 
     def passing(self, *, is_last: bool) -> AbstractContextManager[object]:

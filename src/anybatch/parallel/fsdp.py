@@ -31,7 +31,7 @@ class Sharded:
     is_even: bool = True
     overwrites: bool = False
 
-    def sync(self, needs: Needs, *, is_proven: bool = True) -> Sync:
+    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> Sync:
         if needs.one_collective:
             return Gathered(self.roots, self.ranks)
         return Scattered(self.roots, self.ranks, self.reshard)

@@ -5,7 +5,15 @@ from anybatch.passes.accumulator import Accumulator
 from anybatch.passes.agreement import has_rows
 from anybatch.passes.culprit import find_culprit
 from anybatch.passes.forward_pass import ForwardPass
-from anybatch.passes.running import Option, Running, autocast_context, check_model, common_device
+from anybatch.passes.running import (
+    Option,
+    Running,
+    autocast_context,
+    check_model,
+    common_device,
+    in_a_line,
+    says_what_to_write,
+)
 
 __all__ = [
     "Accumulated",
@@ -18,4 +26,6 @@ __all__ = [
     "common_device",
     "find_culprit",
     "has_rows",
+    "in_a_line",
+    "says_what_to_write",
 ]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from anybatch.batches import Cut, MicroBatches
+from anybatch.faces import facts_table, html_block, one_line
 from anybatch.gradients import shares_of, weighted_sum
 from anybatch.noise import UNMEASURED, NormSums, NotMeasured
 from anybatch.objectives import Metrics, PerRow, combine, on_host
@@ -35,6 +36,12 @@ class Accumulated:
     """The norms of its micro-batches' gradients, where an `Update` measures noise."""
     is_empty: bool = False
     """True of a mean over no units: there was nothing to learn, and the gradient is zeros."""
+
+    __repr__ = one_line
+
+    def _repr_html_(self) -> str:
+        facts = {"loss": self.loss, "units": self.units, "micro_batches": self.micro_batches, **self.metrics}
+        return html_block("The gradient of one batch is in .grad", facts_table(facts))
 
     @property
     def has_gradient(self) -> bool:

@@ -16,7 +16,7 @@ from anybatch.gradients import GradientSum, check_hooks
 from anybatch.noise import NOT_ASKED, NoiseRecord
 from anybatch.norms import NO_POWER, Layers, NormPolicy
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload
+from anybatch.options import Autocast, BatchNorm, Offload, OnNonFinite
 from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.agreement import OwnRows, own_rows, plan_batch, size_of
@@ -33,7 +33,9 @@ from anybatch.passes.running import (
     check_model,
     check_objective,
     common_device,
+    in_a_line,
     passes_fp16,
+    says_what_to_write,
 )
 from anybatch.passes.schedules import schedule_for, why_unmeasured
 from anybatch.passes.timing import UNTIMED, laps_of
@@ -71,7 +73,6 @@ class Accumulator:
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
     micro-batch to the next: fewer all-gathers for more memory. `running` gives all these options as one value.
-
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
     they grow again after batches that go well, and `split` is what batches are cut by.
 
@@ -83,7 +84,9 @@ class Accumulator:
     """
 
     autocast = Option()
+    __repr__ = in_a_line
 
+    @says_what_to_write
     def __init__(
         self,
         model: nn.Module,
@@ -103,12 +106,9 @@ class Accumulator:
     ) -> None:
         check_model(model)
         check_objective(objective)
+        on_nonfinite: OnNonFinite = "drop" if drop_nonfinite else "raise"
         self.running = running or Running(
-            autocast=autocast,
-            batch_norm=batch_norm,
-            offload=offload,
-            reshard=reshard,
-            on_nonfinite="drop" if drop_nonfinite else "raise",
+            autocast=autocast, batch_norm=batch_norm, offload=offload, reshard=reshard, on_nonfinite=on_nonfinite
         )
         self.engine = engine_for(model, reshard=self.running.reshard)
         self.model = model
@@ -245,7 +245,7 @@ class Accumulator:
         self.norms.warn_once(layers, plan.cut, plan.num_micro_batches)
         meter = self.noise.meter(why_unmeasured(plan, schedule, self.engine))
         needs = schedule.needs(self.engine)
-        sync = self.engine.sync(needs, is_proven=plan.is_proven)
+        sync = self.engine.sync(needs, is_proven=plan.is_proven, leaves_out=plan.num_left_out > 0)
         ranks = self.engine.ranks
         barrier = Barrier(ranks, is_over=ranks.size == 1 or needs.even_passes or needs.one_collective)
         drops = self.running.drops and not plan.is_empty
@@ -295,7 +295,5 @@ class Accumulator:
 
     def _can_start_again(self) -> bool:
         """False where a rank that fails amid collectives cannot tell the others: it starts nothing again alone."""
-        if self.engine.ranks.size == 1:
-            return True
-        is_exact = self.running.batch_norm == "exact" and bool(self.norms.touched(is_cut=True))
-        return not self.engine.is_even and not is_exact
+        engine, is_exact = self.engine, self.running.batch_norm == "exact"
+        return engine.ranks.size == 1 or not (engine.is_even or (is_exact and bool(self.norms.touched(is_cut=True))))

@@ -1,18 +1,23 @@
 """How updates run: the options that `Update`, `Accumulator`, `plan`, `verify` and `Fit` have in common, as one value."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, get_args
 
 import torch
 from torch import nn
 
-from anybatch.errors import LossError, ParallelError, UpdateError
+from anybatch.errors import ArgumentsError, LossError, ParallelError, UpdateError
+from anybatch.faces import called, did_you_mean, name_of, one_of
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.parallel import Engine
 from anybatch.state import check_offload
+
+Arguments = ParamSpec("Arguments")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +42,15 @@ class Running:
                 "or None."
             )
         if self.batch_norm is not None and self.batch_norm not in get_args(BatchNorm):
-            raise UpdateError(
-                f"batch_norm={self.batch_norm!r}: expected one of {', '.join(get_args(BatchNorm))}, or None."
-            )
+            choices = one_of(self.batch_norm, get_args(BatchNorm), or_none=True)
+            raise UpdateError(f"batch_norm={self.batch_norm!r}: {choices}")
         check_offload(self.offload)
         if self.on_nonfinite not in get_args(OnNonFinite):
-            raise UpdateError(
-                f"on_nonfinite={self.on_nonfinite!r}: expected one of {', '.join(get_args(OnNonFinite))}."
-            )
+            raise UpdateError(f"on_nonfinite={self.on_nonfinite!r}: {one_of(self.on_nonfinite, get_args(OnNonFinite))}")
         if self.on_empty not in get_args(OnEmpty):
-            raise UpdateError(f"on_empty={self.on_empty!r}: expected one of {', '.join(get_args(OnEmpty))}.")
+            raise UpdateError(f"on_empty={self.on_empty!r}: {one_of(self.on_empty, get_args(OnEmpty))}")
         if self.sums not in get_args(Sums):
-            raise UpdateError(f"sums={self.sums!r}: expected one of {', '.join(get_args(Sums))}.")
+            raise UpdateError(f"sums={self.sums!r}: {one_of(self.sums, get_args(Sums))}")
         if self.clip_norm is not None and self.clip_value is not None:
             raise UpdateError(
                 f"clip_norm={self.clip_norm} and clip_value={self.clip_value} are both given; choose one."
@@ -71,6 +73,38 @@ class Running:
     def drops(self) -> bool:
         """True where single micro-batches that are not finite are left out."""
         return self.on_nonfinite == "drop"
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not what they are by default."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {field.name: held[field.name] for field in fields(self) if held[field.name] != field.default}
+
+
+def says_what_to_write(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """The `__init__` of what runs in micro-batches: an argument that it misses, or does not know, is told with the fix."""
+    known = signature(init).parameters
+
+    @wraps(init)
+    def checked(*args: Arguments.args, **options: Arguments.kwargs) -> None:
+        who = type(args[0]).__name__
+        for name in options:
+            if name not in known:
+                raise ArgumentsError(f"{who}() has no argument {name!r}{did_you_mean(name, known) or '.'}")
+        if "micro_batch" not in options:
+            raise ArgumentsError(
+                f"{who}() needs micro_batch: what one forward and backward holds in memory. Write micro_batch=16 for at most "
+                '16 rows, or micro_batch="auto" for the fastest that fits; Tokens(8192) cuts ragged rows, Fit("6GiB") by '
+                "memory."
+            )
+        init(*args, **options)
+
+    return checked
+
+
+def in_a_line(runs: Any, name: str = "Accumulator", optimizer: Any = None) -> str:
+    """`Accumulator(Net, Objective(loss), micro_batch=Rows(size=16))`: what it was made of, and cuts by now."""
+    named = [name_of(runs.model), *([] if optimizer is None else [name_of(optimizer)]), repr(runs.objective)]
+    return called(name, *named, micro_batch=runs.split, **runs.running.given())
 
 
 class Option:

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from anybatch.faces import html_block, html_table
+from anybatch.faces import sentences as html_sentences
 from anybatch.proof.cases import ComparedPrecision
 from anybatch.proof.floor import ParameterError
 
@@ -84,6 +86,38 @@ class Verdict:
     def error(self) -> float:
         """The largest error of any cut, over all parameters."""
         return max((cut.error for cut in self.cuts), default=0.0)
+
+    def __repr__(self) -> str:
+        head = "exact" if self.is_exact else "not exact"
+        causes = f", causes: {', '.join(cause.kind for cause in self.causes)}" if self.causes else ""
+        return f"Verdict({head}, error {self.error:.1e}, {self.rows} rows, {len(self.cuts)} cuts{causes})"
+
+    def __str__(self) -> str:
+        """A paragraph: whether it is exact, the numbers, the causes and what to do."""
+        found = "is" if self.is_exact else "is not"
+        errors = {self._precision(cut): 0.0 for cut in self.cuts}
+        for cut in self.cuts:
+            errors[self._precision(cut)] = max(errors[self._precision(cut)], cut.error)
+        numbers = " and ".join(f"{error:.1e} in {precision}" for precision, error in errors.items())
+        floor = "within" if self.is_exact else "above"
+        sentences = [
+            f"The accumulated gradient of {self.rows} rows {found} the whole batch's, in {len(self.cuts)} cuts: the largest "
+            f"error is {numbers}, {floor} what the order of summation explains.",
+            *(f"Cause ({cause.kind}): {cause.explanation} Fix: {cause.fix}" for cause in self.causes),
+            *self.notes,
+        ]
+        return " ".join(sentences)
+
+    def _repr_html_(self) -> str:
+        names = ["cut", "precision", "micro-batches", "error", "exact"]
+        cuts = [
+            [cut.name, self._precision(cut), cut.micro_batches, f"{cut.error:.1e}", "yes" if cut.is_exact else "no"]
+            for cut in self.cuts
+        ]
+        causes = html_table(["cause", "why", "fix"], [[each.kind, each.explanation, each.fix] for each in self.causes])
+        head = "Exact" if self.is_exact else "Not exact"
+        title = f"{head}: {self.rows} rows, accumulated against the whole batch in one go"
+        return html_block(title, html_table(names, cuts), causes if self.causes else "", html_sentences(self.notes))
 
     def describe(self) -> str:
         """The verdict in words and numbers, for a terminal."""

@@ -21,14 +21,12 @@ from anybatch.records.schema import (
     Scalars,
     Shapes,
     StageTime,
-    Trace,
-    TracedLayer,
-    TracedStage,
     UpdateDone,
     Values,
     WindowSeen,
 )
 from anybatch.records.tolerant_reading import read
+from anybatch.records.traced_update import Trace, TracedLayer, TracedStage
 
 __all__ = [
     "Arm",

@@ -13,11 +13,11 @@ from anybatch.records.schema import (
     PlanRecord,
     ProofRecord,
     Run,
-    Trace,
     UpdateDone,
     WindowSeen,
 )
 from anybatch.records.tolerant_reading import Record, read
+from anybatch.records.traced_update import Trace
 
 METRICS: dict[str, type[Metric]] = {kind.event: kind for kind in (UpdateDone, EpochDone, WindowSeen, MemorySeen)}
 

@@ -14,8 +14,9 @@ from typing import Any
 from anybatch.errors import RunError
 from anybatch.records.comparison import Comparison
 from anybatch.records.json_text import plain, to_json
-from anybatch.records.schema import Metric, PlanRecord, ProofRecord, Run, Trace
+from anybatch.records.schema import Metric, PlanRecord, ProofRecord, Run
 from anybatch.records.tolerant_reading import loads, read, whole
+from anybatch.records.traced_update import Trace
 
 ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan` or `verify` named when it ended."
 

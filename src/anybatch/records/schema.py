@@ -135,37 +135,6 @@ Metric = UpdateDone | EpochDone | WindowSeen | MemorySeen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracedStage:
-    """One stage of the traced update; `micro_batch` is None for the whole batch."""
-
-    stage: str
-    micro_batch: int | None
-    title: str
-    facts: Scalars
-    values: Values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedLayer:
-    """One layer that the sample went through, with the shapes of all tensors that went in and came out."""
-
-    name: str
-    kind: str
-    shapes_in: Shapes
-    shapes_out: Shapes
-    values: Values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """One update stage by stage, and one sample layer by layer."""
-
-    file: ClassVar[str] = "trace.json"
-    stages: tuple[TracedStage, ...]
-    layers: tuple[TracedLayer, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRecord:
     """The error of one parameter's gradient, and what the order of summation explains of it."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from anybatch.records import Comparison, PlanRecord, ProofRecord, Results, Scalar, at_epoch
 from anybatch.report.charts import largest_error, num_seeds, proof_sentence, written_precision
-from anybatch.report.writing import duration, is_share, number, percent, plural, size, words
+from anybatch.report.writing import duration, is_share, number, percent, plural, size, words, written_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +18,11 @@ class Figure:
 
 def summary(results: Results) -> str:
     """One plain sentence on the whole run."""
+    task = written_task(results.run.task)
     if results.proof is not None:
-        return proof_sentence(results.run.task, results.proof)
+        return proof_sentence(task, results.proof)
     if results.comparison is not None and results.comparison.arms:
-        return _compared(results.run.task, results.comparison)
+        return _compared(task, results.comparison)
     if results.trace is not None:
         return _traced(results)
     if results.plan is not None and results.plan.sentences:
@@ -72,7 +73,7 @@ def written_metric(name: str, value: float) -> str:
 
 
 def _trained(results: Results) -> str:
-    task = results.run.task
+    task = written_task(results.run.task)
     done = results.updates[-1].update if results.updates else 0
     if not done and not results.epochs:
         return f"{task} has not finished an update yet."
@@ -103,7 +104,7 @@ def _trained(results: Results) -> str:
 def _traced(results: Results) -> str:
     assert results.trace is not None
     micro_batches = {entry.micro_batch for entry in results.trace.stages} - {None}
-    parts = [f"One update of {results.run.task}, stage by stage"]
+    parts = [f"One update of {written_task(results.run.task)}, stage by stage"]
     if micro_batches:
         parts.append(f" through {plural(len(micro_batches), 'micro-batch')}")
     layers = [layer for layer in results.trace.layers if layer.kind != "prediction"]

@@ -46,6 +46,7 @@ from anybatch.report.writing import (
     words,
     written_sample,
     written_shapes,
+    written_task,
     written_time,
     written_value,
 )
@@ -107,6 +108,7 @@ def render(results: Results) -> str:
     environment.globals["written"] = written_value
     return environment.get_template("page.html").render(
         run=results.run,
+        task=written_task(results.run.task),
         created=written_time(results.run.created),
         summary=summary(results),
         headline=headline(results),
@@ -114,7 +116,6 @@ def render(results: Results) -> str:
         unreadable=_unreadable(results.num_unreadable),
         style=_asset("page.css"),
         script=_asset("page.js"),
-        plotly=_plotly(),
     )
 
 
@@ -214,9 +215,3 @@ def _unreadable(count: int) -> str:
 
 def _asset(name: str) -> Markup:
     return Markup((files("anybatch.report") / "templates" / name).read_text(encoding="utf-8"))
-
-
-def _plotly() -> Markup:
-    from plotly.offline import get_plotlyjs  # slow to import
-
-    return Markup(get_plotlyjs())

@@ -62,6 +62,15 @@ def size(num_bytes: float | None) -> str:
     return f"{number(float(f'{num_bytes / divisor:.3g}'))} {unit}"
 
 
+def written_task(task: str) -> str:
+    """A task by its name; one of a file by the name of the file, wherever that lies.
+
+    >>> written_task("digits"), written_task("/home/me/tasks/mine.py")
+    ('digits', 'mine.py')
+    """
+    return task.replace("\\", "/").rpartition("/")[2] if task.endswith(".py") else task
+
+
 def size_unit(largest: float) -> tuple[float, str]:
     """The divisor and the name of the unit in which `largest` bytes read best."""
     power = 0 if largest < 1 else min(4, int(math.log2(largest) // 10))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch.errors import UpdateError
+from anybatch.faces import did_you_mean
 from anybatch.host_memory import free_on_host
 from anybatch.options import Offload
 from anybatch.state.disk import TensorFile
@@ -25,7 +26,8 @@ Load = Callable[[], Tensor]
 def check_offload(offload: object) -> None:
     """Refuse what is no place."""
     if offload is not None and offload not in get_args(get_args(Offload)[0]):
-        raise UpdateError(f"offload={offload!r}: expected 'auto', 'host', 'disk' or None.")
+        hint = did_you_mean(offload, ("auto", "host", "disk")) or "."
+        raise UpdateError(f"offload={offload!r}: expected 'auto', 'host', 'disk' or None{hint}")
 
 
 class SavedTensors:

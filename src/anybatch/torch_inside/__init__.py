@@ -69,7 +69,9 @@ from anybatch.torch_inside.inside_names import (
     without_dynamo,
     without_modes,
 )
+from anybatch.torch_inside.releases import warn_of_newer
 
+warn_of_newer()
 __all__ = [
     "BatchNormLayer",
     "COPY_ELSEWHERE",

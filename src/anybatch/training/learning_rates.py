@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from anybatch.errors import SettingsError
+from anybatch.faces import one_of
 from anybatch.training.settings import Decay, LRRule
 
 ADAMS = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.SparseAdam)
@@ -44,7 +45,7 @@ def scale_lr(
     0.4
     """
     if rule not in get_args(LRRule):
-        raise SettingsError(f"scale_lr(rule={rule!r}): expected one of {', '.join(get_args(LRRule))}.")
+        raise SettingsError(f"scale_lr(rule={rule!r}): {one_of(rule, get_args(LRRule))}")
     for name, value in (("batch", batch), ("base_batch", base_batch)):
         if not value > 0:
             raise SettingsError(f"scale_lr({name}={value!r}): expected a number of rows above 0.")
@@ -97,7 +98,7 @@ def lr_factor(num_warmup: int, updates: int | None, decay: Decay, end: float = 0
     if num_warmup < 0:
         raise SettingsError(f"warmup of {num_warmup!r} updates: expected 0 or more.")
     if decay not in get_args(Decay):
-        raise SettingsError(f"decay={decay!r}: expected one of {', '.join(get_args(Decay))}.")
+        raise SettingsError(f"decay={decay!r}: {one_of(decay, get_args(Decay))}")
     if decay != "none" and (updates is None or updates <= num_warmup):
         raise SettingsError(
             f"decay={decay!r} over updates={updates!r} after a warm-up of {num_warmup}: give more updates than the warm-up "

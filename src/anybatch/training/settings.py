@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from anybatch.errors import SettingsError
+from anybatch.faces import one_of
 from anybatch.sizes import parse_bytes
 
 LRRule = Literal["none", "linear", "sqrt"]
@@ -57,7 +58,7 @@ class Settings:
         for name, choices in (("lr_rule", LRRule), ("decay", Decay), ("precision", Precision), ("parallel", Parallel)):
             value = getattr(self, name)
             if value is not None and value not in get_args(choices):
-                raise SettingsError(f"{_option(name)} {value!r}: expected one of {', '.join(get_args(choices))}.")
+                raise SettingsError(f"{_option(name)} {value!r}: {one_of(value, get_args(choices))}")
         if self.epochs is not None and self.updates is not None:
             raise SettingsError(
                 f"--epochs {self.epochs} and --updates {self.updates} both say how long to train; give one of them."

@@ -11,13 +11,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.batches import Batch, MicroBatch
 from anybatch.errors import NonFiniteError, UpdateError
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
+from anybatch.faces import one_of
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.noise import noise_record
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
-from anybatch.passes import Accumulator, Option, Running, find_culprit
+from anybatch.passes import Accumulator, Option, Running, find_culprit, in_a_line, says_what_to_write
 from anybatch.proof import PENDING, FirstLook, look_first
 from anybatch.state import once_more
+from anybatch.update.callbacks import OnUpdate, callbacks_of, tell
 from anybatch.update.fitting_parts import check_loss_parameters, check_parts
 from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_scheduler
 from anybatch.update.held_interrupts import HeldInterrupts
@@ -47,6 +49,10 @@ class Update:
     large a batch has as much noise as signal. In those updates rows are cut as they came; gradients stay what they are.
     `sums="param"` adds gradients of bf16 and fp16 parameters up in their own dtype: half the memory, and an error.
 
+    `on_update` is called with the result after each update that was applied, when the weights are new and the scheduler has
+    moved: a function for a logger or an average of the weights, or a list of them. What one of them raises comes out; the
+    update stays done.
+
     >>> import torch
     >>> from anybatch import supervised
     >>> model = nn.Linear(4, 2)
@@ -61,6 +67,7 @@ class Update:
     on_nonfinite = Option()
     on_empty = Option()
 
+    @says_what_to_write
     def __init__(
         self,
         model: nn.Module,
@@ -82,6 +89,7 @@ class Update:
         sums: Sums = "fp32",
         check: Check | bool = "first",
         observer: Observer | None = None,
+        on_update: OnUpdate = None,
         running: Running | None = None,
     ) -> None:
         optimizer, scheduler = unwrapped_optimizer(optimizer, scaler), unwrapped_scheduler(scheduler)
@@ -102,6 +110,7 @@ class Update:
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.scheduler = scheduler
+        self.on_update = callbacks_of(on_update)
         self.accumulator = Accumulator(
             model,
             objective,
@@ -119,6 +128,9 @@ class Update:
         self.guard = PENDING if self._check == "first" else FirstLook(finding="off")
         """What the look at the first batch found, where `check="first"`."""
         self._is_first = True
+
+    def __repr__(self) -> str:
+        return in_a_line(self.accumulator, "Update", self.optimizer)
 
     @property
     def running(self) -> Running:
@@ -166,7 +178,7 @@ class Update:
             stepped = self._stepped()
             is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.running.on_empty == "skip")
             if is_learnable:
-                change(_gradients(stepped), self._scale.unscale, "unscaled")
+                change(stepped, self._scale.unscale, "unscaled")
             grad_norm = once_more(lambda: gradient_norm(stepped))
             is_finite = is_learnable and self._is_finite(grad_norm)
             if is_learnable and not is_finite and self._raises():
@@ -191,7 +203,7 @@ class Update:
                 self._scale.forget()
                 self.accumulator.forget_batch(buffers)
         self.noise.add(accumulated.norms, grad_norm, applied=is_applied)
-        return UpdateResult(
+        result = UpdateResult(
             loss=accumulated.loss,
             grad_norm=grad_norm,
             units=accumulated.units,
@@ -204,6 +216,7 @@ class Update:
             noise_reason=self.noise.reason,
             retries=retries,
         )
+        return tell(self.on_update, result)
 
     def _look_at_first(self, batch: Batch) -> None:
         if self._check == "first":
@@ -241,9 +254,9 @@ class Update:
             return
         events.begin(Clip)
         if clip_norm is not None:
-            change(_gradients(stepped), lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
+            change(stepped, lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
         if clip_value is not None:
-            change(_gradients(stepped), lambda: clip_to_value(stepped, clip_value), "clipped")
+            change(stepped, lambda: clip_to_value(stepped, clip_value), "clipped")
         events.end(Clip, grad_norm=grad_norm)
 
     def _step(self, stepped: list[nn.Parameter]) -> int:
@@ -274,17 +287,11 @@ class Update:
         )
 
 
-def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
 def _check_of(check: Check | bool) -> Check:
     if check is True or check is False:
         return "full" if check else "off"
     if check not in get_args(Check):
-        raise UpdateError(
-            f"check={check!r}: expected one of {', '.join(get_args(Check))}; True is 'full', False is 'off'."
-        )
+        raise UpdateError(f"check={check!r}: True is 'full', False is 'off'; {one_of(check, get_args(Check))}")
     return check
 
 

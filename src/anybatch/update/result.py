@@ -1,10 +1,11 @@
 """What one update did."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from anybatch.faces import facts_table, html_block, one_line
 from anybatch.noise import NoiseScale
 
 
@@ -30,7 +31,25 @@ class UpdateResult:
     """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
     noise_scale: NoiseScale | None = None
     """How large a batch would have as much noise as signal, in rows, from the latest measured updates (`noise=`)."""
-    noise_reason: str | None = None
+    noise_reason: str | None = field(default=None, repr=False)
     """Why there is no noise scale."""
     retries: int = 0
     """How often memory ran out: the batch was started again in smaller micro-batches, or the step was."""
+
+    __repr__ = one_line
+
+    def scalars(self) -> dict[str, float]:
+        """What a logger takes, as Python numbers; metrics of more than one number are left out. It waits for the device once.
+
+        >>> import torch
+        >>> told = {"loss": torch.tensor(2.0), "grad_norm": torch.tensor(1.0), "metrics": {"accuracy": torch.tensor(0.5)}}
+        >>> UpdateResult(**told, units=8, micro_batches=2, applied=True, lr=0.25).scalars()
+        {'loss': 2.0, 'grad_norm': 1.0, 'lr': 0.25, 'units': 8.0, 'micro_batches': 2.0, 'accuracy': 0.5}
+        """
+        numbers = {name: metric for name, metric in self.metrics.items() if metric.numel() == 1}
+        own = {name: getattr(self, name) for name in ("loss", "grad_norm", "lr", "units", "micro_batches")}
+        return {name: float(value) for name, value in (own | numbers).items()}
+
+    def _repr_html_(self) -> str:
+        is_applied = "One update" if self.applied else "One update, not applied: the weights are as before"
+        return html_block(is_applied, facts_table(self.scalars()))

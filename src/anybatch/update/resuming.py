@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.batches import tensors
 from anybatch.errors import MemoryLimitError, first_line
@@ -149,8 +149,9 @@ class Progress:
         return _Resumed(self._changing, done={_key(tensor): num_writes(tensor) - count for tensor, count in counts})
 
 
-def change(gradients: Sequence[Tensor], action: Callable[[], object], what: str) -> None:
+def change(parameters: Sequence[nn.Parameter], action: Callable[[], object], what: str) -> None:
     """Do `action`, which writes to gradients; where memory runs out in it, it goes on where it stopped."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not all(map(is_plain, gradients)):
         once_more(action)
         return

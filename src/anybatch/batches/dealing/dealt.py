@@ -10,6 +10,7 @@ from torch import Tensor
 from anybatch.batches.cost import Cost
 from anybatch.batches.nesting import Batch, map_tensors
 from anybatch.errors import BatchError
+from anybatch.faces import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Dealt:
     """Which rows of the whole batch these are, in the order of `batch`."""
     num_rows: int
     """Rows of the whole batch, over all ranks."""
+
+    __repr__ = one_line
 
     @property
     def is_stand_in(self) -> bool:

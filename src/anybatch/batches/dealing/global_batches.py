@@ -11,6 +11,7 @@ from anybatch.batches.cost import Cost
 from anybatch.batches.dealing.dealt import Dealt, deal_by_cost, deal_rows
 from anybatch.batches.nesting import Batch
 from anybatch.errors import BatchError, CheckpointError
+from anybatch.faces import called
 
 Order = Callable[[int], Sequence[int]]
 """The rows of an epoch in the order they are learned from; a function of the epoch's number that all ranks agree on."""
@@ -71,6 +72,11 @@ class GlobalBatches(Sampler[list[int]]):
         self.epoch = 0
         self._begin = 0
         self._last: _EpochPass | None = None
+
+    def __repr__(self) -> str:
+        return called(
+            "GlobalBatches", f"{len(self.dataset)} rows", batch_size=self.batch_size, rank=self.rank, ranks=self.ranks
+        )
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""

@@ -7,6 +7,7 @@ from numbers import Integral
 from anybatch.batches.nesting import Batch
 from anybatch.batches.splits.micro_batches import MicroBatches
 from anybatch.errors import SplitError
+from anybatch.faces import called, name_of
 
 WindowSize = int | Callable[[int], int]
 
@@ -36,6 +37,9 @@ class Windows:
         self.size = size
         self.update = 0
         self._size_at(0)
+
+    def __repr__(self) -> str:
+        return called("Windows", name_of(self.loader), size=self.size)
 
     def __iter__(self) -> Iterator[MicroBatches]:
         micro_batches = iter(self.loader)

@@ -9,6 +9,7 @@ from anybatch.batches.cost import Cut
 from anybatch.batches.counting import num_rows
 from anybatch.batches.nesting import Batch
 from anybatch.errors import BatchError
+from anybatch.faces import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class MicroBatches:
                 f"MicroBatches() holds {len(self.micro_batches)} micro-batches, but its cut has {len(cut.rows)}; give one "
                 "tuple of row numbers per micro-batch."
             )
+
+    __repr__ = one_line
 
     @property
     def row_numbers(self) -> tuple[tuple[int, ...], ...]:

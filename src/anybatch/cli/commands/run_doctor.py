@@ -9,6 +9,7 @@ from anybatch import __version__
 from anybatch.cli.screen import say
 from anybatch.doctor import SEVERITIES, Diagnosis, as_github, as_sarif, describe, hints, judge_folder, run_watched
 from anybatch.errors import DoctorError
+from anybatch.faces import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,8 @@ class DoctorRequest:
 def doctor_command(request: DoctorRequest) -> int:
     """0 clean, 1 findings as bad as `--fail-on`, or a script that failed; 2 usage."""
     if request.fail_on not in (*SEVERITIES, "never"):
-        raise DoctorError(f"--fail-on is {request.fail_on!r}; it is one of {', '.join(SEVERITIES)}, never.")
+        hint = did_you_mean(request.fail_on, (*SEVERITIES, "never")) or "."
+        raise DoctorError(f"--fail-on is {request.fail_on!r}; it is one of {', '.join(SEVERITIES)}, never{hint}")
     if min(request.updates, request.short_epochs) < 0:
         raise DoctorError(
             f"--updates is {request.updates} and --short-epochs {request.short_epochs}; 0 is without end, and none is less."

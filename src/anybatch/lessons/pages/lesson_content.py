@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from anybatch.errors import LessonError
+from anybatch.faces import did_you_mean
 
 ORDER = ("trace", "zero", "rows", "units", "memory", "rate", "limits", "write", "recall")
 """The nine pages, in the order they are read."""
@@ -50,7 +51,8 @@ class Lesson:
 def read_lesson(name: str) -> Lesson:
     """The lesson of that name; every claim that its words mention is there."""
     if name not in ORDER:
-        raise LessonError(f"there is no lesson {name!r}. The lessons are {', '.join(ORDER)}.")
+        hint = did_you_mean(name, ORDER) or "."
+        raise LessonError(f"there is no lesson {name!r}. The lessons are {', '.join(ORDER)}{hint}")
     return _read(name)
 
 

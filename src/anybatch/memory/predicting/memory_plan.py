@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from anybatch.faces import facts_table, html_block, html_table, sentences
 from anybatch.memory.predicting.peaks import Peaks
 from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, last_sentence
 from anybatch.sizes import show_bytes
@@ -94,6 +95,20 @@ class Plan:
     """What gradients of bf16 and fp16 parameters are summed in."""
     low_bytes: int = 0
     """Bytes of parameters in bf16 or fp16 that learn."""
+
+    def __repr__(self) -> str:
+        size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
+        peak = f"{show_bytes(self.peak_bytes)} of {show_bytes(self.limit)}"
+        return (
+            f"Plan({size}, peak {peak}, whole batch of {self.rows} rows {show_bytes(self.whole_bytes)}, {self.method})"
+        )
+
+    def _repr_html_(self) -> str:
+        head, _, *rest = _sentences(self)
+        sizes = [[entry.size, show_bytes(entry.peak), "yes" if entry.fits else "no"] for entry in self.sizes]
+        parts = {part.name: show_bytes(getattr(self.breakdown, part.name)) for part in fields(self.breakdown)}
+        tables = html_table([self.unit, "peak", "fits"], sizes), sentences(["At the peak:"]), facts_table(parts)
+        return html_block(head, *tables, sentences(rest))
 
     @property
     def limit(self) -> int:

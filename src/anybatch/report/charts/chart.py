@@ -1,9 +1,8 @@
-"""A chart: Plotly's figure, the keys to its colours, a sentence that says what it shows, and its numbers as a table.
+"""A chart: what the page's script draws, the keys to its colours, a sentence that says what it shows, its numbers as a table.
 
-Colours are the names of CSS custom properties (`--series-1`): the page's script puts in what they mean, in light or dark.
+Colours are the names of CSS custom properties (`--series-1`), so that the style of the page says what they are, light or dark.
 """
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,8 +11,10 @@ from anybatch.report.charts.thinning import thin
 from anybatch.report.writing import number, percent
 
 SeriesKind = Literal["line", "faint", "points", "area"]
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
+NUM_LOOKS = 6
+"""Dashes of lines and shapes of markers, which the page's script draws."""
+CROSS = 5
+"""The look of what stands apart: crosses."""
 NUM_COLOURS = 6
 
 
@@ -32,8 +33,6 @@ class Key:
     """One entry of the legend: a button that shows and hides every trace of its group."""
 
     name: str
-    colour: str
-    dash: str = "solid"
     note: str = ""
 
 
@@ -47,8 +46,8 @@ class Chart:
     caption: str
     """One or two sentences that say what is to be seen: the caption, and the text alternative."""
     figure: Mapping[str, Any]
-    """`data` and `layout` are what Plotly draws. `stops` says what the arrow keys move along, "x" or "bars". `where` has the
-    words before and after a place on the x axis."""
+    """`data` has lines, bands or bars, `x` and `y` say what is special about the axes. `stops` says what the arrow keys move
+    along, "x" or "bars". `where` has the words before and after a place on the x axis."""
     keys: tuple[Key, ...]
     table: Table
     height: int = 300
@@ -99,24 +98,18 @@ def line_chart(
         if any(half is not None for half in line.deviation):
             data.append(_band(line, group))
         data.append(_trace(line, group, is_percent=is_percent, unit=unit))
-    y_axis: dict[str, Any] = axis(ticksuffix=unit)
-    if from_zero:
-        y_axis |= {"rangemode": "tozero"}
-    x_axis = axis(title=x_title, showgrid=False, **_whole_ticks(series))
     return Chart(
         name=name,
         title=title,
         caption=caption,
         figure={
             "data": data,
-            "layout": layout(height, xaxis=x_axis, yaxis=y_axis),
+            "x": {"title": x_title, "whole": _is_whole(series)},
+            "y": {"unit": unit, "zero": from_zero},
             "stops": "x",
             "where": ["", f" {x_unit}"] if x_unit else [f"{x_title} ", ""],
         },
-        keys=tuple(
-            Key(name=line.name, colour=colour(line), dash="dots" if line.kind == "points" else DASHES[line.dash % 6])
-            for line in series
-        ),
+        keys=tuple(Key(name=line.name) for line in series),
         table=table,
         height=height,
         is_wide=is_wide,
@@ -124,43 +117,9 @@ def line_chart(
     )
 
 
-def layout(height: int, **more: Any) -> dict[str, Any]:
-    """What all charts have in common."""
-    return {
-        "height": height,
-        "margin": {"l": 4, "r": 10, "t": 10, "b": 4},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "--sans", "size": 12, "color": "--soft"},
-        "showlegend": False,
-        "hovermode": "x unified",
-        "hoverlabel": {"bgcolor": "--paper", "bordercolor": "--rule", "font": {"color": "--ink", "size": 12}},
-        "uirevision": "kept",
-        **more,
-    }
-
-
-def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    """A calm axis that makes room for its own labels."""
-    return {
-        "title": {"text": escaped(title), "standoff": 10},
-        "automargin": True,
-        "gridcolor": "--grid",
-        "linecolor": "--rule",
-        "zeroline": False,
-        "ticks": "",
-        **more,
-    }
-
-
 def colour(line: Series) -> str:
     """The name of the line's colour."""
     return f"--{'faint' if line.kind == 'faint' else 'series'}-{(line.colour - 1) % NUM_COLOURS + 1}"
-
-
-def escaped(text: str) -> str:
-    """Text that Plotly shows as it stands, instead of reading tags in it."""
-    return html.escape(text, quote=False)
 
 
 def six_digits(value: float | None) -> float | None:
@@ -196,32 +155,21 @@ def _in_percent(line: Series) -> Series:
 
 def _trace(line: Series, group: int, *, is_percent: bool, unit: str) -> dict[str, Any]:
     kept = thin(line.y)
-    shade = colour(line)
-    value = f"%{{y:{'.1f' if is_percent else '.4~g'}}}{unit}"
     trace: dict[str, Any] = {
-        "type": "scatter",
-        "mode": "markers" if line.kind == "points" else "lines+markers" if len(kept) <= 40 else "lines",
-        "name": escaped(line.name),
+        "kind": line.kind,
+        "name": line.name,
+        "group": group,
+        "colour": colour(line),
+        "look": line.dash % NUM_LOOKS,
         "x": [six_digits(line.x[index]) for index in kept],
         "y": [six_digits(line.y[index]) for index in kept],
-        "line": {
-            "color": shade,
-            "width": 1.2 if line.kind == "faint" else 2.2,
-            "dash": DASHES[line.dash % len(DASHES)],
-        },
-        "marker": {"color": shade, "size": 6, "symbol": SYMBOLS[line.dash % len(SYMBOLS)]},
-        "hovertemplate": f"{escaped(line.name)} <b>{value}</b><extra></extra>",
-        "meta": {"group": group, "percent": is_percent, "unit": unit},
+        "percent": is_percent,
+        "unit": unit,
     }
-    if line.kind == "faint":
-        trace["mode"] = "lines"
-    if line.kind == "points":
-        trace["marker"] |= {"symbol": "x", "size": 9}
     if line.kind == "area":
-        trace |= {"fill": "tozeroy", "fillcolor": f"--band-{line.colour}"}
+        trace["fill"] = f"--band-{line.colour}"
     if line.labels:
-        trace["customdata"] = [escaped(line.labels[index]) for index in kept]
-        trace["hovertemplate"] = f"%{{customdata}} <b>{value}</b><extra></extra>"
+        trace["labels"] = [line.labels[index] for index in kept]
     return trace
 
 
@@ -232,21 +180,14 @@ def _band(line: Series, group: int) -> dict[str, Any]:
         if middle is not None and half is not None
     ]
     return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": escaped(line.name),
+        "kind": "band",
+        "group": group,
+        "colour": f"--band-{(line.colour - 1) % NUM_COLOURS + 1}",
         "x": [six_digits(x) for x, _, _ in edges] + [six_digits(x) for x, _, _ in reversed(edges)],
         "y": [six_digits(high) for _, _, high in edges] + [six_digits(low) for _, low, _ in reversed(edges)],
-        "fill": "toself",
-        "fillcolor": f"--band-{(line.colour - 1) % NUM_COLOURS + 1}",
-        "line": {"width": 0, "color": colour(line)},
-        "hoverinfo": "skip",
-        "meta": {"group": group, "silent": True},
     }
 
 
-def _whole_ticks(series: Sequence[Series]) -> dict[str, Any]:
-    places = {x for line in series for x in line.x}
-    if not places or any(x != int(x) for x in places):
-        return {}
-    return {"tickformat": ",d", **({"dtick": 1} if max(places) - min(places) <= 10 else {})}
+def _is_whole(series: Sequence[Series]) -> bool:
+    """True where only whole numbers stand on the x axis, so that no tick lies between two."""
+    return all(x == int(x) for line in series for x in line.x)

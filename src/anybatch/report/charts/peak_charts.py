@@ -17,7 +17,7 @@ def charts_of_plan(plan: PlanRecord) -> Iterator[Chart]:
 
 
 def _peaks(plan: PlanRecord) -> Chart:
-    divisor, unit = size_unit(max(one.peak for one in plan.sizes))
+    divisor, unit = size_unit(max(plan.limit or 0, *(one.peak for one in plan.sizes)))
     x = [one.size for one in plan.sizes]
     series = [Series(name="predicted peak", x=x, y=[one.peak / divisor for one in plan.sizes], colour=4)]
     if plan.limit is not None:
@@ -43,19 +43,16 @@ def _parts(plan: PlanRecord) -> Chart:
     divisor, unit = size_unit(max(part or 0 for part in plan.breakdown.values()))
     parts = [(name, part) for name, part in plan.breakdown.items() if part]
     largest = max(parts, key=lambda part: part[1])
-    keys = [
-        Key(name=name, colour=f"--series-{index % 6 + 1}", note=size(part)) for index, (name, part) in enumerate(parts)
-    ]
     return bar_chart(
         "peak-parts",
         [
-            bars_of(name, [name], [part / divisor], [size(part)], colour=key.colour, group=index, unit=unit)
-            for index, ((name, part), key) in enumerate(zip(parts, keys, strict=True))
+            bars_of(name, [name], [part / divisor], [size(part)], colour=f"--series-{index % 6 + 1}", group=index)
+            for index, (name, part) in enumerate(parts)
         ],
         [name for name, _ in parts],
         title="What the peak is made of",
         caption=f"Most of it is {largest[0]}: {size(largest[1])} of {size(sum(part for _, part in parts))}.",
-        keys=keys,
+        keys=[Key(name=name, note=size(part)) for name, part in parts],
         table=Table(columns=("part", "memory"), rows=tuple((name, size(part)) for name, part in parts)),
         x_title=f"memory in {unit}",
         height=280,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from anybatch.records import CutRecord, ParameterRecord, ProofRecord
 from anybatch.report.charts.chart import Chart, Series, Table, line_chart
@@ -89,6 +88,7 @@ def _chart(precision: str, written: str, cuts: list[CutRecord]) -> Chart:
                 x=places,
                 y=[parameter.error or None for parameter in cut.parameters],
                 colour=1 if index == 0 else index + 2,
+                dash=(0, 2, 3, 4, 5)[index % 5],  # the floor has the squares
                 kind="points",
                 labels=[f"{name}: {cut.name}" for name in names],
             )
@@ -111,17 +111,13 @@ def _chart(precision: str, written: str, cuts: list[CutRecord]) -> Chart:
         height=380,
         is_wide=True,
     )
-    return replace(chart, figure=_logarithmic(chart.figure, names), has_log=False)
+    named = {"title": "", "names": [_short(name) for name in names]} if len(names) <= MOST_NAMES else {}
+    axes = {"x": chart.figure["x"] | named, "y": chart.figure["y"] | {"log": True}}
+    return replace(chart, figure={**chart.figure, **axes}, has_log=False)
 
 
-def _logarithmic(figure: Any, names: list[str]) -> dict[str, Any]:
-    layout = figure["layout"]
-    x_axis = dict(layout["xaxis"])
-    if len(names) <= MOST_NAMES:
-        shown = [name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}" for name in names]
-        x_axis |= {"tickvals": list(range(1, len(names) + 1)), "ticktext": shown, "title": {"text": ""}}
-    y_axis = layout["yaxis"] | {"type": "log", "exponentformat": "power", "dtick": 1}
-    return {**figure, "layout": layout | {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}}
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
 
 
 def _over_floor(parameter: ParameterRecord) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-MOST_POINTS = 5000
+MOST_POINTS = 1000
 """A line of more points than this is thinned: no screen has so many columns, and the page stays small."""
 MOST_ROWS = 500
 """A table of more rows than this is thinned."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from anybatch.records import EpochDone, Results, UpdateDone
-from anybatch.report.charts.chart import Chart, Series, Table, course_of, line_chart, sentence
+from anybatch.report.charts.chart import CROSS, Chart, Series, Table, course_of, line_chart, sentence
 from anybatch.report.charts.thinning import MOST_POINTS, evenly_spaced, smooth
 from anybatch.report.writing import is_share, number, percent, plural, words
 
@@ -118,7 +118,9 @@ def _update_chart(
     marked = [(update, value) for update, value in skipped if value is not None]
     if is_smooth and marked:
         lines.append(
-            Series(name="skipped", x=[u for u, _ in marked], y=[v for _, v in marked], colour=2, kind="points"),
+            Series(
+                name="skipped", x=[u for u, _ in marked], y=[v for _, v in marked], colour=2, dash=CROSS, kind="points"
+            ),
         )
     rows = evenly_spaced(len(x))
     left_out = f"{len(rows)} of {number(len(x))} updates; metrics.jsonl holds them all." if len(rows) < len(x) else ""

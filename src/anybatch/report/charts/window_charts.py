@@ -5,7 +5,7 @@ from typing import Any
 
 from anybatch.records import MemorySeen, StageTime, WindowSeen
 from anybatch.report.charts.bars import bar_chart, bars_of
-from anybatch.report.charts.chart import Chart, Key, Series, Table, escaped, line_chart, sentence, six_digits
+from anybatch.report.charts.chart import Chart, Key, Series, Table, line_chart, sentence
 from anybatch.report.charts.thinning import evenly_spaced
 from anybatch.report.writing import duration, duration_unit, number, plural, size, size_unit
 
@@ -34,15 +34,13 @@ def timeline_chart(window: WindowSeen) -> Chart:
     return bar_chart(
         "window",
         [
-            _bars(stage, group, [span for span in window.stages if span.stage == stage], lanes, divisor, unit)
+            _bars(stage, group, [span for span in window.stages if span.stage == stage], lanes, divisor)
             for group, stage in enumerate(totals)
         ],
         lanes,
         title="The window of one update",
         caption=sentence(first_lines),
-        keys=[
-            Key(name=stage, colour=stage_colour(stage), note=written_share(totals[stage] / busy)) for stage in totals
-        ],
+        keys=[Key(name=stage, note=written_share(totals[stage] / busy)) for stage in totals],
         table=Table(
             columns=("stage", "lane", "start", "time"),
             rows=tuple(
@@ -150,20 +148,14 @@ def written_share(part: float) -> str:
     return "under 1 %" if part < 0.01 else f"{100 * part:.0f} %"
 
 
-def _bars(
-    stage: str, group: int, spans: list[StageTime], lanes: list[str], divisor: float, unit: str
-) -> dict[str, Any]:
+def _bars(stage: str, group: int, spans: list[StageTime], lanes: list[str], divisor: float) -> dict[str, Any]:
     drawn = [span for span in spans if lane_of(span) in lanes]
-    bars = bars_of(
+    return bars_of(
         stage,
         [lane_of(span) for span in drawn],
         [span.seconds / divisor for span in drawn],
         [duration(span.seconds) for span in drawn],
         colour=stage_colour(stage),
         group=group,
-        unit=unit,
+        starts=[span.start / divisor for span in drawn],
     )
-    return bars | {
-        "base": [six_digits(span.start / divisor) for span in drawn],
-        "hovertemplate": f"%{{y}}<br>{escaped(stage)} <b>%{{customdata}}</b><extra></extra>",
-    }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anybatch.errors import TaskError
+from anybatch.faces import did_you_mean
 
 if TYPE_CHECKING:
     from anybatch.training.tasks.task import Task
@@ -32,7 +33,7 @@ def check_task_exists(name: str) -> None:
         raise TaskError(f"there is no task file {name}. Give the path of a Python file with a function task().")
     raise TaskError(
         f"there is no task {name!r}. Built in are {', '.join(BUILT_IN)}; or give the path of a Python file with a "
-        "function task()."
+        f"function task(){did_you_mean(name, BUILT_IN) or '.'}"
     )
 
 

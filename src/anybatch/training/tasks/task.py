@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from anybatch.batches import Split
 from anybatch.errors import TaskError
+from anybatch.faces import one_of
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import BatchNorm
 from anybatch.training.settings import Decay, LRRule
@@ -74,7 +75,7 @@ class Task:
         for name, choices in (("lr_rule", LRRule), ("decay", Decay)):
             if getattr(self, name) not in get_args(choices):
                 raise TaskError(
-                    f"Task({name}={getattr(self, name)!r}): expected one of {', '.join(get_args(choices))}."
+                    f"Task({name}={getattr(self, name)!r}): {one_of(getattr(self, name), get_args(choices))}"
                 )
 
 
