@@ -129,7 +129,7 @@ class OpCount(TorchDispatchMode):
         return result
 
 
-class Progress:
+class WritesDone:
     """How far work in place has come when it fails, without a copy of anything: by torch's counts of writes, or by ops."""
 
     def __init__(self, changing: Iterable[Tensor], *, by_ops: bool) -> None:
@@ -155,7 +155,7 @@ def change(parameters: Sequence[nn.Parameter], action: Callable[[], object], wha
     if not all(map(is_plain, gradients)):
         once_more(action)
         return
-    progress = Progress(gradients, by_ops=True)
+    progress = WritesDone(gradients, by_ops=True)
     for around in (progress.watched, progress.resumed):
         try:
             with around():

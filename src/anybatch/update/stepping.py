@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from anybatch.errors import MemoryLimitError, first_line
 from anybatch.state import free_memory, is_out_of_memory, of_step, once_more, tables_of
 from anybatch.torch_inside import num_writes
-from anybatch.update.resuming import Progress, StepNeeds, StepStudy, is_plain
+from anybatch.update.resuming import StepNeeds, StepStudy, WritesDone, is_plain
 
 Act = Callable[[], object]
 COPIED_BYTES = 64 * 2**20
@@ -82,7 +82,7 @@ class Stepping:
         return True
 
     def _resumably(self, act: Act, moving: list[nn.Parameter]) -> int:
-        progress, tables = Progress(self._changing(moving), by_ops=self._needs.by_ops), tables_of(self._optimizer)
+        progress, tables = WritesDone(self._changing(moving), by_ops=self._needs.by_ops), tables_of(self._optimizer)
         writes = [num_writes(parameter) for parameter in moving]
         for attempt, around in enumerate((progress.watched, progress.resumed)):
             try:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
     from anybatch.cli.commands.run_learn import learn_command
-    from anybatch.cli.commands.run_plan import plan_command
+    from anybatch.cli.commands.run_plan import config_plan_command, plan_command
     from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
     from anybatch.cli.commands.run_trace import trace_command
     from anybatch.cli.commands.run_train import train_command
@@ -21,6 +21,7 @@ __all__ = [
     "DoctorRequest",
     "TrainRequest",
     "compare_command",
+    "config_plan_command",
     "doctor_command",
     "learn_command",
     "plan_command",
