@@ -2,9 +2,7 @@
 
 import json
 
-import pytest
-
-from anybatch.cli.main import main
+from anybatch.cli.main import run
 
 SMALL = {
     "model_type": "llama",
@@ -18,7 +16,7 @@ SMALL = {
 
 
 def planned(capsys, path, *arguments):
-    code = main(["plan", "--model", str(path), "--tokens", "32", "--json", *arguments])
+    code = run(["plan", "--model", str(path), "--tokens", "32", "--json", *arguments])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -34,5 +32,5 @@ def test_a_config_is_planned_without_weights_and_the_end_says_what_to_change(tmp
 def test_what_is_no_config_is_said(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text("{}")
-    assert main(["plan", "--model", str(path)]) == 2
+    assert run(["plan", "--model", str(path)]) == 2
     assert "no config of transformers could be read" in capsys.readouterr().err
