@@ -38,7 +38,7 @@ def test_an_exact_task_leaves_0_and_a_page(tmp_path, capsys):
     assert found["is_exact"] is True
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert (record["kind"], record["status"], record["summary"]["exact"]) == ("verify", "finished", True)
-    assert "textbook is exact: in 4 cuts, 12 rows" in (tmp_path / "out" / "report.html").read_text()
+    assert "textbook is exact: in 2 cuts, 12 rows" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_wrong_task_leaves_1_and_names_the_cause_and_the_fix(tmp_path, capsys):
@@ -75,3 +75,27 @@ def test_json_is_all_that_is_printed(tmp_path, capsys):
 def test_wrong_usage_leaves_2(capsys, arguments, said):
     assert run(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+UNJUDGED = WRONG.replace("nn.Linear(3, 3)", "nn.Sequential(nn.Linear(3, 3), nn.RReLU())").replace(
+    ', reduction="sum"', ""
+)
+
+
+def test_a_task_that_cannot_be_judged_leaves_3_and_its_page_says_why_by_its_name(tmp_path, capsys):
+    (tmp_path / "drawing.py").write_text(UNJUDGED)
+    assert run(["verify", "drawing.py", "--out", "out"]) == 3
+    assert "could not be judged: 16 rows" in capsys.readouterr().out
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "drawing.py could not be judged: 16 rows" in page
+    assert "<h1>drawing.py</h1>" in page
+
+
+def test_the_page_shows_what_every_row_counted_for(tmp_path):
+    (tmp_path / "means.py").write_text(WRONG.replace(', reduction="sum")),', "), lambda batch: 1),"))
+    assert run(["verify", "means.py", "--out", "out"]) == 1
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "The weight of every row" in page
+    cells = {look: page.count(f'class="{look}"') for look in ("more", "right", "less")}
+    assert cells == {"more": 5, "right": 4, "less": 7}  # micro-batches of 2, 3, 4 and 7 rows, a quarter each
+    assert "should weigh" in page

@@ -172,7 +172,7 @@ def test_experts_that_some_micro_batches_do_not_meet_are_exact_and_balancing_the
     model, batch = Experts(), rows_of_numbers()
     assert verify(model, supervised(nn.CrossEntropyLoss()), batch).is_exact
     cause = only_cause(verify(model, Objective(balanced), batch))
-    assert cause.kind == "coupled"
+    assert cause.kind == "not_additive"
     assert "it is the loss that does" in cause.explanation
 
 
@@ -212,7 +212,8 @@ def test_a_counter_that_the_loss_closes_over_is_named():
 
     cause = only_cause(verify(mlp(), Objective(loss), rows_of_numbers()))
     assert cause.kind == "state"
-    assert "'calls'" in cause.explanation
+    assert "calls (0 -> 1)" in cause.explanation
+    assert calls == 0
 
 
 class Smoothed(nn.Module):
@@ -329,8 +330,12 @@ def test_a_model_that_looks_at_padding_is_named():
     batch = texts(has_labels=False) | {"targets": torch.randint(0, 3, (ROWS,))}
     objective = Objective(lambda model, batch: F.cross_entropy(model(batch["input_ids"]), batch["targets"]))
     verdict = verify(Averaging(), objective, batch, micro_batch=Tokens(20))
-    assert only_cause(verdict).kind == "padding"
-    assert [cut.is_exact for cut in verdict.cuts if cut.name.startswith("rows")] == [True] * 4
+    cause = only_cause(verdict)
+    assert cause.kind == "padding"
+    assert "a fact about the model" in cause.explanation
+    by_rows = verify(Averaging(), objective, batch, micro_batch=3)
+    assert by_rows.is_exact
+    assert "looks at padding" in by_rows.notes[0]
 
 
 class Shuffled(nn.Module):
@@ -347,11 +352,14 @@ class Shuffled(nn.Module):
         return self.head(torch.zeros(len(ids), 8).to(tokens).index_add(0, places, tokens))
 
 
-def test_draws_that_belong_to_no_row_are_named():
+def test_draws_that_belong_to_no_row_could_not_be_judged_and_units_beside_them_are():
     batch = texts()["input_ids"], torch.randint(0, 3, (ROWS,))
-    cause = only_cause(verify(Shuffled(), supervised(nn.CrossEntropyLoss()), batch))
-    assert cause.kind == "draws"
-    assert "model.eval()" in cause.fix
+    verdict = verify(Shuffled(), supervised(nn.CrossEntropyLoss()), batch)
+    assert (verdict.finding, verdict.is_exact, verdict.causes) == ("could not be judged", False, ())
+    assert "randn" in verdict.unjudged
+    assert "model.eval()" in verdict.describe()
+    wrong = Objective(lambda model, b: F.cross_entropy(model(b[0]), b[1]), lambda batch: 1)
+    assert only_cause(verify(Shuffled(), wrong, batch)).kind == "units"
 
 
 def test_a_loss_that_is_not_finite_is_named():
@@ -362,9 +370,22 @@ def test_a_loss_that_is_not_finite_is_named():
 
 def test_units_that_no_count_gives_are_called_unknown_with_the_weights_that_would_be_right():
     def skewed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        weights = batch[0].square().sum(1)
+        return (F.cross_entropy(model(batch[0]), batch[1], reduction="none") * weights).sum() / weights.sum()
+
+    batch = rows_of_numbers()
+    wanted = batch[0][:2].square().sum() / batch[0].square().sum()
+    cause = only_cause(verify(mlp(), Objective(skewed), batch))
+    assert cause.kind == "unknown"
+    assert f"{wanted:.4f}" in cause.explanation
+
+
+def test_weights_that_do_not_sum_to_1_rule_out_units():
+    def skewed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
         return losses.sum() / len(losses) ** 1.5
 
     cause = only_cause(verify(mlp(), Objective(skewed), rows_of_numbers()))
-    assert cause.kind == "unknown"
-    assert f"{(2 / ROWS) ** 1.5:.4f}" in cause.explanation
+    assert cause.kind == "not_additive"
+    assert f"{(2 / ROWS) ** 1.5:.3f}" in cause.explanation
+    assert "Coupled(encode, loss)" in cause.fix

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from array import array
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def test_a_checked_update_is_the_same_to_the_bit_as_one_that_is_not_checked():
 
 
 def test_the_check_runs_once_and_costs_two_passes_over_one_micro_batch():
-    rows_seen = []
+    rows_seen = array("q")  # a list would be put back, as all is that a check changes
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         rows_seen.append(len(batch[0]))
@@ -118,7 +119,7 @@ def test_the_check_runs_once_and_costs_two_passes_over_one_micro_batch():
     inputs = torch.randn(24, 6), torch.randint(0, 3, (24,))
     update(inputs)
     assert sum(rows_seen) == 24 + 2 * 6
-    rows_seen.clear()
+    del rows_seen[:]
     update(inputs)
     assert sum(rows_seen) == 24
 

@@ -224,12 +224,7 @@ def test_the_verdict_is_json_and_text():
     found = json.loads(json.dumps(verdict.as_json(), allow_nan=False))
     assert found["is_exact"] is False
     assert found["causes"][0]["kind"] == "batch_norm"
-    assert {cut["name"] for cut in found["cuts"]} == {
-        "as configured: Rows(size=5)",
-        "rows by 1",
-        "rows by 3",
-        "in half",
-    }
+    assert {cut["name"] for cut in found["cuts"]} == {"as configured: Rows(size=5)"}  # 4, 4 and 3 rows are uneven
     assert found["cuts"][0]["parameters"][0].keys() == {"name", "error", "floor"}
     text = verdict.describe()
     assert text.startswith(f"not exact: {ROWS} rows, accumulated against the whole batch in one go")

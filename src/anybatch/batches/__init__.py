@@ -8,7 +8,7 @@ from anybatch.batches.lengths import RowLengths
 from anybatch.batches.nesting import Batch, children, is_array, map_tensors, tensors
 from anybatch.batches.padding import narrow, padded_dims
 from anybatch.batches.readings import SampleList, holds_samples
-from anybatch.batches.row_dim import check_row_dim
+from anybatch.batches.row_dim import check_row_dim, rows_first, rows_in_dim
 from anybatch.batches.splits import (
     AsGiven,
     MicroBatch,
@@ -69,6 +69,8 @@ __all__ = [
     "repeated_rows",
     "rows",
     "size_that_ran",
+    "rows_first",
+    "rows_in_dim",
     "smaller",
     "take_rows",
     "tensors",

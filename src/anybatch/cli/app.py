@@ -242,7 +242,7 @@ def verify(
 ) -> int:
     """Prove on the first batch of a task that accumulating gives the whole batch's gradient, or say why not.
 
-    Exit code 0 if it is exact, 1 if not.
+    Exit code 0 if it is exact, 1 if not, 3 if it could not be judged.
 
     Example: anybatch verify digits --micro-batch 5
     """

@@ -95,6 +95,7 @@ class SeenLoss:
         """Weighed by what was seen in place of what was counted; the sum of it all is divided out at the close."""
         loss, metrics = checked_loss(self.loss)
         told = loss if self.units > 0 else torch.zeros_like(loss)
+        loss = loss if self.units > 0 else loss.nan_to_num()  # a mean over nothing is nan, and would spoil all others
         return PartLoss(loss * (self.units / (place.units or 1.0)), told, metrics or self.metrics, self.units)
 
 

@@ -1,14 +1,16 @@
 """`verify`: the accumulated gradient against the whole batch's, on copies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
 from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Workload, num_rows, take_rows
 from anybatch.errors import VerifyError
+from anybatch.gradients import check_hooks
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm
 from anybatch.parallel import unwrapped
@@ -17,18 +19,22 @@ from anybatch.proof.cases import (
     Case,
     Copy,
     Gradient,
-    copy_model,
     leaving_untouched,
     make_case,
+    rounded_otherwise,
     roundoff,
     why_not_float64,
 )
-from anybatch.proof.causes import Experiments, explain
-from anybatch.proof.cuts import cuts_of, uneven_cut, whole_batch
+from anybatch.proof.causes import Experiments, Explanation, explain, explain_draws, weights_of_rows
+from anybatch.proof.cuts import TriedCut, cuts_of, uneven_cut, whole_batch
 from anybatch.proof.floor import Floor, floor_of, largest_floor, relative
 from anybatch.proof.rows_that_fit import rows_that_fit
 from anybatch.proof.verdict import Cause, CutResult, Verdict
 from anybatch.sizes import parse_bytes
+from anybatch.state import outer_random
+
+SMALL_ERROR = 1e-5
+"""In float64: above it an error is no rounding, whatever cancels."""
 
 
 def verify(
@@ -44,14 +50,14 @@ def verify(
 ) -> Verdict:
     """Whether accumulating this batch gives the gradient of the whole batch in one go; and if not, why not and what to do.
 
-    The batch runs in one go by plain torch and accumulated in several cuts (by `micro_batch`, rows by 1 and by 3, in half, by
-    tokens where there is an attention mask), in the model's own precision and in float64 where the model allows.
-    Every row has the same random draws in all of them. Per parameter the error is held against the floor that the order of
-    summation explains. Where it is above, experiments find the cause.
+    The batch runs in one go by plain torch and accumulated: cut by `micro_batch`, and where that makes micro-batches of one
+    size, or is not given, cut unevenly. In float64 where the model allows, and in the model's own precision. Every row has the
+    same random draws in all of them. Per parameter the error is held against the floor that the order of summation explains.
+    Where it is above, experiments find the cause. What cannot be drawn again row by row could not be judged.
 
-    All runs are on copies: model, gradients, buffers, random states and batch are left as they are. A model that
-    `copy.deepcopy` refuses needs `copy`, a function of the model that returns another with the same weights. `memory`, such as
-    "2GiB", verifies as many rows as fit into it in one go; else all rows must fit.
+    All runs are on copies, one at a time: model, gradients, buffers, random states, batch and what the objective holds are left
+    as they are. A model that `copy.deepcopy` refuses needs `copy`, a function of the model that returns another with the same
+    weights. `memory`, such as "2GiB", verifies as many rows as fit into it in one go; else all rows must fit.
 
     >>> from anybatch import supervised
     >>> verify(nn.Linear(4, 2), supervised(nn.CrossEntropyLoss()), (torch.randn(9, 4), torch.arange(9) % 2)).is_exact
@@ -61,100 +67,138 @@ def verify(
     if isinstance(batch, Dealt):
         batch = batch.batch
     inner = unwrapped(model)
+    check_hooks(inner.parameters(), inner.named_parameters, num_passes=2)  # copies would lose them
     limit = None if memory is None else parse_bytes(memory)
     whole = whole_batch(batch, micro_batch)
     given = num_rows(whole)
     if given < 2:
         raise VerifyError(f"this batch has {given} row, which cannot be cut; give a batch of 2 rows or more.")
-    with leaving_untouched(inner, objective):
-        case = make_case(copy_model(inner, copy), objective, whole, batch_norm=batch_norm, autocast=autocast, copy=copy)
+    with leaving_untouched(inner, objective) as held:
+        options: dict[str, Any] = {
+            "held": held,
+            "batch_norm": batch_norm,
+            "autocast": autocast,
+            "copy": copy,
+            "batch_dim": getattr(micro_batch, "batch_dim", None),
+        }
+        case = make_case(inner, objective, whole, **options)
         rows = None if limit is None else rows_that_fit(case, limit)
         if rows is not None and rows < given:
             whole = take_rows(whole, slice(0, rows))
-            case = make_case(case.model, objective, whole, batch_norm=batch_norm, autocast=autocast, copy=copy)
+            case = make_case(inner, objective, whole, **options)
         taken = None if num_rows(whole) == given else range(num_rows(whole))
         running = Running(autocast=autocast, batch_norm=batch_norm)
-        workload = Workload(model=case.model, objective=objective, running=running)
-        cuts = cuts_of(batch, whole, micro_batch, taken, workload=workload)
-        return _Proof(case, cuts, given).verdict()
+        workload = Workload(model=inner, objective=objective, running=running)
+        cuts, notes = cuts_of(batch, whole, micro_batch, taken, workload=workload)
+        keeps_groups = isinstance(batch, MicroBatches) or getattr(micro_batch, "groups", None) is not None
+        return Proof(case, cuts, given, notes, keeps_groups).verdict()
 
 
 @dataclass(slots=True)
-class _Proof:
+class Proof:
+    """One batch, the cuts that it is tried in, and what is said beside the numbers."""
+
     case: Case
-    cuts: dict[str, MicroBatches]
+    cuts: list[TriedCut]
     rows_given: int
+    notes: list[str]
+    keeps_groups: bool = False
+    """Whether rows belong together, so that none may be taken alone."""
 
     def verdict(self) -> Verdict:
-        whole = self.case.record()
-        raised, notes = self._float64(self.case)
-        floors = [self._floor(self.case, whole, [] if raised is None else [raised[1]])]
-        if raised is not None:
-            floors.append(self._floor(*raised, []))
-            if floors[-1][1].unit > torch.finfo(torch.float64).eps:
-                notes.append(
-                    "parts of the model compute in fp32 whatever they are given: float64 is no closer than that."
-                )
-        results = [
-            self._result(name, cut, case, floor) for case, floor in reversed(floors) for name, cut in self.cuts.items()
-        ]
-        causes: tuple[Cause, ...] = ()
-        if not all(result.is_exact for result in results):
-            causes = self._causes(floors, results)
+        """Compare, and explain what differs."""
+        outer = outer_random()
+        precise, floor, results = self._compare()
+        wrong = [result for result in results if result.decides and not result.is_exact]
+        failing = [result for result in wrong if result.precision == precise.precision]
+        found = Explanation(causes=explain_draws(precise, floor, outer.moved()))
+        cut = self._cut_to_explain(failing, precise, floor)
+        experiments = Experiments(case=precise, floor=floor, cut=cut, trained=self.cuts[0].cut)
+        if failing:
+            found = explain(experiments, found.causes)
+        elif wrong and not found.causes:
+            found = Explanation(causes=(_precision_cause(wrong, _name_of(self.case)),))
+        return self._told(*self._as_trained(results, found), experiments)
+
+    def _compare(self) -> tuple[Case, Floor, list[CutResult]]:
+        """Every cut in float64, and that which trains in the model's own precision too."""
+        case = self.case
+        raised = replace(case, precision="float64")
+        reference = self._float64(raised)
+        if reference is None:
+            floor = self._floor(case, case.record())
+            return case, floor, [_result(tried, case, floor) for tried in self.cuts]
+        floor = self._floor(raised, reference)
+        if floor.unit > torch.finfo(torch.float64).eps:
+            self.notes.append(
+                "parts of the model compute in fp32 whatever they are given: float64 is no closer than that."
+            )
+        results = [_judged(tried, raised, floor) for tried in self.cuts]
+        if not all(parameter.dtype == torch.float64 for parameter in case.model.parameters()):
+            own = floor_of(case.whole(), [reference], unit_of(case))
+            is_sound = results[0].is_exact  # then what is seen here is rounding
+            results.append((_judged if is_sound else _result)(self.cuts[0], case, own))
+        return raised, floor, results
+
+    def _float64(self, raised: Case) -> Gradient | None:
+        """The gradient in one go in float64; None, with a note, where the model does not run so."""
+        why = why_not_float64(raised.model)
+        if why is None:
+            try:
+                return raised.record()
+            except Exception as error:  # whatever a model raises in a precision it was not written for
+                why = f"{type(error).__name__}: {str(error)[:160]}"
+        self.notes.append(f"the model does not run in float64 ({why}); only its own precision was compared.")
+        return None
+
+    def _floor(self, case: Case, whole: Gradient) -> Floor:
+        unit = unit_of(case)
+        order = [row for rows in reversed(self.cuts[0].cut.row_numbers) for row in rows]
+        permuted = case.once(take_rows(case.batch, order), order)
+        if case.precision == "float64":
+            apart = relative(whole, permuted)
+            single = torch.finfo(torch.float32).eps / 2
+            if largest_floor(unit) < apart < largest_floor(single):
+                unit = single
+        return floor_of(whole, [permuted], unit)
+
+    def _cut_to_explain(self, failing: Sequence[CutResult], precise: Case, floor: Floor) -> MicroBatches:
+        """Uneven rows where they are wrong too, because no two of their weights are alike; else a wrong cut that runs."""
+        named = {tried.name: tried.cut for tried in self.cuts}
+        if not failing:
+            return self.cuts[0].cut
+        uneven = TriedCut(name="uneven rows", cut=uneven_cut(self.case.batch))
+        if uneven.name not in named and not self.keeps_groups and precise.num_rows > 2:
+            result = _result(uneven, precise, floor)
+            if not result.is_exact and result.failure is None:
+                return uneven.cut
+        ran = [result for result in failing if result.failure is None] or failing
+        return named[ran[-1].name]
+
+    def _as_trained(self, results: list[CutResult], found: Explanation) -> tuple[list[CutResult], Explanation]:
+        """Rows that belong together are torn by no cut that trains: this is then a note."""
+        trained = [result for result in results if result.name == self.cuts[0].name]
+        is_only_torn = bool(found.causes) and all(cause.kind == "groups" for cause in found.causes)
+        if not is_only_torn or not all(result.is_exact for result in trained) or len(self.cuts) < 2:
+            return results, found
+        self.notes += [f"{cause.explanation} {cause.fix}" for cause in found.causes]
+        return [replace(result, decides=result in trained) for result in results], Explanation()
+
+    def _told(self, results: Sequence[CutResult], found: Explanation, experiments: Experiments) -> Verdict:
+        other = [result for result in results if not result.decides and result.name == "by tokens"]
+        if not found.causes and not found.unjudged:
+            self.notes += [_padding_note(result) for result in other if not result.is_exact]
+        weights = weights_of_rows(experiments, self.cuts[0].cut, is_wrong=bool(found.causes))
         return Verdict(
             rows=self.case.num_rows,
             rows_given=self.rows_given,
             dtype=_name_of(self.case),
             cuts=tuple(results),
-            causes=causes,
-            notes=tuple(notes),
+            causes=found.causes,
+            notes=tuple(self.notes),
+            unjudged=found.unjudged,
+            weights=weights,
         )
-
-    def _float64(self, case: Case) -> tuple[tuple[Case, Gradient] | None, list[str]]:
-        """The same case in float64, and its gradient in one go; or a note why not."""
-        if all(parameter.dtype == torch.float64 for parameter in case.model.parameters()):
-            return None, []
-        why = why_not_float64(case.model)
-        raised = replace(case, precision="float64")
-        if why is None:
-            try:
-                return (raised, raised.whole()), []
-            except Exception as error:  # whatever a model raises in a precision it was not written for
-                why = f"{type(error).__name__}: {str(error)[:160]}"
-        return None, [f"the model does not run in float64 ({why}); only its own precision was compared."]
-
-    def _floor(self, case: Case, whole: Gradient, references: list[Gradient]) -> tuple[Case, Floor]:
-        unit = unit_of(case)
-        permuted = list(_permuted(case))
-        if case.precision == "float64":
-            apart = min((relative(whole, other) for other in permuted), default=0.0)
-            single = torch.finfo(torch.float32).eps / 2
-            if largest_floor(unit) < apart < largest_floor(single):
-                unit = single
-        return case, floor_of(whole, [*permuted, *references], unit)
-
-    @staticmethod
-    def _result(name: str, cut: MicroBatches, case: Case, floor: Floor) -> CutResult:
-        rows = tuple(len(numbers) for numbers in cut.row_numbers)
-        common = {"name": name, "precision": case.precision, "micro_batches": len(cut), "rows": rows}
-        try:
-            accumulated = case.accumulated(cut)
-        except Exception as error:  # a cut that cannot run is a finding, not the end
-            failure = f"{type(error).__name__}: {error}"
-            return CutResult(**common, error=float("inf"), parameters=(), failure=failure)  # type: ignore[arg-type]
-        errors = floor.errors(accumulated, len(cut))
-        return CutResult(**common, error=relative(floor.whole, accumulated), parameters=errors)  # type: ignore[arg-type]
-
-    def _causes(self, floors: Sequence[tuple[Case, Floor]], results: Sequence[CutResult]) -> tuple[Cause, ...]:
-        case, floor = floors[-1]
-        failing = [result for result in results if result.precision == case.precision and not result.is_exact]
-        if not failing:
-            return (_precision_cause(results, _name_of(self.case)),)
-        experiments = Experiments(case=case, floor=floor, cut=uneven_cut(case.batch))
-        if experiments.try_out(case).is_exact:
-            worst = max(failing, key=lambda result: (result.failure is None, result.error))
-            experiments = replace(experiments, cut=self.cuts[worst.name])
-        return explain(experiments)
 
 
 def unit_of(case: Case) -> float:
@@ -164,15 +208,46 @@ def unit_of(case: Case) -> float:
     return roundoff(chain(case.model.parameters(), case.model.buffers()), _autocast_dtype(case))
 
 
-def _permuted(case: Case) -> Iterator[Gradient]:
-    """The whole batch with its rows in other orders: backwards, and every other row first."""
-    count = case.num_rows
-    for order in ([*reversed(range(count))], [*range(0, count, 2), *range(1, count, 2)]):
-        yield case.once(take_rows(case.batch, order), order)
+def _result(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
+    cut = tried.cut
+    told = CutResult(
+        name=tried.name,
+        precision=case.precision,
+        micro_batches=len(cut),
+        rows=tuple(len(numbers) for numbers in cut.row_numbers),
+        error=float("inf"),
+        parameters=(),
+        decides=tried.decides,
+    )
+    try:
+        accumulated = case.accumulated(cut)
+    except Exception as error:  # a cut that cannot run is a finding, not the end
+        return replace(told, failure=f"{type(error).__name__}: {error}")
+    return replace(told, error=relative(floor.whole, accumulated), parameters=floor.errors(accumulated, len(cut)))
 
 
-def _precision_cause(results: Sequence[CutResult], dtype: str) -> Cause:
-    worst = max((result for result in results if not result.is_exact), key=lambda result: result.error)
+def _judged(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
+    """The result; an error so small that it may be rounding is held against what rounding the parameters alone does."""
+    result = _result(tried, case, floor)
+    is_small = case.precision == "own" or result.error <= SMALL_ERROR
+    if result.is_exact or result.failure is not None or not is_small:
+        return result
+    if relative(floor.whole, case.whole()) > largest_floor(floor.unit):
+        return result  # it is not the same twice
+    perturbed = replace(case, model=rounded_otherwise(case.model, case.copy, floor.unit)).whole()
+    return _result(tried, case, floor.widened(perturbed))
+
+
+def _padding_note(result: CutResult) -> str:
+    how = f"failed ({result.failure})" if result.failure else f"is {result.error:.1e} off"
+    return (
+        f"with padding cut off (Tokens) the gradient {how}: the model or the loss looks at padding. That is a fact about the "
+        "model, and its rows are exact with their padding; keep Rows(n)."
+    )
+
+
+def _precision_cause(wrong: Sequence[CutResult], dtype: str) -> Cause:
+    worst = max(wrong, key=lambda result: result.error)
     if worst.failure is not None:
         return Cause(
             kind="error",

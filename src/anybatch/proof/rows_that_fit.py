@@ -49,7 +49,8 @@ def _expected(seen: list[tuple[int, int]], size: int) -> int:
 
 def _peak(case: Case, size: int) -> int:
     """Bytes at the peak of a run of the first `size` rows: the copy, its gradients and the graph."""
-    options = {"batch_norm": case.batch_norm, "autocast": case.autocast, "copy": case.copy}
+    names = ("held", "batch_norm", "autocast", "copy", "batch_dim")
+    options = {name: getattr(case, name) for name in names}
     part = make_case(case.model, case.objective, take_rows(case.batch, slice(0, size)), **options)
     wide = make_case(case.model, case.objective, part.batch, **options, precision="float64")
     if why_not_float64(case.model) is None:

@@ -14,7 +14,9 @@ CauseKind = Literal[
     "units",
     "sum",
     "mean",
+    "not_additive",
     "coupled",
+    "groups",
     "batch_norm",
     "state",
     "randomness",
@@ -27,6 +29,7 @@ CauseKind = Literal[
     "error",
     "unknown",
 ]
+ProofFinding = Literal["exact", "not exact", "could not be judged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class CutResult:
     parameters: tuple[ParameterError, ...]
     failure: str | None = None
     """What was raised, where this cut could not run."""
+    decides: bool = True
+    """False of a cut that nobody trains with."""
 
     @property
     def is_exact(self) -> bool:
@@ -61,6 +66,22 @@ class CutResult:
     def worst(self) -> ParameterError | None:
         """The parameter that is furthest above its floor, or nearest to it."""
         return max(self.parameters, key=_over_floor, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWeights:
+    """What the rows of one micro-batch weighed in the accumulated gradient, and what they should weigh."""
+
+    rows: tuple[int, ...]
+    """Their numbers in the batch."""
+    weight: float
+    wanted: float | None
+    """None where no weight would be right: rows look at each other."""
+
+    @property
+    def counted(self) -> float | None:
+        """How often each of its rows counted: 1 is right, 0 is not at all, None is not known."""
+        return None if not self.wanted else self.weight / self.wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +97,31 @@ class Verdict:
     cuts: tuple[CutResult, ...]
     causes: tuple[Cause, ...] = ()
     notes: tuple[str, ...] = ()
+    unjudged: str = ""
+    """Why it could not be judged, where it could not."""
+    weights: tuple[RowWeights, ...] = ()
+    """What the rows of each micro-batch counted for, in the cut that trains, or in one that shows what is wrong."""
+
+    @property
+    def finding(self) -> ProofFinding:
+        """The verdict in a word or two."""
+        if self.unjudged:
+            return "could not be judged"
+        return "exact" if self.is_exact else "not exact"
+
+    @property
+    def is_judged(self) -> bool:
+        return not self.unjudged
 
     @property
     def is_exact(self) -> bool:
-        """True if every parameter is within its floor, in every cut and precision."""
-        return all(cut.is_exact for cut in self.cuts)
+        """True if every parameter is within its floor, in every cut that decides and every precision, and nothing draws."""
+        return self.is_judged and not self.causes and all(cut.is_exact for cut in self.cuts if cut.decides)
 
     @property
     def error(self) -> float:
-        """The largest error of any cut, over all parameters."""
-        return max((cut.error for cut in self.cuts), default=0.0)
+        """The largest error of any cut that decides, over all parameters."""
+        return max((cut.error for cut in self.cuts if cut.decides), default=0.0)
 
     def __repr__(self) -> str:
         head = "exact" if self.is_exact else "not exact"
@@ -122,21 +158,24 @@ class Verdict:
     def describe(self) -> str:
         """The verdict in words and numbers, for a terminal."""
         of_given = f" of {self.rows_given}" if self.rows != self.rows_given else ""
-        head = "exact" if self.is_exact else "not exact"
-        lines = [f"{head}: {self.rows}{of_given} rows, accumulated against the whole batch in one go"]
+        lines = [f"{self.finding}: {self.rows}{of_given} rows, accumulated against the whole batch in one go"]
         width = max((len(cut.name) for cut in self.cuts), default=0)
         for cut in self.cuts:
             lines.append(f"  {cut.name:<{width}}  {self._precision(cut):<8}  {_numbers(cut)}")
+        if self.unjudged:
+            lines += ["", self.unjudged]
         for cause in self.causes:
             lines += ["", f"cause ({cause.kind}): {cause.explanation}", f"fix: {cause.fix}"]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for JSON: the fields, and `is_exact` of the verdict and of every cut."""
+        """Plain values for JSON: the fields, `finding`, and `is_exact` of the verdict and of every cut."""
         plain = _finite(dataclasses.asdict(self))
         for cut, result in zip(plain["cuts"], self.cuts, strict=True):
             cut["is_exact"] = result.is_exact
-        return {"is_exact": self.is_exact, "error": _finite(self.error), **plain}
+        for rows, weights in zip(plain["weights"], self.weights, strict=True):
+            rows["counted"] = _finite(weights.counted)
+        return {"finding": self.finding, "is_exact": self.is_exact, "error": _finite(self.error), **plain}
 
     def _precision(self, cut: CutResult) -> str:
         return "float64" if cut.precision == "float64" else self.dtype
@@ -146,7 +185,7 @@ def _numbers(cut: CutResult) -> str:
     if cut.failure is not None:
         return f"failed: {cut.failure}"
     worst = cut.worst
-    mark = "exact" if cut.is_exact else "NOT EXACT"
+    mark = "exact" if cut.is_exact else "NOT EXACT" if cut.decides else "not exact"
     where = "" if worst is None else f"; {worst.name} {worst.error:.1e}, floor {worst.floor:.1e}"
     return f"{cut.micro_batches:>3} micro-batches  error {cut.error:.1e}  {mark}{where}"
 

@@ -3,18 +3,16 @@
 from anybatch.records.comparison import Arm, ArmEpoch, ArmRun, Comparison
 from anybatch.records.json_text import plain
 from anybatch.records.over_seeds import Spread, at_epoch, over_runs, spread_of
+from anybatch.records.proof_schema import CutRecord, ParameterRecord, ProofRecord
 from anybatch.records.results import Results, read_results
 from anybatch.records.run_folder import RunFolder, sync_folder
 from anybatch.records.run_lock import locked
 from anybatch.records.schema import (
-    CutRecord,
     EpochDone,
     MemoryPoint,
     MemorySeen,
     Metric,
-    ParameterRecord,
     PlanRecord,
-    ProofRecord,
     Run,
     RunKind,
     Scalar,

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anybatch.records.comparison import Comparison
+from anybatch.records.proof_schema import ProofRecord
 from anybatch.records.run_folder import RunFolder
 from anybatch.records.schema import (
     EpochDone,
     MemorySeen,
     Metric,
     PlanRecord,
-    ProofRecord,
     Run,
     UpdateDone,
     WindowSeen,

@@ -14,7 +14,8 @@ from typing import Any
 from anybatch.errors import RunError
 from anybatch.records.comparison import Comparison
 from anybatch.records.json_text import plain, to_json
-from anybatch.records.schema import Metric, PlanRecord, ProofRecord, Run
+from anybatch.records.proof_schema import ProofRecord
+from anybatch.records.schema import Metric, PlanRecord, Run
 from anybatch.records.tolerant_reading import loads, read, whole
 from anybatch.records.traced_update import Trace
 

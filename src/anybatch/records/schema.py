@@ -135,56 +135,6 @@ Metric = UpdateDone | EpochDone | WindowSeen | MemorySeen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterRecord:
-    """The error of one parameter's gradient, and what the order of summation explains of it."""
-
-    name: str
-    error: float | None
-    floor: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutRecord:
-    """One cut of the batch in one precision."""
-
-    name: str
-    precision: str
-    micro_batches: int | None
-    rows: Values
-    """How many rows each micro-batch had."""
-    error: float | None
-    parameters: tuple[ParameterRecord, ...]
-    failure: str | None
-    """What was raised where this cut could not run."""
-    is_exact: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CauseRecord:
-    """Why a gradient was not exact, and what to do."""
-
-    kind: str
-    explanation: str
-    fix: str
-    lesson: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProofRecord:
-    """The accumulated gradient against the whole batch's: what `verify` found."""
-
-    file: ClassVar[str] = "verify.json"
-    is_exact: bool
-    error: float | None
-    rows: int | None
-    rows_given: int | None
-    dtype: str = "own precision"
-    cuts: tuple[CutRecord, ...]
-    causes: tuple[CauseRecord, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SizeRecord:
     """The predicted peak of one micro-batch size, which counts rows or tokens."""
 

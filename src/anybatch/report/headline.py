@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from anybatch.records import Comparison, PlanRecord, ProofRecord, Results, Scalar, at_epoch
-from anybatch.report.charts import largest_error, num_seeds, proof_sentence, written_precision
+from anybatch.report.charts import finding_of, largest_error, num_seeds, proof_sentence, written_precision
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words, written_task
 
 
@@ -140,7 +140,7 @@ def _ends(comparison: Comparison) -> tuple[tuple[str, str], tuple[str, str]] | N
 
 
 def _proof_figures(proof: ProofRecord) -> tuple[Figure, ...]:
-    verdict = Figure(label="verdict", value="exact" if proof.is_exact else "not exact")
+    verdict = Figure(label="verdict", value=finding_of(proof))
     errors = [
         Figure(
             label=f"largest error, {written_precision(proof, precision)}",

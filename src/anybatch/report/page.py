@@ -37,6 +37,7 @@ from anybatch.report.charts import (
     stage_colour,
     timeline_chart,
     update_charts,
+    weights_picture,
 )
 from anybatch.report.headline import headline, summary
 from anybatch.report.trace_lanes import Lane, lanes_of
@@ -74,6 +75,8 @@ class Section:
     layers: tuple[TracedLayer, ...] = ()
     lanes: tuple[Lane, ...] = ()
     """The same stages as a picture."""
+    picture: Markup | None = None
+    """A cell per row."""
 
 
 def write_page(run_folder: Path) -> Path:
@@ -128,7 +131,9 @@ def sections(results: Results) -> tuple[Section, ...]:
         *(_trace_sections(results.trace) if results.trace is not None else ()),
         *_training_sections(results),
     )
-    return tuple(part for part in parts if part.charts or part.tables or part.notes or part.stages or part.layers)
+    return tuple(
+        part for part in parts if part.charts or part.tables or part.notes or part.stages or part.layers or part.picture
+    )
 
 
 def _proof_sections(proof: ProofRecord) -> Iterator[Section]:
@@ -136,7 +141,13 @@ def _proof_sections(proof: ProofRecord) -> Iterator[Section]:
         f"{cause.explanation} Fix: {cause.fix}" + (f" See: anybatch learn {cause.lesson}." if cause.lesson else "")
         for cause in proof.causes
     )
-    yield Section(name="causes", title="Why it is not exact", notes=causes)
+    unjudged = (proof.unjudged,) if proof.unjudged else ()
+    yield Section(
+        name="causes",
+        title="Why it could not be judged" if unjudged else "Why it is not exact",
+        notes=(*unjudged, *causes),
+    )
+    yield Section(name="weights", title="The weight of every row", picture=weights_picture(proof))
     yield Section(
         name="proof",
         title="Accumulated against the whole batch",

@@ -125,8 +125,8 @@ class Update:
         self._scale: LossScale = loss_scale(self.scaler, optimizer)
         self._stepping = Stepping(optimizer)
         self._check = _check_of(check)
-        self.guard = PENDING if self._check == "first" else FirstLook(finding="off")
-        """What the look at the first batch found, where `check="first"`."""
+        self.guard = FirstLook(finding="off") if self._check == "off" else PENDING
+        """What the look at the first batch found."""
         self._is_first = True
 
     def __repr__(self) -> str:
@@ -221,13 +221,14 @@ class Update:
     def _look_at_first(self, batch: Batch) -> None:
         if self._check == "first":
             self.guard = look_first(self.accumulator, batch)
-            if self.guard is not PENDING:
-                self._check = "off"
-            return
-        from anybatch.proof import self_check  # the proof takes longer to load than all else, and is seldom asked for
+        else:
+            from anybatch.proof import (
+                self_check,
+            )  # the proof takes longer to load than all else, and is seldom asked for
 
-        self_check(self.accumulator, batch)
-        self._check = "off"
+            self.guard = self_check(self.accumulator, batch)
+        if self.guard is not PENDING:
+            self._check = "off"
 
     def _stepped(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -15,7 +15,7 @@ from anybatch.training import Settings, check_task_exists, find_task
 def verify_command(
     task: str, settings: Settings, *, memory: str | None, out: Path | None, is_json: bool, is_quiet: bool
 ) -> int:
-    """Verify, print and leave a run folder; 0 if exact, 1 if not."""
+    """Verify, print and leave a run folder; 0 if exact, 1 if not, 3 if it could not be judged."""
     check_task_exists(task)
     folder = new_folder(task, out)
     check_installed("torchdata")
@@ -38,7 +38,12 @@ def verify_command(
         autocast=update.running.autocast,
     )
     run = first_record("verify", task, settings)
-    summary = {"exact": verdict.is_exact, "error": verdict.error, "causes": ", ".join(c.kind for c in verdict.causes)}
+    summary = {
+        "exact": verdict.is_exact,
+        "finding": verdict.finding,
+        "error": verdict.error,
+        "causes": ", ".join(c.kind for c in verdict.causes),
+    }
     found = verdict.as_json()
     for cause in found["causes"]:
         cause["lesson"] = lesson_of_cause(cause["kind"])
@@ -51,4 +56,4 @@ def verify_command(
     assert record is not None
     folder.write(record)
     say(f"\npage: {write_page(folder)}", is_quiet=is_silent)
-    return 0 if verdict.is_exact else 1
+    return 0 if verdict.is_exact else 1 if verdict.is_judged else 3

@@ -4,33 +4,37 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, MicroBatches, Rows, move, num_rows
+from anybatch.batches import Batch, Cut, MicroBatches, Rows, map_tensors, num_rows, rows_in_dim
 from anybatch.dropout import count_update, masks_of, rows_running
 from anybatch.norms import batch_norms
 from anybatch.objectives import Coupled, Objective, checked_loss
 from anybatch.options import Autocast, BatchNorm
 from anybatch.passes import Accumulator, autocast_context, common_device
-from anybatch.proof.cases.copies import Copy, copy_batch, copy_model, copy_objective
-from anybatch.proof.cases.float64 import ComparedPrecision, Float64, to_float64
+from anybatch.proof.cases.copies import Copy, copy_batch, copy_model, free_parameters
+from anybatch.proof.cases.float64 import ComparedPrecision, Float64, keep_in_backward, to_float64
 from anybatch.proof.cases.model_state import ModelState
-from anybatch.proof.cases.row_draws import Draws, recomputing, recording, replaying
+from anybatch.proof.cases.objective_state import ObjectiveState, functions_of, objective_state
+from anybatch.proof.cases.row_draws import Draws, recomputing, recording, replaying, visible
 
-BeforeRun = Callable[[nn.Module], Any]
-"""Called with the copy before it runs."""
+BeforeRun = Callable[[nn.Module], "Callable[[], None] | None"]
+"""Called with the copy before it runs; what it returns is called when that is done, before anything is put back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What one run left: its loss, and the gradients by parameter in float64; None where the run did not touch one."""
+    """What one run left: its loss, and the gradients by parameter; None where the run did not touch one."""
 
     loss: float
     parameters: Mapping[str, Tensor | None]
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """The norms of what micro-batches added, summed, by parameter; nothing of a run in one go."""
 
     @property
     def norm(self) -> float:
@@ -40,7 +44,7 @@ class Gradient:
 
 def norm_of(grad: Tensor | None) -> float:
     """The norm of a gradient, 0 for none."""
-    return 0.0 if grad is None else float(grad.norm())
+    return 0.0 if grad is None else float(torch.linalg.vector_norm(grad, dtype=torch.float64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +52,11 @@ class Case:
     """A model, an objective and a batch, and how they are run. An experiment is the same case with one thing changed."""
 
     model: nn.Module
+    """The user's; what runs is a copy, and there is one at a time."""
     objective: Objective | Coupled
+    held: ObjectiveState
     batch: Batch
+    """Rows first."""
     draws: Draws
     """What the rows draw in the model."""
     loss_draws: Draws
@@ -57,6 +64,8 @@ class Case:
     batch_norm: BatchNorm | None = None
     autocast: Autocast = None
     copy: Copy | None = None
+    batch_dim: int | None = None
+    """The dim that is the rows where the model runs."""
     precision: ComparedPrecision = "own"
     restores_state: bool = False
     """Whether the model is put back to its first state before every forward."""
@@ -67,10 +76,16 @@ class Case:
     def num_rows(self) -> int:
         return self.draws.num_rows
 
+    def quiet(self) -> "Case":
+        """The case in which every random draw is its mean: to be recorded."""
+        return replace(
+            self, **{name: replace(getattr(self, name), **_new_draws(True)) for name in ("draws", "loss_draws")}
+        )
+
     def record(self) -> Gradient:
         """The whole batch in one go; what it draws is drawn again in every later run."""
-        self.draws.whole.clear()
-        self.loss_draws.whole.clear()
+        self.draws.start()
+        self.loss_draws.start()
         return self._once(self.batch, None)
 
     def whole(self) -> Gradient:
@@ -83,92 +98,126 @@ class Case:
 
     def accumulated(self, cut: MicroBatches) -> Gradient:
         """The batch in micro-batches, by `Accumulator`."""
-        with self._setting() as (model, objective):
-            parts = MicroBatches([self._own_batch(part, model) for part in cut], cut.cut)
+        with self._setting() as model:
+            known: dict[int, tuple[Tensor, Tensor]] = {}
+            numbers = Cut(rows=cut.row_numbers, lengths=(1,) * len(cut)) if self.batch_dim else cut.cut
+            parts = MicroBatches([self._own_batch(part, model, known) for part in cut], numbers)
             masks = masks_of(model)
             if masks is not None:
                 masks.strict = False  # the run in one go was watched; here following the draws moves the generators
             places = {id(part): rows for part, rows in zip(parts, cut.row_numbers, strict=True)}
+            followed = self._followed(places, model)
+            own_loss = set(map(id, followed.parameters()))
+            extra = [held for held in self.held.parameters.values() if id(held) not in own_loss]
+            named = self._named(model)
+            terms: dict[str, Tensor] = {}
+            self.draws.start_run()
+            meters = [held.register_hook(partial(_add_norm, terms, name)) for name, held in named.items()]
             accumulator = Accumulator(
                 model,
-                self._followed(objective, places, model),
+                followed,
                 micro_batch=Rows(1),
                 autocast=None if self.precision == "float64" else self.autocast,
                 batch_norm=self.batch_norm,
                 keep_fp32=True,
+                parameters=lambda: [*model.parameters(), *extra],
             )
-            with recomputing(self.draws):
-                loss = accumulator.backward(parts).loss
-            return Gradient(float(loss), _gradients(model, objective))
+            try:
+                with recomputing(self.draws):
+                    loss = accumulator.backward(parts).loss
+            finally:
+                for meter in meters:
+                    meter.remove()
+            return Gradient(float(loss), _gradients(named), {name: float(norm) for name, norm in terms.items()})
 
     def _once(self, batch: Batch, rows: Sequence[int] | None, watch: BeforeRun | None = None) -> Gradient:
-        with self._setting() as (model, objective):
+        with self._setting() as model:
             count_update(model)  # as `Accumulator` does: row_dropout's masks are then the same
             if self.batch_norm == "frozen":
                 for layer in batch_norms(model).values():
                     layer.train(layer.running_mean is None and layer.training)
-            if watch is not None:
-                watch(model)
+            done = None if watch is None else watch(model)
             device = common_device(model.parameters())
             autocast = autocast_context(None if self.precision == "float64" else self.autocast, device)
-            with recomputing(self.draws) if rows is not None else nullcontext():
-                with autocast:
-                    loss, _ = checked_loss(self._forward(objective, model, self._own_batch(batch, model), rows))
-                loss.backward()
-            return Gradient(float(loss.detach()), _gradients(model, objective))
+            with autocast:
+                loss, _ = checked_loss(self._forward(model, self._own_batch(batch, model), rows))
+            with recomputing(self.draws, is_first=rows is None):
+                torch.autograd.backward(loss)
+            if done is not None:
+                done()
+            return Gradient(float(loss.detach()), _gradients(self._named(model)))
 
-    def _forward(
-        self, objective: Objective | Coupled, model: nn.Module, batch: Batch, rows: Sequence[int] | None
-    ) -> Any:
-        with self._around(self.draws, rows), rows_running(model, rows or range(self.num_rows)):
+    def _forward(self, model: nn.Module, batch: Batch, rows: Sequence[int] | None) -> Any:
+        objective = self.objective
+        with self._drawing(self.draws, rows), rows_running(model, rows or range(self.num_rows)):
             if isinstance(objective, Objective):
                 return objective.loss(model, batch)
             representations = objective.encode(model, batch)
-        with self._around(self.loss_draws, rows):
+        with self._drawing(self.loss_draws, rows):
             return objective.loss(representations)
 
     @contextmanager
-    def _setting(self) -> Iterator[tuple[nn.Module, Objective | Coupled]]:
-        """A fresh model and objective in this precision, and quiet."""
-        model, objective = copy_model(self.model, self.copy), copy_objective(self.objective)
+    def _setting(self) -> Iterator[nn.Module]:
+        """A fresh model in this precision, the objective as it was at first, and quiet."""
+        is_raised = self.precision == "float64"
+        model = copy_model(self.model, self.copy)
+        for module in model.modules():
+            if self.draws.is_quiet and isinstance(module, nn.RReLU):
+                module.training = False  # it draws inside its kernel
         default = torch.get_default_dtype()
-        with warnings.catch_warnings(), _visible_recurrence(model):
+        with ExitStack() as stack:
+            stack.callback(free_parameters, model)  # somebody may hold the model in a circle until the next collection
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            try:
-                if self.precision == "float64":
-                    model.double()
-                    if isinstance(objective.loss, nn.Module):
-                        objective.loss.double()
-                    torch.set_default_dtype(torch.float64)
-                yield model, objective
-            finally:
-                torch.set_default_dtype(default)
+            stack.enter_context(_visible_recurrence(model))
+            stack.enter_context(visible())
+            stack.enter_context(self.held.fresh(is_raised=is_raised))
+            if is_raised:
+                stack.callback(torch.set_default_dtype, default)
+                torch.set_default_dtype(torch.float64)
+                model.double()
+                keep_in_backward(model)
+                stack.enter_context(Float64())
+            yield model
 
-    def _own_batch(self, batch: Batch, model: nn.Module) -> Batch:
+    def _own_batch(
+        self, batch: Batch, model: nn.Module, known: dict[int, tuple[Tensor, Tensor]] | None = None
+    ) -> Batch:
+        """A copy where the model runs, in its precision; `known` are the copies of tensors that micro-batches share."""
         device = common_device(model.parameters())
-        own = copy_batch(batch if device is None else move(batch, device))
-        return to_float64(own) if self.precision == "float64" else own
+        known = {} if known is None else known
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in known:
+                there = tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
+                known[id(tensor)] = tensor, to_float64(there) if self.precision == "float64" else there
+            return known[id(tensor)][1]
+
+        return map_tensors(rows_in_dim(batch, self.batch_dim) if self.batch_dim else batch, copied)
+
+    def _named(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        named = dict(model.named_parameters()) | self.held.parameters
+        return {name: held for name, held in named.items() if held.requires_grad}
 
     @contextmanager
-    def _around(self, draws: Draws, rows: Sequence[int] | None) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(recording(draws) if rows is None else replaying(draws, rows))
-            if self.precision == "float64":
-                stack.enter_context(Float64())
+    def _drawing(self, draws: Draws, rows: Sequence[int] | None, *, is_later: bool = False) -> Iterator[None]:
+        with recording(draws) if rows is None else replaying(draws, rows, is_later=is_later):
             yield
 
-    def _followed(
-        self, objective: Objective | Coupled, places: Mapping[int, Sequence[int]], model: nn.Module
-    ) -> Objective | Coupled:
+    def _followed(self, places: Mapping[int, Sequence[int]], model: nn.Module) -> Objective | Coupled:
         """The objective whose forwards draw what their rows drew in the whole batch."""
-        state = ModelState.of(model) if self.restores_state else None
+        objective = self.objective
+        state = ModelState.of(model, functions_of(objective)) if self.restores_state else None
+        ran: set[int] = set()
 
         def follow(function: Callable[[nn.Module, Batch], Any]) -> Callable[[nn.Module, Batch], Any]:
             def followed(model: nn.Module, batch: Batch) -> Any:
                 rows = places[id(batch)]
                 if state is not None:
-                    state.restore(model)
-                with self._around(self.draws, rows):
+                    state.restore()
+                is_later = bool(ran - {id(batch)})
+                ran.add(id(batch))
+                with self._drawing(self.draws, rows, is_later=is_later):
                     return function(model, copy_batch(batch) if self.copies_inputs else batch)
 
             return followed
@@ -176,33 +225,50 @@ class Case:
         if isinstance(objective, Objective):
             return replace(objective, loss=follow(objective.loss))
         joined = [row for rows in places.values() for row in rows]
-        return replace(objective, encode=follow(objective.encode), loss=_FollowedLoss(self, objective.loss, joined))
+        return replace(objective, encode=follow(objective.encode), loss=_FollowedLoss(self, objective, joined))
 
 
 class _FollowedLoss(nn.Module):
     """A coupled loss over all rows, in the order that they were cut in; its own parameters stay its parameters."""
 
-    def __init__(self, case: Case, loss: Callable[[Any], Any], rows: Sequence[int]) -> None:
+    def __init__(self, case: Case, objective: Coupled, rows: Sequence[int]) -> None:
         super().__init__()
-        self.loss = loss
         self._case, self._rows = case, rows
+        self._objective = objective
+        self._own = set(map(id, objective.parameters()))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        yield from (held for held in self._case.held.parameters.values() if id(held) in self._own)
 
     def forward(self, representations: Any) -> Any:
-        with self._case._around(self._case.loss_draws, self._rows):
-            return self.loss(representations)
+        with self._case._drawing(self._case.loss_draws, self._rows):
+            return self._objective.loss(representations)
 
 
-def make_case(model: nn.Module, objective: Objective | Coupled, batch: Batch, **options: Any) -> Case:
+def make_case(
+    model: nn.Module,
+    objective: Objective | Coupled,
+    batch: Batch,
+    *,
+    held: ObjectiveState | None = None,
+    **options: Any,
+) -> Case:
     """The case of this batch, whose draws are still to be recorded."""
     count, is_left = num_rows(batch), _is_left_padded(batch)
     return Case(
         model=model,
         objective=objective,
+        held=held or objective_state(objective, model),
         batch=batch,
         draws=Draws(count, is_left),
         loss_draws=Draws(count, is_left),
         **options,
     )
+
+
+def _new_draws(is_quiet: bool) -> dict[str, Any]:
+    empty: dict[str, Any] = {name: [] for name in ("whole", "strange", "seeded", "orders", "unlike", "again")}
+    return empty | {"shared": {}, "_seen": {}, "_own": {}, "is_quiet": is_quiet}
 
 
 def _is_left_padded(batch: Batch) -> bool:
@@ -218,13 +284,12 @@ def _visible_recurrence(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _gradients(model: nn.Module, objective: Objective | Coupled) -> dict[str, Tensor | None]:
-    named = dict(model.named_parameters())
-    if isinstance(objective, Coupled) and isinstance(objective.loss, nn.Module):
-        own = set(map(id, named.values()))
-        named |= {f"loss.{name}": held for name, held in objective.loss.named_parameters() if id(held) not in own}
-    return {
-        name: None if held.grad is None else held.grad.detach().to_dense().double().cpu()
-        for name, held in named.items()
-        if held.requires_grad
-    }
+def _add_norm(terms: dict[str, Tensor], name: str, grad: Tensor) -> None:
+    """A hook: what one micro-batch adds to a parameter's gradient."""
+    values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    terms[name] = terms[name] + norm if name in terms else norm
+
+
+def _gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    return {name: None if held.grad is None else held.grad.detach().to_dense() for name, held in named.items()}

@@ -3,34 +3,28 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch.batches import Batch, map_tensors
 from anybatch.errors import VerifyError
-from anybatch.gradients import check_hooks
 from anybatch.objectives import Coupled, Objective
+from anybatch.proof.cases.objective_state import ObjectiveState, objective_state
 from anybatch.state import outer_random, random_state
-from anybatch.torch_inside import num_writes
 
 Copy = Callable[[nn.Module], nn.Module]
 
 
 def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
-    """Another model with the same weights and state, and no gradients; `make` for models that deepcopy refuses.
-
-    Copies lose the hooks on parameters, and would be exact where the model is not: hooks are refused.
-    """
-    check_hooks(model.parameters(), model.named_parameters, num_passes=2)
+    """Another model with the same weights, state and modes, and no gradients; `make` for models that deepcopy refuses."""
     try:
         twin = copy.deepcopy(model) if make is None else make(model)
     except Exception as error:
         raise VerifyError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {str(error)[:200]}), and verifying must "
-            "not touch yours. Give copy=, a function of the model that returns another one with the same weights, for "
-            "example copy=lambda model: load(build(), model.state_dict())."
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {str(error)[:200]}), and its gradients are "
+            "compared on a copy. Call verify(model, objective, batch, copy=...) with a function of the model that returns "
+            "another one with the same weights, for example copy=lambda model: load(build(), model.state_dict())."
         ) from error
     if not isinstance(twin, nn.Module) or twin is model:
         raise VerifyError(
@@ -39,15 +33,32 @@ def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
         )
     if not {id(parameter) for parameter in twin.parameters()}.isdisjoint(map(id, model.parameters())):
         raise VerifyError("copy(model) shares parameters with the model; expected one with parameters of its own.")
+    if make is not None:
+        modes = {name: module.training for name, module in model.named_modules()}
+        for name, module in twin.named_modules():
+            module.training = modes.get(name, module.training)
     twin.zero_grad(set_to_none=True)
     return twin
 
 
-def copy_objective(objective: Objective | Coupled) -> Objective | Coupled:
-    """The objective with a copy of the loss, where that is a module that may hold parameters or state."""
-    if isinstance(objective.loss, nn.Module):
-        return replace(objective, loss=copy.deepcopy(objective.loss))  # type: ignore[arg-type]
-    return objective
+def free_parameters(twin: nn.Module) -> None:
+    """Give back the memory of a copy's parameters and gradients at once; buffers may be the user's own."""
+    for parameter in twin.parameters():
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
+
+
+def rounded_otherwise(model: nn.Module, make: Copy | None, unit: float) -> nn.Module:
+    """A copy whose parameters are each off by a few units of roundoff."""
+    twin = copy_model(model, make)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            if parameter.is_floating_point():
+                noise = 4 * unit * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                moved = parameter.double() * (1 + noise.to(parameter.device))
+                parameter.data = moved if unit < 1e-12 else moved.to(parameter.dtype)
+    return twin
 
 
 def copy_batch(batch: Batch) -> Batch:
@@ -56,43 +67,34 @@ def copy_batch(batch: Batch) -> Batch:
 
 
 @contextmanager
-def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator[None]:
-    """The block after which gradients, buffers and all random states are what they were before.
+def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator[ObjectiveState]:
+    """The block after which gradients, buffers, all random states and what the objective holds are what they were before.
 
     An objective that reaches for the model it was made with, not the one that it is given, is told so.
     """
-    held = [*model.parameters(), *objective.parameters()]
-    grads = [parameter.grad for parameter in held]
-    versions = [None if grad is None else num_writes(grad) for grad in grads]
-    copies = [None if grad is None else grad.detach().clone() for grad in grads]
+    held = objective_state(objective, model)
+    parameters = [*model.parameters()]
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None  # so that copies have none, and what is there later was put there
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {tensor.device for tensor in (*held, *model.buffers())}
+    devices = {tensor.device for tensor in (*parameters, *model.buffers())}
     states = random_state(devices), outer_random()
     try:
-        yield
+        yield held
     finally:
-        for state in states:
-            state.restore()
-        is_touched = _put_back(held, grads, versions, copies)
+        is_touched = any(parameter.grad is not None for parameter in parameters)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        held.python.put_back()
         with torch.no_grad():
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
+        for state in states:
+            state.restore()
     if is_touched:
         raise VerifyError(
             f"the objective left gradients in the {type(model).__name__} that it was made with, not in the copy that it "
             "was given: it uses a model from outside. Write it as a function of its arguments: loss(model, batch)."
         )
-
-
-def _put_back(
-    held: list[nn.Parameter], grads: list[Tensor | None], versions: list[int | None], copies: list[Tensor | None]
-) -> bool:
-    is_touched = False
-    for parameter, grad, version, before in zip(held, grads, versions, copies, strict=True):
-        if parameter.grad is not grad or (grad is not None and num_writes(grad) != version):
-            is_touched = True
-            parameter.grad = grad
-            if grad is not None and before is not None:
-                grad.copy_(before)
-    return is_touched

@@ -1,6 +1,8 @@
 """Precisions that a gradient is computed in: the model's own, and float64."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anybatch.batches import Batch, map_tensors
+from anybatch.torch_inside import function_modes, is_in_backward
 
 ComparedPrecision = Literal["float64", "own"]
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
@@ -16,22 +19,64 @@ _CASTS: Mapping[Any, Callable[..., Tensor]] = dict.fromkeys(
 )
 
 
+_SUMS = frozenset(("sum", "mean", "prod", "cumsum", "logsumexp", "nansum", "norm", "std", "var", "dot"))
+
+
 class Float64(TorchFunctionMode):
     """Inside this block nothing falls below float64.
 
     Models cast to fp32 where they were written for bf16 (norms, rotary positions, softmax), and a criterion's class weights are
-    in no model: casts go to float64 instead, and what meets a float64 tensor is raised to it.
+    in no model: casts go to float64 instead, and what meets a float64 tensor, or is summed, is raised to it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "").endswith("grouped_mm"):
+            return _grouped_product(*args, **(kwargs or {}))
         func = _CASTS.get(func, func)
         args, kwargs = (
             [_raised_dtype(value) for value in args],
             {k: _raised_dtype(v) for k, v in (kwargs or {}).items()},
         )
-        if not _writes(func) and _meets_float64([*args, *kwargs.values()]):
+        if not _writes(func) and (getattr(func, "__name__", "") in _SUMS or _meets_float64([*args, *kwargs.values()])):
             args, kwargs = [_raised(value) for value in args], {key: _raised(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def keep_in_backward(model: nn.Module) -> None:
+    """Let modules of this model run in `Float64` where backward calls them: torch leaves function modes when it begins.
+
+    A checkpointed block that is computed again would compute in fp32 there.
+    """
+    entered: list[tuple[nn.Module, ExitStack]] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        if is_in_backward() and not any(isinstance(mode, Float64) for mode in function_modes()):
+            stack = ExitStack()
+            stack.enter_context(Float64())
+            entered.append((module, stack))
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        if entered and entered[-1][0] is module:
+            entered.pop()[1].close()
+
+    for module in model.modules():
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+
+def _grouped_product(left: Tensor, right: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
+    """What torch computes in fp32 and less only: the product of each group of rows, ending at `offs`, with its own matrix."""
+    left, right = left.double(), right.double()
+    if offs is None:
+        return torch.bmm(left, right)
+    stops = [0, *offs.tolist()]
+    spans = [slice(start, stop) for start, stop in pairwise(stops)]
+    if left.dim() == 2 and right.dim() == 2:
+        return torch.stack([left[:, span] @ right[span] for span in spans])
+    if left.dim() == 3:
+        return torch.cat([left[number] @ right[:, span] for number, span in enumerate(spans)], dim=1)
+    rest = left.new_zeros(len(left) - stops[-1], right.shape[2])
+    return torch.cat([*(left[span] @ right[number] for number, span in enumerate(spans)), rest])
 
 
 def to_float64(batch: Batch) -> Batch:

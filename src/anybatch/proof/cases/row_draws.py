@@ -6,7 +6,7 @@ batch drew B x m numbers, and b of its rows draw b x m, the rows are there.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from anybatch.proof.cases.drawn_numbers import drawn_by, generator_state, mean_of, put_numbers
 from anybatch.torch_inside import TorchDispatchMode, is_in_backward, op_name
 
 _SEEDED = torch.Tag.nondeterministic_seeded
-_DROPOUT = torch.ops.aten.native_dropout.default
 FIRST_SEED = 0xB47C
 
 
@@ -27,46 +27,91 @@ class Draw:
 
     operation: str
     numbers: Tensor
+    state: bytes
+    """Of its generator, before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What one forward of the whole batch drew, in order, and which draws of micro-batches could not be found among them."""
+    """What one forward of the whole batch drew, in order, and what was seen when micro-batches drew again."""
 
     num_rows: int
     is_left: bool = False
     """Whether padding is cut off at the beginning of rows."""
+    is_quiet: bool = False
+    """Whether every draw is replaced by its mean, the same for all rows."""
     whole: list[Draw] = field(default_factory=list)
     strange: list[str] = field(default_factory=list)
+    """Draws of micro-batches that could not be found among those of the whole batch."""
+    shared: dict[int, str] = field(default_factory=dict)
+    """Draws that are one for all rows of a micro-batch, by number."""
+    seeded: list[str] = field(default_factory=list)
+    """Draws from a generator that every forward starts anew."""
+    orders: list[str] = field(default_factory=list)
+    """Orders of the rows."""
+    unlike: list[str] = field(default_factory=list)
+    """Draws of a forward that ran twice, the second time from a generator that had moved on."""
+    again: list[str] = field(default_factory=list)
+    """Draws in backward, where checkpointed blocks run again."""
+    _own: dict[tuple[tuple[int, ...], int], bytes] = field(default_factory=dict)
+    """States of generators that somebody holds, by rows and number of the draw, in one run."""
     _seen: dict[bytes, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     """State of the generator before a draw -> (rows, number of the draw): a forward that checkpointing runs again is met so."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """True where anything was drawn."""
+        return bool(self.whole or self.strange)
+
+    def start(self) -> None:
+        """Forget everything: the whole batch runs next."""
+        lists = (self.whole, self.strange, self.seeded, self.orders, self.unlike, self.again)
+        for held in (*lists, self.shared, self._seen):
+            held.clear()
+
+    def start_run(self) -> None:
+        """Another run begins, from generators as they were at first."""
+        self._own.clear()
 
 
 @contextmanager
 def recording(draws: Draws) -> Iterator[None]:
     """The forward of the whole batch, whose draws are kept."""
     torch.manual_seed(FIRST_SEED)
-    with _visible(), _Recording(draws):
+    with visible(), _Recording(draws):
         yield
 
 
 @contextmanager
-def replaying(draws: Draws, rows: Sequence[int]) -> Iterator[None]:
-    """A forward of these rows of the batch, in this order, which draws what they drew in the whole batch."""
+def replaying(draws: Draws, rows: Sequence[int], *, is_later: bool = False) -> Iterator[None]:
+    """A forward of these rows of the batch, in this order, which draws what they drew in the whole batch.
+
+    `is_later`: another micro-batch ran before it, so that a generator that somebody holds has moved on.
+    """
     torch.manual_seed(FIRST_SEED + 1 + hash(tuple(rows)) % 2**31)
-    with _visible(), _Replaying(draws, tuple(rows)):
+    if draws.is_drawn:
+        with visible(), _Replaying(draws, tuple(rows), is_later):
+            yield
+        return
+    before = torch.get_rng_state()  # watching every operation costs as much as running it
+    with visible():
+        yield
+    if not torch.equal(before, torch.get_rng_state()):
+        draws.strange.append("a micro-batch draws where the whole batch drew nothing")
+
+
+@contextmanager
+def recomputing(draws: Draws, *, is_first: bool = False) -> Iterator[None]:
+    """Backward passes, in which checkpointed forwards run again and draw as they did the first time.
+
+    `is_first`: those of the whole batch, which show whether there is anything to watch.
+    """
+    with _Noticing(draws) if is_first else _Replaying(draws, None, False) if draws.again else nullcontext():
         yield
 
 
 @contextmanager
-def recomputing(draws: Draws) -> Iterator[None]:
-    """Backward passes, in which checkpointed forwards run again and draw as they did the first time."""
-    with _visible(), _Replaying(draws, None):
-        yield
-
-
-@contextmanager
-def _visible() -> Iterator[None]:
+def visible() -> Iterator[None]:
     """Attention by kernels whose dropout is an operation of its own."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
@@ -78,17 +123,38 @@ class _Recording(TorchDispatchMode):
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _SEEDED in func.tags and (numbers := _drawn(func, result)) is not None:
-            self._draws.whole.append(Draw(str(func), numbers.detach().clone()))
+        kwargs = kwargs or {}
+        if _SEEDED not in func.tags:
+            return func(*args, **kwargs)
+        state = generator_state(func, args, kwargs)
+        result = func(*args, **kwargs)
+        numbers = drawn_by(func, result)
+        if numbers is not None:
+            if self._draws.is_quiet:
+                put_numbers(func, args, result, numbers, mean_of(func, args, numbers))
+            self._draws.whole.append(Draw(str(func), numbers.detach().clone(), state))
+        elif state != generator_state(func, args, kwargs):
+            self._draws.strange.append(f"{func} draws inside one kernel")
         return result
 
 
+class _Noticing(TorchDispatchMode):
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _SEEDED in func.tags:
+            self._draws.again.append(op_name(func))
+        return func(*args, **(kwargs or {}))
+
+
 class _Replaying(TorchDispatchMode):
-    def __init__(self, draws: Draws, rows: tuple[int, ...] | None) -> None:
+    def __init__(self, draws: Draws, rows: tuple[int, ...] | None, is_later: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
         self._rows = rows
+        self._is_later = is_later
         self._next = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,15 +162,20 @@ class _Replaying(TorchDispatchMode):
         # outside a forward of known rows only what backward runs again is looked at
         if _SEEDED not in func.tags or (self._rows is None and not is_in_backward()):
             return func(*args, **kwargs)
-        state = _state(func, args, kwargs)
+        state = generator_state(func, args, kwargs)
         result = func(*args, **kwargs)
-        numbers = _drawn(func, result)
+        numbers = drawn_by(func, result)
         if numbers is None:
-            self._draws.strange.append(f"{func} draws inside one kernel")
+            if state != generator_state(func, args, kwargs):
+                self._draws.strange.append(f"{func} draws inside one kernel")
+        elif self._draws.is_quiet:
+            put_numbers(func, args, result, numbers, mean_of(func, args, numbers))
         elif (found := self._find(state)) is not None:
-            self._put(func, numbers, *found)
-            if func is _DROPOUT:
-                torch.mul(args[0], numbers, out=result[0]).mul_(0.0 if args[1] == 1 else 1 / (1 - args[1]))
+            rows, number = found
+            self._look(func, state, number, is_own=kwargs.get("generator") is not None)
+            taken = self._take(func, numbers, rows, number)
+            if taken is not None:
+                put_numbers(func, args, result, numbers, taken)
         return result
 
     def _find(self, state: bytes) -> tuple[tuple[int, ...], int] | None:
@@ -115,16 +186,35 @@ class _Replaying(TorchDispatchMode):
         self._draws._seen[state] = place
         return place
 
-    def _put(self, func: Any, numbers: Tensor, rows: tuple[int, ...], number: int) -> None:
-        whole = self._draws.whole[number] if number < len(self._draws.whole) else None
-        taken = None
-        if whole is not None and whole.operation == str(func):
-            taken = rows_of_draw(whole.numbers, tuple(numbers.shape), rows, self._draws)
-        if taken is not None:
-            numbers.copy_(taken)
+    def _look(self, func: Any, state: bytes, number: int, *, is_own: bool) -> None:
+        """A generator at the very place where it was in the whole batch was put there by the forward."""
+        name = op_name(func).removeprefix("aten::")
+        known = self._draws.whole[number].state if number < len(self._draws.whole) else None
+        if self._rows is None:
             return
-        there = "nothing" if whole is None else f"{whole.operation} of {tuple(whole.numbers.shape)}"
-        self._draws.strange.append(f"{func} of {tuple(numbers.shape)} where the whole batch drew {there}")
+        if state == known and (self._is_later or not is_own):
+            self._draws.seeded.append(name)
+        elif is_own and self._draws._own.setdefault((self._rows, number), state) != state:
+            self._draws.unlike.append(name)
+
+    def _take(self, func: Any, numbers: Tensor, rows: tuple[int, ...], number: int) -> Tensor | None:
+        whole = self._draws.whole[number] if number < len(self._draws.whole) else None
+        shape = tuple(numbers.shape)
+        if whole is None or whole.operation != str(func):
+            there = "nothing" if whole is None else f"{whole.operation} of {tuple(whole.numbers.shape)}"
+            self._draws.strange.append(f"{func} of {shape} where the whole batch drew {there}")
+            return None
+        name = op_name(func).removeprefix("aten::")
+        is_part = len(rows) < self._draws.num_rows
+        if name == "randperm" and tuple(whole.numbers.shape) != shape:
+            self._draws.orders.append(f"{name} of {shape[0]}")
+            return None
+        if is_part and tuple(whole.numbers.shape) == shape:
+            self._draws.shared[number] = f"{name} of {'one number' if numbers.numel() == 1 else shape}"
+        taken = rows_of_draw(whole.numbers, shape, rows, self._draws)
+        if taken is None:
+            self._draws.strange.append(f"{func} of {shape} where the whole batch drew {tuple(whole.numbers.shape)}")
+        return taken
 
 
 def rows_of_draw(whole: Tensor, shape: tuple[int, ...], rows: Sequence[int], draws: Draws) -> Tensor | None:
@@ -151,52 +241,3 @@ def rows_of_draw(whole: Tensor, shape: tuple[int, ...], rows: Sequence[int], dra
 
 def _keep(numbers: Tensor, dim: int, wanted: int, is_left: bool) -> Tensor:
     return numbers.narrow(dim, numbers.shape[dim] - wanted if is_left else 0, wanted)
-
-
-def _drawn(func: Any, result: Any) -> Tensor | None:
-    """The tensor of random numbers among the results; None for kernels that do not show it."""
-    if func is _DROPOUT:
-        return result[1]  # type: ignore[no-any-return]
-    return result if isinstance(result, Tensor) and op_name(func) in _PURE else None
-
-
-_PURE = frozenset(
-    f"aten::{name}"
-    for name in [
-        "bernoulli",
-        "bernoulli_",
-        "binomial",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "randperm",
-        "random_",
-        "uniform_",
-        "_standard_gamma",
-        "_sample_dirichlet",
-    ]
-)
-"""Operations whose result is the draw itself."""
-
-
-def _state(func: Any, args: Any, kwargs: Any) -> bytes:
-    generator = kwargs.get("generator")
-    if generator is None:
-        device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        device = device or kwargs.get("device") or torch.device("cpu")
-        device = torch.device(device)
-        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    else:
-        state = generator.get_state()
-    return bytes(state.cpu().numpy().tobytes())

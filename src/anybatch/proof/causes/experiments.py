@@ -1,14 +1,11 @@
-"""Where experiments are made: one case in the best precision there is, and one cut whose gradient is wrong."""
+"""How experiments are made: one case in the best precision there is, and one cut whose gradient is wrong."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from anybatch.batches import MicroBatches
 from anybatch.objectives import Objective
-from anybatch.proof.cases import Case
+from anybatch.proof.cases import Case, Gradient
 from anybatch.proof.floor import Floor, relative
 
 CLEAR_FALL = 3.0
@@ -35,11 +32,24 @@ class Experiments:
     case: Case
     floor: Floor
     cut: MicroBatches
+    trained: MicroBatches
+    """The cut that trains; the same where that shows most."""
 
     @property
     def objective(self) -> Objective | None:
         """The objective, where it is not coupled."""
         return self.case.objective if isinstance(self.case.objective, Objective) else None
+
+    @property
+    def is_drawn(self) -> bool:
+        """True where anything was drawn at random."""
+        return self.case.draws.is_drawn or self.case.loss_draws.is_drawn
+
+    def without_draws(self) -> "Experiments":
+        """The same with every random draw at its mean."""
+        quiet = self.case.quiet()
+        whole = quiet.record()
+        return replace(self, case=quiet, floor=replace(self.floor, whole=whole))
 
     def try_out(self, case: Case, cut: MicroBatches | None = None) -> ExperimentResult:
         """The error of this case in the cut, against the gradient of the whole batch."""
@@ -53,8 +63,6 @@ class Experiments:
             error=relative(self.floor.whole, accumulated), is_exact=all(parameter.is_exact for parameter in errors)
         )
 
-    def each_alone(self) -> list[Mapping[str, Tensor | None]]:
-        """The gradients of each micro-batch by itself, by parameter."""
-        return [
-            self.case.once(part, rows).parameters for part, rows in zip(self.cut, self.cut.row_numbers, strict=True)
-        ]
+    def each_alone(self) -> list[Gradient]:
+        """The gradient of each micro-batch by itself."""
+        return [self.case.once(part, rows) for part, rows in zip(self.cut, self.cut.row_numbers, strict=True)]

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from anybatch.proof.causes.batch_statistics import find_batch_norm
 from anybatch.proof.causes.counting_units import find_reduction, find_units
-from anybatch.proof.causes.coupling import find_coupling, find_uneven_touch, unknown_weights
+from anybatch.proof.causes.coupling import find_coupling, find_penalty, find_uneven_touch, unknown_weights
 from anybatch.proof.causes.experiments import ExperimentResult, Experiments
 from anybatch.proof.causes.leftover_state import Repair, find_changed_inputs, find_model_state, find_own_generator
-from anybatch.proof.causes.randomness import find_draws_not_by_row, find_draws_outside_torch
-from anybatch.proof.cuts import untrimmed_cut
+from anybatch.proof.causes.randomness import find_draws_outside_torch, find_mixed_rows, why_unjudged
+from anybatch.proof.causes.single_terms import find_wrong_term
+from anybatch.proof.causes.torn_rows import find_torn_groups, find_trimming
 from anybatch.proof.verdict import Cause
 
 T = TypeVar("T")
@@ -25,26 +26,57 @@ REPAIRS: tuple[Callable[[Experiments, ExperimentResult], Repair | None], ...] = 
 )
 """Experiments that change one thing and look whether the error goes. A change that helped stays for the next one."""
 SIGNS: tuple[Callable[[Experiments], Cause | None], ...] = (
-    find_draws_not_by_row,
+    find_wrong_term,
+    find_torn_groups,
     find_own_generator,
+    find_penalty,
     find_uneven_touch,
     find_coupling,
 )
 """Experiments that look for the sign of a cause that no change can take away."""
 
 
-def explain(experiments: Experiments) -> tuple[Cause, ...]:
-    """Why the cut does not give the whole batch's gradient; at least one cause."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a cut does not give the whole batch's gradient, or why that cannot be said."""
+
+    causes: tuple[Cause, ...] = ()
+    unjudged: str = ""
+
+
+def explain(experiments: Experiments, known: tuple[Cause, ...] = ()) -> Explanation:
+    """Why the cut does not give the whole batch's gradient; `known` are causes that were seen already."""
     if not math.isfinite(experiments.floor.whole.loss) or not math.isfinite(experiments.floor.whole.norm):
-        return (_not_finite(experiments),)
+        return Explanation(causes=(_not_finite(experiments),))
+    if any(cause.kind == "randomness" for cause in known):
+        return Explanation(causes=known)
     noise = find_draws_outside_torch(experiments)
     if noise is not None:
-        return (noise,)
+        return Explanation(causes=(noise,))
     now = experiments.try_out(experiments.case)
-    causes: list[Cause] = []
-    trimming = _trimming(experiments)
+    if experiments.is_drawn:
+        quiet = _tried(Experiments.without_draws, experiments)
+        still = None if quiet is None else quiet.try_out(quiet.case)
+        if still is not None and still.is_exact:
+            mixed = find_mixed_rows(experiments, now.failure)
+            causes = known or (() if mixed is None else (mixed,))
+            return Explanation(
+                causes=causes, unjudged="" if causes else why_unjudged(experiments, is_exact_without=True)
+            )
+        if quiet is None or quiet.case.draws.strange:  # what draws inside a kernel cannot be kept from it
+            return Explanation(
+                causes=known, unjudged="" if known else why_unjudged(experiments, is_exact_without=False)
+            )
+        experiments, now = quiet, still or now
+    return Explanation(causes=known + _causes(experiments, now))
+
+
+def _causes(experiments: Experiments, now: ExperimentResult) -> tuple[Cause, ...]:
+    """At least one."""
+    trimming = _tried(find_trimming, experiments)
     if trimming is not None:
         return (trimming,)
+    causes: list[Cause] = []
     for repair in REPAIRS:
         found = _tried(repair, experiments, now)
         if found is not None:
@@ -53,12 +85,12 @@ def explain(experiments: Experiments) -> tuple[Cause, ...]:
             experiments = replace(experiments, case=case)
         if now.is_exact:
             return tuple(causes)
-    if now.failure is not None:
-        return (*causes, _failed(now.failure))
     for look in SIGNS:
         cause_seen = _tried(look, experiments)
-        if cause_seen is not None:
+        if cause_seen is not None and (now.failure is None or cause_seen.kind == "groups"):
             return (*causes, cause_seen)
+    if now.failure is not None:
+        return (*causes, _failed(now.failure))
     return (*causes, _unknown(experiments, now)) if not causes else tuple(causes)
 
 
@@ -68,21 +100,6 @@ def _tried(experiment: Callable[..., T | None], *given: Experiments | Experiment
         return experiment(*given)
     except Exception:  # whatever a model raises on a few rows
         return None
-
-
-def _trimming(experiments: Experiments) -> Cause | None:
-    """Leave the padding in, and see whether the error goes."""
-    if (
-        experiments.cut.cut is None
-        or not experiments.try_out(experiments.case, untrimmed_cut(experiments.case.batch, experiments.cut)).is_exact
-    ):
-        return None
-    return Cause(
-        kind="padding",
-        explanation="The gradient changes when padding is cut off, and is exact when the same rows keep it: the model "
-        "or the loss looks at padding.",
-        fix="Mask padding in the model and ignore it in the loss; or cut by rows, Rows(n), which leaves padding in.",
-    )
 
 
 def _not_finite(experiments: Experiments) -> Cause:

@@ -9,7 +9,7 @@ from torch import nn
 
 from anybatch.batches import Batch, map_tensors, tensors
 from anybatch.objectives import Coupled
-from anybatch.proof.cases import Case, ModelState
+from anybatch.proof.cases import Case, ModelState, functions_of
 from anybatch.proof.causes.experiments import ExperimentResult, Experiments
 from anybatch.proof.verdict import Cause
 from anybatch.torch_inside import NormLayer
@@ -23,13 +23,13 @@ Repair = tuple[Cause, Case, ExperimentResult]
 
 
 def find_model_state(experiments: Experiments, before: ExperimentResult) -> Repair | None:
-    """Look at what a forward changes in the model; put it back before every micro-batch, and see whether the error goes."""
-    changed, _ = forward_changes(experiments)
-    if not changed:
+    """Look at what a forward changes; put it back before every micro-batch, and see whether the error goes."""
+    changed, moved = forward_changes(experiments)
+    if not changed and not moved:
         return None
     repaired = replace(experiments.case, restores_state=True)
     after = experiments.try_out(repaired)
-    if not after.explains(before):
+    if not after.explains(before) or not changed:
         return None
     cause = Cause(
         kind="state",
@@ -61,8 +61,8 @@ def find_changed_inputs(experiments: Experiments, before: ExperimentResult) -> R
 
 
 def find_own_generator(experiments: Experiments) -> Cause | None:
-    """Look for random generators that the model holds and that a forward moves."""
-    moved = sorted(forward_changes(experiments)[1])
+    """Look for random generators that the model or the loss holds and that a forward moves."""
+    moved = forward_changes(experiments)[1]
     if not moved:
         return None
     return Cause(
@@ -73,16 +73,23 @@ def find_own_generator(experiments: Experiments) -> Cause | None:
     )
 
 
-def forward_changes(experiments: Experiments) -> tuple[list[str], set[str]]:
-    """What one forward changes in the model, without running statistics; and the random generators among it."""
-    states: list[tuple[nn.Module, ModelState]] = []
-    part, rows = experiments.cut[0], experiments.cut.row_numbers[0]
-    experiments.case.once(part, rows, lambda model: states.append((model, ModelState.of(model))))
-    model, state = states[0]
-    norms = {name for name, module in model.named_modules() if isinstance(module, NormLayer)}
-    changed = {name: text for name, text in state.changed(model).items() if name.rpartition(".")[0] not in norms}
-    generators = state.generators() & set(changed)
-    return [text for name, text in changed.items() if name not in generators], generators
+def forward_changes(experiments: Experiments) -> tuple[list[str], list[str]]:
+    """What one forward changes, without running statistics; and the random generators of Python and NumPy that it moves."""
+    found: list[tuple[list[str], list[str]]] = []
+    case = experiments.case
+
+    def watch(model: nn.Module) -> Callable[[], None]:
+        state = ModelState.of(model, functions_of(case.objective))
+        norms = {name for name, module in model.named_modules() if isinstance(module, NormLayer)}
+
+        def look() -> None:
+            changed = [text for name, text in state.changed().items() if name.rpartition(".")[0] not in norms]
+            found.append((changed, state.python.moved_generators()))
+
+        return look
+
+    case.once(experiments.cut[0], experiments.cut.row_numbers[0], watch)
+    return found[0]
 
 
 def _written_inputs(experiments: Experiments) -> list[str]:

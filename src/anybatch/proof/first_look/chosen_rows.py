@@ -55,7 +55,7 @@ def choose_rows(accumulator: Accumulator, batch: Batch) -> Sample | str | None:
         return whole_micro_batches(accumulator, given) or "its groups cannot be joined to one micro-batch"
     collate = getattr(split, "collate", None)
     if collate is not None:
-        samples = [given[row] for row in _spread(len(given), _num_wanted(len(given), size or MOST_ROWS))]
+        samples = [given[row] for row in spread_evenly(len(given), _num_wanted(len(given), size or MOST_ROWS))]
         return _sample(collate(samples), len(samples)) or "the batch has one row"
     return _sample(given, size or MOST_ROWS, split) or "the batch has one row"
 
@@ -109,8 +109,8 @@ def _sample(batch: Batch, size: int, split: object = None) -> Sample | None:
     wanted = _num_wanted(count, size) if split is not None else count
     if wanted < 2:
         return None
-    order = _by_kind(batch, count)
-    chosen = take_rows(batch, [order[place] for place in _spread(count, wanted)])
+    order = by_kind(batch, count)
+    chosen = take_rows(batch, [order[place] for place in spread_evenly(count, wanted)])
     few = 2 if wanted > 3 else 1
     numbers = range(wanted)
     mixed = tuple(numbers[1::3]) if wanted > 3 else (wanted - 1,)
@@ -135,13 +135,13 @@ def _pieces(sample: Batch, rows: Sequence[int], split: object) -> list[Piece]:
     return [Piece(rows=tuple(rows[number] for number in numbers), batch=trimmed) for numbers, trimmed in places]
 
 
-def _spread(count: int, wanted: int) -> list[int]:
+def spread_evenly(count: int, wanted: int) -> list[int]:
     """Numbers from the first to the last, evenly."""
     wanted = min(wanted, count)
     return [round(index * (count - 1) / max(wanted - 1, 1)) for index in range(wanted)]
 
 
-def _by_kind(batch: Batch, count: int) -> list[int]:
+def by_kind(batch: Batch, count: int) -> list[int]:
     """The rows sorted by what a count may depend on: entries that are ignored, that are 0, then classes, then weights."""
     columns = [column.detach().reshape(count, -1) for column in tensors(batch) if column.dim() and len(column) == count]
     columns = [column for column in columns if column.numel() and not column.is_complex()]

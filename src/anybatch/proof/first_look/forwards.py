@@ -19,8 +19,8 @@ from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator, autocast_context, common_device
 from anybatch.proof.first_look.chosen_rows import Piece, Sample
 from anybatch.proof.first_look.measured import Measured, measure, measure_rows
-from anybatch.proof.first_look.python_state import PythonState
 from anybatch.proof.first_look.remembered_norms import remembered_norms
+from anybatch.proof.python_state import PythonState
 from anybatch.state import MovingBuffers, once_more, outer_random, random_state
 from anybatch.torch_inside import DropoutLayer
 
@@ -64,7 +64,7 @@ class Forwards:
         try:
             for module in dropouts:
                 module.training = False  # without it, rows that draw nothing else are compared as they are
-            self._python = PythonState(self.model, *_functions(self.objective))
+            self._python = PythonState(self.model, *_functions(self.objective), owned=[*self.model.modules()])
             if masks is not None:
                 masks.strict = False  # who draws is seen here
             with warnings.catch_warnings(), _eagerly():

@@ -7,8 +7,10 @@ from anybatch.report.charts.peak_charts import charts_of_plan
 from anybatch.report.charts.proof_charts import (
     charts_of_proof,
     cuts_table,
+    finding_of,
     largest_error,
     proof_sentence,
+    weights_picture,
     written_precision,
 )
 from anybatch.report.charts.trace_charts import charts_of_trace
@@ -26,6 +28,7 @@ __all__ = [
     "cuts_table",
     "epoch_charts",
     "final_table",
+    "finding_of",
     "largest_error",
     "memory_charts",
     "num_seeds",
@@ -35,5 +38,6 @@ __all__ = [
     "stage_colour",
     "timeline_chart",
     "update_charts",
+    "weights_picture",
     "written_precision",
 ]

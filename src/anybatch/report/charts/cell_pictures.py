@@ -1,4 +1,4 @@
-"""A cell per row: what each row of an update counted for, as a small picture without a script."""
+"""A cell per row: what each row of an update counted for beside what it should, as a small picture without a script."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ SIDE, GAP, ACROSS = 13, 3, 32
 """Pixels of a cell, between cells, and cells in a line."""
 MOST = 256
 """Cells of one micro-batch that are drawn; more are told as a number."""
+LEFT = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,27 +21,48 @@ class RowCells:
     num_rows: int
     counted: float | None
     """What each row counted for against what it should: 1 is right, 0 is lost, None is unknown."""
+    note: str = ""
+    """What is said beside it in words."""
 
 
 def row_cells(lanes: Sequence[RowCells], *, title: str) -> Markup:
-    """Micro-batches below each other, each cell coloured by what its row counted for, and said in words beside it."""
+    """Micro-batches below each other. A cell is a row and should be full: what it counted for fills it, in shape and colour.
+
+    Once is full, too little is a low cell, too much has a cross on it, not at all is empty; each is said in words too.
+    """
     parts, top = [], 0
     for lane in lanes:
         shown = min(lane.num_rows, MOST)
         lines = max(1, -(-shown // ACROSS))
         parts.append(f'<text x="0" y="{top + SIDE - 2}" class="label">{escape(lane.label)}</text>')
         for cell in range(shown):
-            x, y = 120 + (cell % ACROSS) * (SIDE + GAP), top + (cell // ACROSS) * (SIDE + GAP)
-            parts.append(
-                f'<rect x="{x}" y="{y}" width="{SIDE}" height="{SIDE}" rx="2" class="{_class(lane.counted)}"/>'
-            )
+            x, y = LEFT + (cell % ACROSS) * (SIDE + GAP), top + (cell // ACROSS) * (SIDE + GAP)
+            parts.append(_cell(x, y, lane.counted))
         more = f" and {lane.num_rows - shown:,} more" if lane.num_rows > shown else ""
-        x = 120 + min(shown, ACROSS) * (SIDE + GAP) + 8
-        parts.append(f'<text x="{x}" y="{top + SIDE - 2}" class="told">{escape(_told(lane.counted) + more)}</text>')
+        note = f"; {lane.note}" if lane.note else ""
+        x = LEFT + min(shown, ACROSS) * (SIDE + GAP) + 8
+        parts.append(
+            f'<text x="{x}" y="{top + SIDE - 2}" class="told">{escape(_told(lane.counted) + more + note)}</text>'
+        )
         top += lines * (SIDE + GAP) + 6
-    width = 120 + ACROSS * (SIDE + GAP) + 220
-    head = f'<svg class="cells" role="img" aria-label="{escape(title, quote=True)}" viewBox="0 0 {width} {max(top, SIDE)}">'
+    across = max((min(lane.num_rows, ACROSS) for lane in lanes), default=ACROSS)
+    width = LEFT + across * (SIDE + GAP) + (340 if any(lane.note for lane in lanes) else 220)
+    size = f'width="{width}" height="{max(top, SIDE)}" viewBox="0 0 {width} {max(top, SIDE)}"'
+    head = f'<svg class="cells" role="img" aria-label="{escape(title, quote=True)}" {size}>'
     return Markup(head + "".join(parts) + "</svg>")
+
+
+def _cell(x: int, y: int, counted: float | None) -> str:
+    look = _class(counted)
+    box = f'<rect x="{x}" y="{y}" width="{SIDE}" height="{SIDE}" rx="2" class="{look}"/>'
+    if look == "more":
+        middle = SIDE / 2
+        return f'{box}<path class="mark" d="M{x + 3} {y + middle}h{SIDE - 6}M{x + middle} {y + 3}v{SIDE - 6}"/>'
+    if look == "less":
+        height = SIDE * min(max(counted or 0.0, 0.25), 0.8)
+        low = f'<rect x="{x}" y="{y + SIDE - height:.1f}" width="{SIDE}" height="{height:.1f}" rx="2" class="less"/>'
+        return f'<rect x="{x}" y="{y}" width="{SIDE}" height="{SIDE}" rx="2" class="should"/>{low}'
+    return box
 
 
 def _class(counted: float | None) -> str:

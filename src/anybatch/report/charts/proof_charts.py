@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from markupsafe import Markup
+
 from anybatch.records import CutRecord, ParameterRecord, ProofRecord
+from anybatch.report.charts.cell_pictures import RowCells, row_cells
 from anybatch.report.charts.chart import Chart, Series, Table, line_chart
 from anybatch.report.writing import number, plural
 
@@ -21,7 +24,7 @@ def charts_of_proof(proof: ProofRecord) -> Iterator[Chart]:
 
 
 def cuts_table(proof: ProofRecord) -> Table:
-    """Every cut in every precision, with the parameter that comes nearest to its floor, or is furthest above it."""
+    """Every cut in every precision, with the parameter whose error is the largest against its floor."""
     rows = []
     for cut in proof.cuts:
         worst = max(cut.parameters, key=_over_floor, default=None)
@@ -30,7 +33,8 @@ def cuts_table(proof: ProofRecord) -> Table:
                 cut.name,
                 written_precision(proof, cut.precision),
                 number(cut.micro_batches),
-                "exact" if cut.is_exact else "failed" if cut.failure else "not exact",
+                ("exact" if cut.is_exact else "failed" if cut.failure else "not exact")
+                + ("" if cut.decides else ", a note"),
                 _error(cut.error),
                 "" if worst is None else worst.name,
                 "" if worst is None else _error(worst.error),
@@ -43,7 +47,7 @@ def cuts_table(proof: ProofRecord) -> Table:
         "micro-batches",
         "verdict",
         "error",
-        "nearest to its floor",
+        "largest against its floor",
         "its error",
         "its floor",
     )
@@ -55,14 +59,37 @@ def cuts_table(proof: ProofRecord) -> Table:
     )
 
 
+def weights_picture(proof: ProofRecord) -> Markup | None:
+    """A cell per row: what each counted for in the accumulated gradient, beside what it should."""
+    if not proof.weights:
+        return None
+    lanes = []
+    for place, part in enumerate(proof.weights, start=1):
+        should = "no weight is right" if part.wanted is None else f"should weigh {part.wanted:.3g}"
+        note = "" if part.counted == 1 else f"weighs {part.weight or 0:.3g}, {should}"
+        lanes.append(RowCells(label=f"micro-batch {place}", num_rows=len(part.rows), counted=part.counted, note=note))
+    return row_cells(lanes, title="What each row counted for, beside what it should")
+
+
+def finding_of(proof: ProofRecord) -> str:
+    """The verdict in a word or two."""
+    return "could not be judged" if proof.unjudged else "exact" if proof.is_exact else "not exact"
+
+
 def proof_sentence(task: str, proof: ProofRecord) -> str:
     """The verdict in one sentence."""
     rows = plural(proof.rows or 0, "row")
     of_given = f" of {number(proof.rows_given)}" if proof.rows != proof.rows_given else ""
-    cuts = plural(len({cut.name for cut in proof.cuts}), "cut")
+    cuts = plural(len({cut.name for cut in proof.cuts if cut.decides}), "cut")
+    if proof.unjudged:
+        return (
+            f"{task} could not be judged: {rows}{of_given} draw random numbers that cannot be drawn again row by row."
+        )
     if proof.is_exact:
         return f"{task} is exact: in {cuts}, {rows}{of_given} accumulated gave the gradient of all of them in one go."
-    failed = plural(len({cut.name for cut in proof.cuts if not cut.is_exact}), "cut")
+    failed = plural(len({cut.name for cut in proof.cuts if cut.decides and not cut.is_exact}), "cut")
+    if failed.startswith("0 "):
+        return f"{task} is not exact: {proof.causes[0].explanation}"
     return f"{task} is not exact: in {failed}, {rows}{of_given} accumulated did not give the gradient of all of them in one go."
 
 
