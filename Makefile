@@ -1,10 +1,11 @@
-# Every target sets up what it needs: a machine with Python 3.11, make and a C compiler is enough.
+# Every target sets up what it needs: a machine with Python 3.11, make and a C++ compiler is enough.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-demo
+ACCELERATOR := $(VENV)/.ready-accelerator
 BENCH_READY := $(VENV)/.ready-bench
 CHROMIUM := /usr/bin/chromium
 
@@ -30,7 +31,7 @@ demo: $(DEMO_READY)
 learn: $(DEMO_READY)
 	$(BIN)/anybatch learn
 
-test: $(READY) | $(CHROMIUM)
+test: $(READY) $(ACCELERATOR) | $(CHROMIUM)
 	$(PYTEST)
 
 # With another torch, and with PYTHON=python3.13 another Python. torch as pip installs it is a CUDA build of some 4 GB, which needs no GPU.
@@ -73,6 +74,12 @@ $(DEMO_READY): pyproject.toml constraints.txt
 $(READY): $(DEMO_READY)
 	@echo "installing what the tests need into $(VENV) (once, a minute or two)"
 	$(PIP) -e '.[test,check,docs]'
+	@touch $@
+
+# What runs on a GPU is tested on a device of our own.
+$(ACCELERATOR): $(READY) tests/accelerator/building.py $(wildcard tests/accelerator/csrc/*)
+	@echo "compiling the pretend accelerator, on which device code is tested (once, half a minute)"
+	$(BIN)/python -m tests.accelerator.building
 	@touch $@
 
 # The pages are tested in a real browser.

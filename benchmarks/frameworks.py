@@ -98,8 +98,6 @@ def trl() -> dict[str, dict[str, float]]:
         tell(stock.__name__, table[stock.__name__])
     table["MultipleNegativesRankingLoss"] = {}
     for name, cls in (("stock", SentenceTransformerTrainer), ("exact", exact(SentenceTransformerTrainer))):
-        if RANKS > 1 and name == "stock":
-            continue  # ranks have different numbers of batches, and wait for each other for ever
         with tempfile.TemporaryDirectory() as folder:
             _, handed = sentence_cases.fitted(cls, losses.MultipleNegativesRankingLoss, folder, **options)
         table["MultipleNegativesRankingLoss"][name] = sentence_cases.error_of(handed)

@@ -40,6 +40,7 @@ LONG = [
     "tests/training/",
     "tests/proof/",
     "tests/update/",
+    "tests/accelerator/",
 ]
 """The longest first; what is not listed comes last."""
 

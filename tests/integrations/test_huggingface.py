@@ -68,6 +68,36 @@ class OwnModel(nn.Module):
         return {"loss": F.cross_entropy(logits, labels, WEIGHT), "logits": logits}
 
 
+class LineConfig(transformers.PretrainedConfig):
+    model_type = "line"
+
+
+class Line(transformers.PreTrainedModel):
+    """A head of one's own, for numbers, that returns a tuple."""
+
+    config_class = LineConfig
+
+    def __init__(self, config=None):
+        super().__init__(config or LineConfig())
+        torch.manual_seed(0)
+        self.line = nn.Linear(4, 1)
+        self.post_init()
+
+    def forward(self, input_x, labels=None, **_):
+        y = self.line(input_x).squeeze(-1)
+        return (y,) if labels is None else (F.mse_loss(y, labels), y)
+
+
+def line_rows():
+    torch.manual_seed(8)
+    return [{"input_x": torch.randn(4), "labels": torch.randn(())} for _ in range(19)]
+
+
+def line_loss(model, batch):
+    double = {key: value.double() for key, value in batch.items()}
+    return model(**double)[0]
+
+
 def weighted_loss(model, batch):
     return class_loss(model, batch, WEIGHT)
 
@@ -96,6 +126,8 @@ CASES = {
         transformers.Trainer, llama, TEXTS, smoothed(True), {}, {"label_smoothing_factor": 0.1}),
     "label smoothing, classes": (
         transformers.Trainer, bert, CLASSES, smoothed(False), {}, {"label_smoothing_factor": 0.1}),
+    "a head for numbers": (
+        transformers.Trainer, Line, line_rows(), line_loss, {"data_collator": torch.utils.data.default_collate}, {}),
     "a model of one's own": (transformers.Trainer, OwnModel, CLASSES, weighted_loss, {}, {}),
 }  # fmt: skip
 WRONG_WITHOUT = {
@@ -103,6 +135,7 @@ WRONG_WITHOUT = {
     "Bert, whose head takes **kwargs": 2.0,
     "class weights in compute_loss": 0.1,
     "a function that does not": 1.0,
+    "a head for numbers": 1.0,
     "a model of one's own": 0.1,
 }
 
@@ -110,7 +143,8 @@ WRONG_WITHOUT = {
 def error_of(name, made, micro_batch=None):
     cls, model, rows, loss, given, options = CASES[name]
     _, handed = trained(made(cls, micro_batch), model(), rows, given=given, **options)
-    return max(errors(handed, model(), windows_of(rows), loss))
+    collate = given.get("data_collator", pad)
+    return max(errors(handed, model(), windows_of(rows, collate=collate), loss))
 
 
 @pytest.mark.parametrize("name", CASES)

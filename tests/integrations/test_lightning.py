@@ -161,6 +161,21 @@ def test_what_a_step_returns_beside_its_loss_is_put_together():
     assert torch.equal(kept[0]["targets"], torch.stack([row[1] for row in data()[:24]]))
 
 
+def test_batch_norm_sees_the_whole_batch():
+    def normed() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    module = Module()
+    module.net = normed()
+    fitted(module, ExactStrategy(micro_batch=5, batch_norm="exact"), max_steps=1)
+    x, y = (torch.stack(column) for column in zip(*data()[:24], strict=True))
+    twin = normed().double()
+    weighted_loss(twin, (x, y)).backward()
+    wanted = torch.cat([vector_of(parameter) for parameter in twin.parameters()])
+    assert float((module.gradients[0] - wanted).norm() / wanted.norm()) <= 3e-6
+
+
 class Counting(Callback):
     """Which hooks ran at which step."""
 

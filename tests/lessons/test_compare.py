@@ -34,6 +34,13 @@ def test_updates_and_samples_are_what_each_loop_really_does(comparison):
     assert (scaled.updates, scaled.samples_seen) == (10, 150)
 
 
+def test_memory_is_that_of_training_and_not_the_copy_of_torchs_random_state(comparison):
+    small, usual, exact, _ = (arm.runs[0].peak_bytes for arm in comparison.arms)
+    copied = torch.get_rng_state().nbytes  # what only the exact arms keep, to start a batch again
+    assert abs(exact - usual) < copied
+    assert abs(exact - small) < copied
+
+
 def test_the_rule_starts_from_the_small_batch_and_suits_the_optimizer():
     adam = arms_of(small_task(), Settings(micro_batch=4))
     assert adam[3].lr == pytest.approx(2 * adam[2].lr)

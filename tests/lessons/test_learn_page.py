@@ -363,3 +363,16 @@ def test_the_printed_cheat_sheet_is_there_and_controls_are_not(opened):
     assert page.locator("#recall .sheet").is_visible()
     assert not page.locator("header.top").is_visible()
     page.emulate_media(media="screen")
+
+
+@pytest.mark.parametrize("paper", ["A4", "Letter"])
+def test_the_cheat_sheet_is_one_printed_side(opened, paper):
+    page = opened("recall").page
+    alone = "#recall > *:not(:has(.cheat)), article:not(#recall) { display: none !important }"
+    sides = {}
+    for name, style in (("sheet", alone), ("page", "")):
+        tag = page.add_style_tag(content=f"@media print {{ {style} }}")
+        sides[name] = len(re.findall(rb"/Type\s*/Page[^s]", page.pdf(format=paper)))
+        tag.evaluate("tag => tag.remove()")
+    assert sides["sheet"] == 1
+    assert sides["page"] > 1  # pages are counted

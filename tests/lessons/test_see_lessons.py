@@ -1,4 +1,4 @@
-"""Every message points to a lesson: each class of error, each kind of cause."""
+"""Every message points to a lesson: each class of error, each kind of cause, each kind of finding."""
 
 import ast
 from pathlib import Path
@@ -8,8 +8,9 @@ import pytest
 import anybatch
 from anybatch import errors
 from anybatch.cli.main import run
+from anybatch.doctor import KINDS
 from anybatch.lessons.pages import ORDER, lesson_of_error
-from anybatch.lessons.pages.see_lessons import LESSON_OF_CAUSE, LESSON_OF_ERROR
+from anybatch.lessons.pages.see_lessons import LESSON_OF_CAUSE, LESSON_OF_ERROR, LESSON_OF_FINDING
 
 SOURCE = Path(anybatch.__file__).parent
 
@@ -42,6 +43,11 @@ def test_every_kind_of_cause_has_a_lesson():
     assert len(kinds_of_causes()) > 10
     assert set(LESSON_OF_CAUSE) == kinds_of_causes()
     assert set(LESSON_OF_CAUSE.values()) <= set(ORDER)
+
+
+def test_every_kind_of_finding_has_a_lesson():
+    assert set(LESSON_OF_FINDING) == set(KINDS)
+    assert set(LESSON_OF_FINDING.values()) <= set(ORDER)
 
 
 def test_an_error_below_a_known_class_has_its_lesson():

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from anybatch import supervised
-from anybatch.lessons.update_trace import trace
+from anybatch.lessons.update_trace import TIMED, trace, with_medians
+from anybatch.records import TracedStage
 from anybatch.training.experiment import assemble
 from anybatch.training.settings import Settings
 from tests.training.small_tasks import small_task
@@ -116,3 +117,16 @@ def test_a_module_that_calls_none_of_its_children_is_a_layer_itself():
         )
 
     assert [layer.kind for layer in trace(assemble(build, SETTINGS)).layers] == ["Odd", "prediction"]
+
+
+def test_the_times_shown_are_medians_of_several_updates_and_not_of_one():
+    one = TracedStage(stage="loss", micro_batch=1, title="", facts={"seconds": 9.0, "loss": 1.0}, values=())
+    other = TracedStage(stage="accumulate", micro_batch=None, title="", facts={"of": "x"}, values=())
+    told, untold = with_medians([one, other], {("loss", 1): [0.1, 7.0, 0.2]})
+    assert told.facts == {"seconds": 0.2, "loss": 1.0}
+    assert untold == other
+    assert TIMED >= 5
+
+
+def test_every_time_of_the_trace_is_measured(found):
+    assert all(entry.facts["seconds"] > 0 for entry in found.stages if entry.stage in ("forward", "backward"))

@@ -1,5 +1,6 @@
 """The page in a real browser: drawn, quiet, alone, escaped, narrow, dark, and without a mouse."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -155,7 +156,11 @@ def hostile_folders(root):
     proof["cuts"][0] |= {"name": HOSTILE, "failure": HOSTILE}
     proof["cuts"][0]["parameters"][0]["name"] = HOSTILE
     write_json(verify / "verify.json", proof)
-    return {"train": train, "compare": compare, "trace": trace, "verify": verify}
+
+    plan = plan_folder(root / "plan")
+    planned = {"sentences": [HOSTILE, "", HOSTILE], "unit": HOSTILE, "breakdown": {HOSTILE: 2**30}}
+    write_json(plan / "plan.json", json.loads((plan / "plan.json").read_text()) | planned)
+    return {"train": train, "compare": compare, "trace": trace, "verify": verify, "plan": plan}
 
 
 @pytest.mark.parametrize("kind", FOLDERS)

@@ -1,7 +1,7 @@
 """What a batch is: its rows, cutting it into micro-batches, what those cost, dealing them to ranks. No autograd here."""
 
 from anybatch.batches.cost import Cost, Cut
-from anybatch.batches.counting import move, num_rows, rows, take_rows
+from anybatch.batches.counting import num_rows, rows, take_rows
 from anybatch.batches.dealing import Dealt, GlobalBatches, RepeatsWatch, deal_rows, repeated_rows
 from anybatch.batches.joining import join_rows, reorder_rows
 from anybatch.batches.lengths import RowLengths
@@ -9,6 +9,7 @@ from anybatch.batches.nesting import Batch, children, is_array, map_tensors, ten
 from anybatch.batches.padding import narrow, padded_dims
 from anybatch.batches.readings import SampleList, holds_samples
 from anybatch.batches.row_dim import check_row_dim, rows_first, rows_in_dim
+from anybatch.batches.sending import move, sent
 from anybatch.batches.splits import (
     AsGiven,
     MicroBatch,
@@ -68,9 +69,10 @@ __all__ = [
     "reorder_rows",
     "repeated_rows",
     "rows",
-    "size_that_ran",
     "rows_first",
     "rows_in_dim",
+    "sent",
+    "size_that_ran",
     "smaller",
     "take_rows",
     "tensors",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.batches.nesting import Batch, children, is_array, is_sequence, map_tensors, rebuild
+from anybatch.batches.nesting import Batch, children, is_array, is_sequence, rebuild
 from anybatch.batches.readings import are_alike, as_samples, has_array, holds_objects, holds_samples, is_marked
 from anybatch.errors import BatchError
 
@@ -125,7 +125,11 @@ def _take(batch: Batch, chosen: RowNumbers, count: int) -> Batch:
     if isinstance(batch, Tensor):
         if batch.dim() == 0:
             return batch
-        return batch[chosen] if isinstance(chosen, slice) else batch.index_select(0, chosen.to(batch.device))
+        return (
+            batch[chosen]
+            if isinstance(chosen, slice)
+            else batch.index_select(0, chosen.to(batch.device, non_blocking=True))
+        )
     if is_array(batch):
         if len(batch.shape) == 0:
             return batch
@@ -163,11 +167,6 @@ def _columns_split(batch: Batch, stops: list[int], count: int) -> list[Batch]:
         return [batch] * len(stops)
     columns = [_split(child, stops, count) for _, child in held]
     return [rebuild(batch, list(parts)) for parts in zip(*columns, strict=True)]
-
-
-def move(batch: Batch, device: torch.device) -> Batch:
-    """The same nesting with every tensor on `device`; tensors that are there already are not copied."""
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _fixed_counts(batch: Batch) -> Iterator[tuple[str, int]]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from anybatch.batches.nesting import Batch, children, is_sequence, rebuild
 from anybatch.batches.readings import is_marked
+from anybatch.batches.sending import sent
 from anybatch.errors import BatchError
 
 
@@ -29,7 +30,7 @@ def reorder_rows(batch: Batch, order: Sequence[int]) -> Batch:
     {'x': tensor([2, 1]), 'id': ['b', 'a'], 'scale': 2.0}
     """
     if isinstance(batch, Tensor):
-        return batch if batch.dim() == 0 else batch.index_select(0, torch.tensor(order, device=batch.device))
+        return batch if batch.dim() == 0 else batch.index_select(0, sent(order, batch.device))
     held = children(batch)
     if held is None:
         return batch

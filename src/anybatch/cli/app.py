@@ -7,7 +7,7 @@ import typer
 from anybatch import __version__
 from anybatch.cli import arguments as opt
 from anybatch.cli import doctor_options as doctor_opt
-from anybatch.cli.showing import learn, report
+from anybatch.cli.showing import advise, learn, report, self_test
 from anybatch.training import Settings, check_alone
 
 app = typer.Typer(
@@ -54,6 +54,7 @@ def train(
     precision: opt.PrecisionOption = "fp32",
     epochs: opt.Epochs = None,
     updates: opt.Updates = None,
+    noise: opt.Noise = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     parallel: opt.ParallelOption = "ddp",
@@ -92,6 +93,7 @@ def train(
         seed=seed,
         device=device,
         parallel=parallel,
+        noise=noise,
         save_every=save_every,
         keep=keep,
     )
@@ -296,3 +298,5 @@ def doctor(
 
 app.command()(learn)
 app.command()(report)
+app.command("self-test")(self_test)
+app.command()(advise)

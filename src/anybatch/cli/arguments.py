@@ -160,6 +160,15 @@ SaveEvery = Annotated[
     ),
 ]
 Keep = Annotated[int, typer.Option("--keep", metavar="N", help="How many checkpoints stay.", rich_help_panel=WHERE)]
+Noise = Annotated[
+    int | None,
+    typer.Option(
+        "--noise",
+        metavar="N",
+        help="Measure the noise of the gradient in one update of N: what another batch would bring.",
+        rich_help_panel=WHERE,
+    ),
+]
 TensorBoardFiles = Annotated[
     bool, typer.Option("--tensorboard", help="Write TensorBoard files too.", rich_help_panel=WHERE)
 ]

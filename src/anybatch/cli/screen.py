@@ -107,6 +107,7 @@ def plan_lines(plan: "RunPlan") -> list[str]:
         f"run     {plan.updates:,} updates, {plan.updates_per_epoch:,} per epoch, {plan.epochs} epochs",
         f"lr      first {plan.lr_first:.4g}, peak {plan.lr_peak:.4g}, ends at {plan.lr_last:.4g}{rule}",
         f"        {shape}" + ("" if plan.clip_norm is None else f", clipped to norm {plan.clip_norm:g}"),
+        *([] if plan.batch_schedule is None else [f"        batches grow: {plan.batch_schedule}"]),
         *([f"note    {BATCH_NORM_NOTE}"] if plan.batch_norms and plan.micro_batches_per_update != 1 else []),
     ]
 

@@ -1,7 +1,7 @@
 """What the doctor says: one finding each, frozen, with the line, the numbers and the fix."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
@@ -36,6 +36,7 @@ KINDS = (
     "rows-repeated",
     "windows-differ",
     "eval-left-on",
+    "loss-logged-divided",
     "learning-rate",
     "by-hand",
     "opaque-loss",
@@ -68,6 +69,19 @@ class Finding:
             "evidence": dict(self.evidence),
             "fix": self.fix,
         }
+
+
+def of_ranks(findings: list[tuple[int, Finding]]) -> list[Finding]:
+    """The same finding of several ranks once, with the ranks that it is of; those of one process stay as they are."""
+    ranks: dict[tuple[str, str, int], set[int]] = {}
+    for rank, one in findings:
+        ranks.setdefault((one.kind, one.file, one.line), set()).add(rank)
+    if len({rank for rank, _ in findings}) < 2:
+        return [one for _, one in findings]
+    return [
+        replace(one, evidence={**one.evidence, "ranks": sorted(ranks[one.kind, one.file, one.line])})
+        for _, one in findings
+    ]
 
 
 def in_order(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -60,10 +60,18 @@ OWN = {
     ),
     "rows-repeated": "deal the rows out:\n    sampler = DistributedSampler(dataset, shuffle=True)",
     "windows-differ": "step all optimizers after the same micro-batches.",
+    "loss-logged-divided": "log the loss as it was before the division:\n    print(loss.item() * {n})",
     "eval-left-on": "switch back after validation:\n    model.train()",
     "learning-rate": "try anybatch.scale_lr, or raise the rate by hand and warm up.",
 }
-WITHOUT_LINES = ("negatives-missing", "learning-rate", "kept-graph", "unowned-parameters", "eval-left-on")
+WITHOUT_LINES = (
+    "negatives-missing",
+    "learning-rate",
+    "kept-graph",
+    "unowned-parameters",
+    "eval-left-on",
+    "loss-logged-divided",
+)
 
 
 def fix_for(kind: str, *, n: int = 0, rows: int = 0) -> str:

@@ -4,16 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybatch.doctor.finding import SEVERITIES, Finding, in_order
+from anybatch.doctor.finding import SEVERITIES, Finding, in_order, of_ranks
 from anybatch.doctor.loop_case import LoopCase
 from anybatch.doctor.loops import Lane, Log, LoopUpdate, Lost, WatchedLoop, lanes_of, loop_of, read_logs, weigh
 from anybatch.doctor.rules import (
+    logging_rules,
     loop_rules,
     lost_rules,
     model_rules,
     order_rules,
     rank_rules,
     row_rules,
+    rules_across,
     tail_rules,
     weight_rules,
 )
@@ -21,7 +23,7 @@ from anybatch.doctor.rules import (
 TOLD = ("clip", "schedule", "unscale", "scaler-update", "zero")
 SHOWN_EVENTS = 44
 """Events of the time line."""
-PER_OPTIMIZER = (weight_rules, tail_rules, order_rules, rank_rules, model_rules)
+PER_OPTIMIZER = (weight_rules, tail_rules, order_rules, rank_rules, model_rules, logging_rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ def judge_folder(folder: Path) -> Diagnosis:
 def judge(logs: list[Log]) -> Diagnosis:
     """Pure: the same logs give the same findings."""
     loops = tuple(loop_of(log) for log in logs)
-    return Diagnosis(in_order([finding for loop in loops for finding in findings_of(loop)]), loops)
+    found = of_ranks([(loop.rank, finding) for loop in loops for finding in findings_of(loop)])
+    return Diagnosis(in_order([*found, *rules_across(loops)]), loops)
 
 
 def findings_of(loop: WatchedLoop) -> list[Finding]:

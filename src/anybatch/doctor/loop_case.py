@@ -17,6 +17,7 @@ from anybatch.doctor.loops import (
     WatchedLoop,
     Weighing,
     lanes_of,
+    near,
     ratio_by_hand,
     weigh,
 )
@@ -58,6 +59,28 @@ class LoopCase:
         return (loaded.most_common(1) or found.most_common(1) or [(0, 0)])[0][0] or 0
 
     @cached_property
+    def is_usually_whole(self) -> bool:
+        """The weights of some update of the usual size add up to 1."""
+        full = [w for w in self.weighings if w is not None and len(w.shares) == self.size]
+        return not full or any(near(weighing.total, 1.0) for weighing in full)
+
+    @cached_property
+    def without_tail(self) -> str:
+        """What to add where only our cutting of the epochs left a tail; empty where there is a real one."""
+        batches = [one.batch for update in self.updates for one in update.passes if one.batch is not None]
+        used, seen = {batch[0] for batch in batches}, max((batch[2] + 1 for batch in batches), default=0)
+        whole = [
+            int(line["whole"])
+            for line in self.loop.epochs
+            if line["event"] == "epoch" and line["loader"] in used and line.get("whole")
+        ]
+        if not whole or self.size < 2 or any(number % self.size or number <= seen for number in whole):
+            return ""
+        return (
+            f" The whole epoch of {whole[0]} micro-batches has no such rest today; another number of rows would have."
+        )
+
+    @cached_property
     def is_by_hand(self) -> bool:
         """Its gradients are not what backward brought."""
         steps = self.loop.updates_of(self.optimizer)
@@ -83,7 +106,8 @@ class LoopCase:
         self, kind: str, severity: Severity, spot: Spot, message: str, evidence: Mapping[str, Any] | None = None
     ) -> Finding:
         """With the fix."""
-        fix = fix_for(kind, n=self.size, rows=self.rows)
+        meant = [number for number in self.loop.intended.values() if number > 1]
+        fix = fix_for(kind, n=self.size if self.size > 1 or not meant else meant[0], rows=self.rows)
         return Finding(
             kind=kind,
             severity=severity,

@@ -52,7 +52,9 @@ def summary(diagnosis: Diagnosis) -> str:
 
 def _finding(finding: Finding) -> list[str]:
     where = f"{_short(finding.file)}:{finding.line}" if finding.file else ""
-    head = f"{finding.severity:<8} {finding.kind}  {where}".rstrip()
+    ranks = finding.evidence.get("ranks", ())
+    whose = f"  (rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))})" if ranks else ""
+    head = f"{finding.severity:<8} {finding.kind}  {where}{whose}".rstrip()
     body = textwrap.wrap(finding.message, WIDTH - 9)
     fix = _parts(finding.fix)[0].splitlines()
     marked = [f"fix: {fix[0]}", *(f"     {line}" for line in fix[1:])] if fix else []
@@ -81,7 +83,7 @@ def _seen(loop: WatchedLoop, num_ranks: int) -> list[str]:
 
 def _between(events: list[dict[str, object]]) -> str:
     counts = Counter(str(event["what"]) for event in events)
-    return ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items()) or "nothing between"
+    return ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items()) or "nothing else"
 
 
 def _short(file: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from anybatch.batches import sent
 from anybatch.dropout.row_masks import keep_mask, key_of
 from anybatch.errors import DropoutError
 from anybatch.state import DrawFinder, random_state
@@ -84,7 +85,7 @@ class RowsNow:
     def on(self, device: torch.device) -> Tensor:
         """The row numbers as a tensor."""
         if device not in self.tensors:
-            self.tensors[device] = torch.tensor(self.numbers, device=device)
+            self.tensors[device] = sent(self.numbers, device)
         return self.tensors[device]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anybatch.batches import sent
 from anybatch.low_precision import at_least_fp32
 from anybatch.options import Reduction
 
@@ -26,4 +27,4 @@ def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     if not losses:
         return torch.zeros(())
     stacked = at_least_fp32(torch.stack(tuple(losses)))
-    return stacked.dot(torch.tensor(weights, dtype=stacked.dtype, device=stacked.device))
+    return stacked.dot(sent(weights, stacked.device, stacked.dtype))

@@ -20,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from anybatch.batches import Batch, MicroBatch, Split, Tokens, as_split, map_tensors
 from anybatch.errors import LossError, ParallelError, SplitError, UpdateError
+from anybatch.gradients import takes_fp32_gradients
 from anybatch.integrations.same_ranks import check_ranks
 from anybatch.integrations.trainer_loader import dealt_loader, rows_of
 from anybatch.integrations.trainer_units import OF_SENTENCES, PAIRED, is_a, objective_of
@@ -109,6 +110,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def _accumulator_of(self, model: nn.Module) -> Accumulator:
         """Made for the model as it was wrapped, at the first window."""
         if self._accumulator is None or self._accumulator.model is not model:
+            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
             own = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
             self._accumulator = Accumulator(
                 model,
@@ -117,7 +119,8 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 batch_norm=self.batch_norm,
                 offload=self.offload,
                 parameters=lambda: [*model.parameters(), *(own - {*model.parameters()})],
-                optimizer=getattr(self.optimizer, "optimizer", self.optimizer),
+                keep_fp32=takes_fp32_gradients(optimizer),
+                optimizer=optimizer,
             )
             check_ranks(self._accumulator, self.args.world_size)
             _restore(self._accumulator, self._saved_split)
@@ -141,7 +144,7 @@ def exact(
     micro_batch: MicroBatch | None = None,
     units: Any = None,
     batch_norm: BatchNorm | None = None,
-    offload: Offload = "auto",
+    offload: Offload | None = None,
 ) -> type[Any]:
     """A class in, a class out: `trainer`, a subclass of transformers' `Trainer`, with updates that are exact.
 
@@ -153,12 +156,13 @@ def exact(
             f"exact({trainer!r:.60}): expected a class, transformers.Trainer or one derived from it, such as "
             "exact(SFTTrainer). Make the trainer of what exact() returns: exact(SFTTrainer)(model, args, ...)."
         )
-    options: dict[str, Any] = {
+    options = {
         "micro_batch": micro_batch,
         "units": None if units is None else staticmethod(units),
         "batch_norm": batch_norm,
         "offload": offload,
     }
+    given = {name: value for name, value in options.items() if value is not None}
     if micro_batch is not None:
         as_split(micro_batch)  # what is no split is refused here, where it was given
 
@@ -170,7 +174,7 @@ def exact(
     made = type(
         f"Exact{trainer.__name__}",
         bases,
-        options | {"get_train_dataloader": get_train_dataloader, "__doc__": trainer.__doc__, "__module__": __name__},
+        given | {"get_train_dataloader": get_train_dataloader, "__doc__": trainer.__doc__, "__module__": __name__},
     )
     return made
 

@@ -7,7 +7,8 @@ The loader yields the batch that one update learns from. The module stays as it 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, Dealt, MicroBatch, num_rows
 from anybatch.errors import LossError, UpdateError
+from anybatch.gradients import takes_fp32_gradients
 from anybatch.integrations.same_ranks import check_ranks
 from anybatch.objectives import Metric, Objective, PerRow, Sum, Units, learned
 from anybatch.options import BatchNorm, Offload
@@ -24,36 +26,42 @@ from anybatch.passes import Accumulator
 
 SPLIT_KEY = "anybatch_split"
 """In a checkpoint, what was learnt of what fits."""
+LOGGED: ContextVar[dict[str, Metric]] = ContextVar("LOGGED")
+"""What the training step at hand has logged."""
 EXTRA = "output: "
 """Before the name of what a training step returned beside its loss."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactOptions:
-    """How batches are cut, and what their loss averages over: the options of `Accumulator`."""
-
-    micro_batch: MicroBatch
-    units: Units | None = None
-    """What the loss of a batch divides by. None: it is seen as the loss runs, and an error where nothing can be seen."""
-    batch_norm: BatchNorm | None = None
-    offload: Offload = "auto"
 
 
 class ExactSteps(Strategy):  # type: ignore[misc]
     """What the exact strategies have in common.
 
     `training_step` runs all micro-batches and keeps their gradient aside, because Lightning zeroes gradients next; `backward`
-    hands it over. What `self.log` was given is collected, averaged by units, and logged once. A number that a step returns
+    hands it over. Options are those of `Accumulator`; `units` is what the loss of a batch divides by, where that cannot be seen
+    as it runs. What `self.log` was given is collected, averaged by units, and logged once. A number that a step returns
     beside its loss is averaged too, and a tensor with a row for each row of the micro-batch is joined.
     """
 
-    options: ExactOptions
     _accumulator: Accumulator | None = None
     _rest: tuple[Any, ...] = ()
     """What a training step is called with after the batch."""
     _gradient: "list[tuple[nn.Parameter, Tensor]] | None" = None
     _returns_mapping = False
     _saved_split: Mapping[str, Any] | None = None
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        units: Units | None = None,
+        batch_norm: BatchNorm | None = None,
+        offload: Offload = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)  # of the Lightning strategy that this one is
+        self.micro_batch = micro_batch
+        self.units = units
+        self.batch_norm: BatchNorm | None = batch_norm
+        self.offload: Offload = offload
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -77,13 +85,12 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         for parameter in parameters:
             parameter.grad = None  # of the update before: Lightning would zero them next
         calls: dict[str, dict[str, Any]] = {}
-        self._calls = calls
-        result = accumulator.backward(batch, scaler=getattr(self.precision_plugin, "scaler", None))
+        with _collected(module, calls):
+            result = accumulator.backward(batch, scaler=getattr(self.precision_plugin, "scaler", None))
         self._gradient = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             parameter.grad = None
-        rows = 0 if isinstance(batch, Dealt) and batch.is_stand_in else num_rows(getattr(batch, "batch", batch))
-        _log_once(module, calls, result.metrics, rows)
+        _log_once(module, calls, result.metrics, _rows_in(batch))
         loss = result.loss.to(self.root_device)
         extras = {name.removeprefix(EXTRA): value for name, value in result.metrics.items() if name.startswith(EXTRA)}
         return {"loss": loss, **extras} if self._returns_mapping else loss
@@ -118,15 +125,15 @@ class ExactSteps(Strategy):  # type: ignore[misc]
 
     def _accumulator_of(self, model: Any) -> Accumulator:
         if self._accumulator is None:
-            options = self.options
             own = {parameter for one in self.optimizers for group in one.param_groups for parameter in group["params"]}
             self._accumulator = Accumulator(
                 model,
-                learned(self._compute) if options.units is None else Objective(self._compute, options.units),
-                micro_batch=options.micro_batch,
-                batch_norm=options.batch_norm,
-                offload=options.offload,
+                learned(self._compute) if self.units is None else Objective(self._compute, self.units),
+                micro_batch=self.micro_batch,
+                batch_norm=self.batch_norm,
+                offload=self.offload,
                 parameters=lambda: [*model.parameters(), *(own - {*model.parameters()})],
+                keep_fp32=takes_fp32_gradients(self.optimizers[0]),
                 optimizer=self.optimizers[0],
             )
             check_ranks(self._accumulator, self.lightning_module.trainer.world_size)
@@ -136,13 +143,14 @@ class ExactSteps(Strategy):  # type: ignore[misc]
 
     def _compute(self, model: nn.Module, micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """The training step of one micro-batch, and all that it logged and returned beside its loss."""
-        module: Any = unwrapped(model)
-        with _collected(module, self._calls) as metrics:
-            if model is self.model:
-                output = super().training_step(micro_batch, *self._rest)
-            else:  # a copy, on which memory is planned
-                with self.precision_plugin.train_step_context():
-                    output = module.training_step(micro_batch, *self._rest)
+        metrics: dict[str, Metric] = {}
+        LOGGED.set(metrics)  # of this thread: forwards that wait for each other take turns
+        if model is self.model:
+            output = super().training_step(micro_batch, *self._rest)
+        else:  # a copy, on which memory is planned
+            module: Any = unwrapped(model)
+            with self.precision_plugin.train_step_context(), _collected(module, {}):
+                output = module.training_step(micro_batch, *self._rest)
         self._returns_mapping = isinstance(output, Mapping)
         extras = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss = extras.pop("loss", None)
@@ -155,23 +163,13 @@ class ExactSteps(Strategy):  # type: ignore[misc]
 
 
 class ExactStrategy(ExactSteps, SingleDeviceStrategy):  # type: ignore[misc]
-    """One device. The options are those of `ExactOptions`; all others are Lightning's `SingleDeviceStrategy`'s."""
+    """One device. The options are those of `ExactSteps`; all others are Lightning's `SingleDeviceStrategy`'s."""
 
     strategy_name = "exact"
 
-    def __init__(
-        self,
-        micro_batch: MicroBatch,
-        *,
-        units: Units | None = None,
-        batch_norm: BatchNorm | None = None,
-        offload: Offload = "auto",
-        device: Any = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(device="cpu" if device is None else device, **options)
+    def __init__(self, micro_batch: MicroBatch, *, device: Any = None, **options: Any) -> None:
+        super().__init__(micro_batch, device="cpu" if device is None else device, **options)
         self._is_device_given = device is not None
-        self.options = ExactOptions(micro_batch=micro_batch, units=units, batch_norm=batch_norm, offload=offload)
 
     @property
     def root_device(self) -> torch.device:
@@ -183,40 +181,19 @@ class ExactStrategy(ExactSteps, SingleDeviceStrategy):  # type: ignore[misc]
 
 
 class ExactDDPStrategy(ExactSteps, DDPStrategy):  # type: ignore[misc]
-    """A process per device, gradients reduced once per batch. The options are those of `ExactOptions` and of `DDPStrategy`."""
+    """A process per device, gradients reduced once per batch. The options are those of `ExactSteps` and of `DDPStrategy`."""
 
     strategy_name = "exact_ddp"
 
-    def __init__(
-        self,
-        micro_batch: MicroBatch,
-        *,
-        units: Units | None = None,
-        batch_norm: BatchNorm | None = None,
-        offload: Offload = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.options = ExactOptions(micro_batch=micro_batch, units=units, batch_norm=batch_norm, offload=offload)
-
 
 class ExactFSDP2Strategy(ExactSteps, ModelParallelStrategy):  # type: ignore[misc]
-    """Parameters sharded by `fully_shard` in `configure_model`. The options are those of `ExactOptions` and of
+    """Parameters sharded by `fully_shard` in `configure_model`. The options are those of `ExactSteps` and of
     `ModelParallelStrategy`."""
 
     strategy_name = "exact_fsdp2"
 
-    def __init__(
-        self,
-        micro_batch: MicroBatch,
-        *,
-        units: Units | None = None,
-        batch_norm: BatchNorm | None = None,
-        offload: Offload = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.options = ExactOptions(micro_batch=micro_batch, units=units, batch_norm=batch_norm, offload=offload)
+    def __init__(self, micro_batch: MicroBatch, **options: Any) -> None:
+        super().__init__(micro_batch, **options)
         self._are_sizes_given = bool({"data_parallel_size", "tensor_parallel_size"} & {*options})
 
     def setup_environment(self) -> None:
@@ -245,20 +222,22 @@ def _check_trainer(trainer: Any, module: Any, strategy: Any) -> None:
 
 
 @contextmanager
-def _collected(module: Any, calls: dict[str, dict[str, Any]]) -> Iterator[dict[str, Metric]]:
-    """Inside this block `module.log` collects; `calls` keeps how each name was logged last."""
-    metrics: dict[str, Metric] = {}
+def _collected(module: Any, calls: dict[str, dict[str, Any]]) -> Iterator[None]:
+    """Inside this block `module.log` collects for the pass at hand; `calls` keeps how each name was logged last."""
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         calls[name] = {"value": value, "args": args, "options": options}
         if isinstance(value, Tensor | int | float):
-            metrics[name] = _logged(name, value, options.get("reduce_fx", "mean"))
+            LOGGED.get()[name] = _logged(name, value, options.get("reduce_fx", "mean"))
 
+    before = module.__dict__.get("log")
     module.__dict__["log"] = log
     try:
-        yield metrics
+        yield
     finally:
         del module.__dict__["log"]
+        if before is not None:
+            module.__dict__["log"] = before
 
 
 def _logged(name: str, value: Tensor | float, reduce_fx: Any) -> Metric:
@@ -279,6 +258,10 @@ def _log_once(
     for name, call in calls.items():
         options = {"batch_size": batch_size} | call["options"]
         module.log(name, metrics.get(name, call["value"]), *call["args"], **options)
+
+
+def _rows_in(batch: Any) -> int:
+    return len(batch.row_numbers) if isinstance(batch, Dealt) else num_rows(batch)
 
 
 def _is_kept(value: Any) -> bool:

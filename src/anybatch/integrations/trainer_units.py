@@ -25,7 +25,6 @@ REFUSED = {
     "GRPOTrainer": "it makes its batches itself while it trains, from answers that it generates for several windows ahead",
     "RLOOTrainer": "it makes its batches itself while it trains, from answers that it generates for several windows ahead",
     "KTOTrainer": "its loss compares each answer with a mean over the batch at hand, which differs from cut to cut",
-    "DistillationTrainer": "it generates the rows that it learns from, and weighs them by a teacher of its own",
 }
 COUPLED_PREFERENCES = {
     "aot": "sorts the pairs of a batch against each other",
@@ -67,11 +66,22 @@ def _of_owner(trainer: Any, compute: Callable[[nn.Module, Batch], Tensor]) -> Ob
     if owner.__module__.startswith("trl."):
         return _of_trl(trainer, owner, compute)
     if not owner.__module__.startswith("transformers."):
+        _check_uncoupled(trainer)
         return learned(compute)
     if trainer.label_smoother is not None:
         is_shifted = _is_causal(trainer)
         return Objective(compute, lambda batch: label_units(batch, is_shifted=is_shifted))
     return huggingface(loss=compute) if is_from_transformers(trainer.model) else learned(compute)
+
+
+def _check_uncoupled(trainer: Any) -> None:
+    """Refuse a cross-encoder's contest: its scores are of pairs of rows, and no row has a representation to be kept."""
+    name = type(getattr(trainer, "loss", None)).__name__
+    if is_a(trainer, "CrossEncoderTrainer") and "NegativesRanking" in name:
+        raise LossError(
+            f"exact(CrossEncoderTrainer) with {name} is not built: it scores each query with answers of other rows of its "
+            "batch, so that every pair of rows is a forward of its own. Use a loss over rows, such as BinaryCrossEntropyLoss."
+        )
 
 
 def is_from_transformers(model: Any) -> bool:
@@ -179,4 +189,4 @@ def _of_sentences(trainer: Any) -> Coupled:
     def encode(model: nn.Module, batch: Batch) -> Batch:
         return whole.encode(model, trainer.collect_features(batch))
 
-    return Coupled(encode, whole.loss)
+    return Coupled(encode, whole.loss, units=lambda batch: 1)  # reported only; rows need not be dim 0 of features

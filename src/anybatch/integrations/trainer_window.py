@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybatch.batches import Batch, MicroBatches, Rows, join_rows, num_rows
+from anybatch.batches import Batch, Cut, MicroBatches, Rows, join_rows, num_rows, tensors
+from anybatch.errors import BatchError
 
 IGNORED = -100
 PER_PAIR_ROWS = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "position_ids")
@@ -32,17 +34,27 @@ class EachBatch:
     def cut(self, window: Batch) -> MicroBatches:
         """The micro-batches of all batches, in their order."""
         if self.size is None:
-            return MicroBatches(tuple(window))
+            stops = [0, *accumulate(_rows_in(batch) for batch in window)]
+            rows = tuple(tuple(range(start, stop)) for start, stop in pairwise(stops))
+            return MicroBatches(tuple(window), Cut(rows=rows, lengths=(0,) * len(rows)))
         return MicroBatches([part for batch in window for part in Rows(self.size).cut(batch)])
 
     def shrink(self, ran: MicroBatches) -> "EachBatch | None":
         """Half the rows of the largest micro-batch."""
-        largest = max(num_rows(micro_batch) for micro_batch in ran)
+        largest = max(_rows_in(micro_batch) for micro_batch in ran)
         return EachBatch(largest // 2) if largest > 1 else None
 
     def state_dict(self) -> dict[str, Any]:
         """What fitted, as a plain value."""
         return {"size": self.size}
+
+
+def _rows_in(batch: Batch) -> int:
+    """Its rows; where tokens lie in one long row, with an offset for each text, the offsets."""
+    try:
+        return num_rows(batch)
+    except BatchError:
+        return min(len(tensor) for tensor in tensors(batch) if tensor.dim() > 0)
 
 
 def joined(window: Sequence[Mapping[str, Any]], pad_id: int) -> Mapping[str, Any]:

@@ -7,7 +7,15 @@ from anybatch.lazy import lazily
 if TYPE_CHECKING:
     from anybatch.lessons.arms import ArmPlan, compare
     from anybatch.lessons.findings import show_spread
-    from anybatch.lessons.pages import learn_page, lesson_of_cause, lesson_of_error, read_lesson, see, write_learn_site
+    from anybatch.lessons.pages import (
+        learn_page,
+        lesson_of_cause,
+        lesson_of_error,
+        lesson_of_finding,
+        read_lesson,
+        see,
+        write_learn_site,
+    )
     from anybatch.lessons.update_trace import trace
 else:
     __getattr__ = lazily(__name__)
@@ -18,6 +26,7 @@ __all__ = [
     "learn_page",
     "lesson_of_cause",
     "lesson_of_error",
+    "lesson_of_finding",
     "read_lesson",
     "see",
     "show_spread",

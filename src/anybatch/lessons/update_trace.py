@@ -1,7 +1,10 @@
 """One update stage by stage, and one sample layer by layer: real shapes and numbers, copied out while they are there."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,6 +20,11 @@ MOST_VALUES = 12
 """Sample values per entry."""
 MOST_CLASSES = MOST_VALUES
 """A prediction is told where every class is among the values."""
+TIMED = 5
+"""Updates whose times the medians are of."""
+
+Timed = tuple[str, int | None]
+"""A stage of a micro-batch, or of the whole batch."""
 
 
 def trace(experiment: Experiment) -> Trace:
@@ -24,7 +32,8 @@ def trace(experiment: Experiment) -> Trace:
     plan, task = experiment.plan, experiment.task
     batch = first_batch(task, batch=plan.batch, seed=experiment.settings.seed)
     there = move(batch, experiment.device)
-    return Trace(stages=_trace_update(experiment, there), layers=_trace_layers(experiment, there))
+    entries, layers = _trace_update(experiment, there), _trace_layers(experiment, there)
+    return Trace(stages=with_medians(entries, _seconds(experiment, there)), layers=layers)
 
 
 def _trace_update(experiment: Experiment, batch: Batch) -> tuple[TracedStage, ...]:
@@ -36,6 +45,29 @@ def _trace_update(experiment: Experiment, batch: Batch) -> tuple[TracedStage, ..
         # zeroing is how the next update begins; what follows of that one is not looked at
         update(batch)
     return tuple(watcher.stages)
+
+
+def _seconds(experiment: Experiment, batch: Batch) -> dict[Timed, list[float]]:
+    """What every stage took in some more updates; the weights that these leave are thrown away."""
+    found: dict[Timed, list[float]] = defaultdict(list)
+
+    def note(event: stages.Event) -> None:
+        found[type(event).__name__.lower(), event.micro_batch].append(event.seconds)
+
+    with observed(experiment.update, note):
+        for _ in range(TIMED):
+            experiment.update(batch)
+    return found
+
+
+def with_medians(entries: Iterable[TracedStage], seconds: Mapping[Timed, Sequence[float]]) -> tuple[TracedStage, ...]:
+    """Entries that tell a time tell the median of several: one alone is an accident."""
+    return tuple(
+        replace(entry, facts={**entry.facts, "seconds": median(seconds[entry.stage, entry.micro_batch])})
+        if "seconds" in entry.facts and seconds.get((entry.stage, entry.micro_batch))
+        else entry
+        for entry in entries
+    )
 
 
 class _Watcher:

@@ -126,7 +126,7 @@ def plan(
         method=trials.method,
         reason=trials.reason,
         is_confirmed=found.is_confirmed,
-        notes=notes_for(trials, setup, bucket_bytes=bucket_bytes),
+        notes=notes_for(trials, setup, found.shape, bucket_bytes=bucket_bytes),
         peaks=found.peaks,
         sums="param" if running.sums == "param" else "fp32",
         low_bytes=sum(one.nbytes for one in module.parameters() if is_low(one) and one.requires_grad),

@@ -66,13 +66,13 @@ class NoiseHistory:
         self._every = every
         self._parameters = parameters
         self._num_updates = 0
-        self._windows: deque[WindowNoise] = deque(maxlen=MOST_WINDOWS)
+        self.windows: deque[WindowNoise] = deque(maxlen=MOST_WINDOWS)
         self._reason = ""
         self.scale: NoiseScale | None = None
 
     @property
     def reason(self) -> str | None:
-        count = len(self._windows)
+        count = len(self.windows)
         if count >= FEWEST_WINDOWS:
             return None
         return self._reason or f"{count} of {FEWEST_WINDOWS} windows are measured, one update in {self._every}"
@@ -87,23 +87,23 @@ class NoiseHistory:
         if isinstance(found, NotMeasured):
             self._reason = found.reason or self._reason
         elif applied:
-            self._windows.append(found.window(float(norm)))
+            self.windows.append(found.window(float(norm)))
             self._reason = ""
             self._estimate()
 
     def state_dict(self) -> dict[str, Any] | None:
-        windows = [(one.row_noise, one.signal) for one in self._windows]
+        windows = [(one.row_noise, one.signal) for one in self.windows]
         return {"updates": self._num_updates, "windows": windows}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """A checkpoint of a run that was not measured has nothing to go on from."""
         if state is not None:
             self._num_updates = state["updates"]
-            self._windows = deque((WindowNoise(*one) for one in state["windows"]), maxlen=MOST_WINDOWS)
+            self.windows = deque((WindowNoise(*one) for one in state["windows"]), maxlen=MOST_WINDOWS)
             self._estimate()
 
     def _estimate(self) -> None:
-        self.scale = noise_scale_of(self._windows) if len(self._windows) >= FEWEST_WINDOWS else None
+        self.scale = noise_scale_of(self.windows) if len(self.windows) >= FEWEST_WINDOWS else None
 
 
 def noise_record(every: int | None, parameters: Callable[[], Sequence[nn.Parameter]]) -> NoiseRecord:

@@ -143,7 +143,9 @@ class PassNorms:
                 "rows, rows cannot be counted, or reentrant checkpointing makes a parameter's gradient in parts (use "
                 "use_reentrant=False)"
             )
-        shares = unit_squares / (units * units) if units else 1.0
+        if not units:
+            return NotMeasured("the batch has no units")
+        shares = unit_squares / (units * units)
         if shares > 1.0 - 1e-12:
             return NotMeasured(ONE_MICRO_BATCH)
         return NormSums(squares=squares, share_squares=shares, rows=rows)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anybatch.batches import sent
 from anybatch.norms.layers import Call
 from anybatch.parallel import Ranks
 
@@ -31,7 +32,7 @@ def pool(parts: list[MeanAndVariance]) -> MeanAndVariance:
     """
     total = sum(part.count for part in parts)
     means, variances = torch.stack([part.mean for part in parts]), torch.stack([part.var for part in parts])
-    weights = torch.tensor([part.count / total for part in parts], dtype=means.dtype, device=means.device)[:, None]
+    weights = sent([part.count / total for part in parts], means.device, means.dtype)[:, None]
     mean = (weights * means).sum(0)
     is_averaged = parts[0].is_averaged
     var = (weights * (variances if is_averaged else variances + (means - mean).square())).sum(0)

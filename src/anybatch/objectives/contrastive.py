@@ -41,7 +41,7 @@ class InfoNCE(nn.Module):
     def forward(self, representations: Any) -> Tensor:
         """The loss of all rows."""
         queries, keys, *negatives = _columns(representations)
-        scale = self.log_scale.to(queries.device).exp()
+        scale = self.log_scale.to(queries.device, non_blocking=True).exp()
         queries, keys = _unit(queries), _unit(keys)
         candidates = torch.cat([keys, *(_unit(negative).flatten(0, -2) for negative in negatives)])
         with torch.autocast(queries.device.type, enabled=False):

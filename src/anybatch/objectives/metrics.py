@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybatch.batches import MicroBatches
+from anybatch.batches import MicroBatches, sent
 from anybatch.errors import LossError
 from anybatch.low_precision import at_least_fp32
 
@@ -88,7 +88,7 @@ def _in_order(name: str, parts: Sequence[Metrics], cut: MicroBatches | None, kep
     else:
         dtype = values[0].dtype if values[0].is_floating_point() else torch.float32
         whole = torch.full((num_rows, *values[0].shape[1:]), torch.nan, dtype=dtype, device=values[0].device)
-    numbers = torch.tensor([row for rows in places for row in rows], device=whole.device)
+    numbers = sent([row for rows in places for row in rows], whole.device)
     whole[numbers] = torch.cat(values).to(whole.dtype)
     return whole
 
@@ -175,5 +175,11 @@ def _scalar(name: str, value: Number) -> Tensor:
 
 def _stack(numbers: Sequence[Number], like: Tensor) -> Tensor:
     if not any(isinstance(number, Tensor) for number in numbers):
-        return torch.tensor(numbers, dtype=like.dtype, device=like.device)
-    return torch.stack([torch.as_tensor(number, dtype=like.dtype, device=like.device) for number in numbers])
+        return sent([float(number) for number in numbers], like.device, like.dtype)
+    return torch.stack([_there(number, like) for number in numbers])
+
+
+def _there(number: Number, like: Tensor) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(like.device, like.dtype, non_blocking=True)
+    return sent([number], like.device, like.dtype)[0]

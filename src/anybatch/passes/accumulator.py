@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import nn
 from torch.amp import GradScaler
@@ -16,14 +16,14 @@ from anybatch.gradients import GradientSum, check_hooks
 from anybatch.noise import NOT_ASKED, NoiseRecord
 from anybatch.norms import NO_POWER, Layers, NormPolicy
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload, OnNonFinite
+from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.agreement import OwnRows, own_rows, plan_batch, size_of
 from anybatch.passes.barrier import Barrier, memory_is_final
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.cutting import Cutting
-from anybatch.passes.forward_pass import ForwardPass, is_there, rows_of
+from anybatch.passes.forward_pass import ForwardPass, ahead_of, is_there, rows_of
 from anybatch.passes.run_batch import effect_on_loss, run
 from anybatch.passes.running import (
     Option,
@@ -72,7 +72,9 @@ class Accumulator:
     A model in `DistributedDataParallel` or sharded by `fully_shard` is given as it is: the batch is then what all ranks give
     together, each its own rows, None where it has none. Gradients are synchronised once, in the last backward pass; loss,
     units and metrics are the whole batch's, on every rank. With `reshard=False`, FSDP2 keeps parameters gathered from one
-    micro-batch to the next: fewer all-gathers for more memory. `running` gives all these options as one value.
+    micro-batch to the next: fewer all-gathers for more memory. With `prefetch`, the next micro-batch is brought from pinned
+    memory to an accelerator while one runs. `running` gives all these options as one value.
+
     Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
     they grow again after batches that go well, and `split` is what batches are cut by.
 
@@ -100,15 +102,20 @@ class Accumulator:
         drop_nonfinite: bool = False,
         keep_fp32: bool = False,
         reshard: bool = True,
+        prefetch: bool = False,
         observer: Observer | None = None,
         running: Running | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
         check_model(model)
         check_objective(objective)
-        on_nonfinite: OnNonFinite = "drop" if drop_nonfinite else "raise"
         self.running = running or Running(
-            autocast=autocast, batch_norm=batch_norm, offload=offload, reshard=reshard, on_nonfinite=on_nonfinite
+            autocast=autocast,
+            batch_norm=batch_norm,
+            offload=offload,
+            reshard=reshard,
+            prefetch=prefetch,
+            on_nonfinite="drop" if drop_nonfinite else "raise",
         )
         self.engine = engine_for(model, reshard=self.running.reshard)
         self.model = model
@@ -119,14 +126,12 @@ class Accumulator:
         self.keep_fp32 = keep_fp32
         self.norms = NormPolicy(model, self.running.batch_norm)
         self._optimizer = optimizer
-        self.noise: NoiseRecord = NOT_ASKED
-        """What an `Update` keeps of the noise of its gradients: here its meter sees the passes."""
+        self.noise: NoiseRecord = NOT_ASKED  # an `Update` puts in what keeps the noise of its gradients
         check_drops(self.running, objective, self.engine)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
         self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
         self._file = TensorFile()
         self._proven_size = 0
-        self._masks: tuple[Masks, ...] | None = None
         self._repeats = RepeatsWatch()
         self._forget_masks: Callable[[], None] = hold_numbers(())
 
@@ -144,7 +149,7 @@ class Accumulator:
         """
         self._repeats.look(rank=self.engine.ranks.rank, ranks=self.engine.ranks.size)
         before = before or self.before_batch()
-        for masks in self._row_masks():
+        for masks in self._row_masks:
             masks.begin()
         try:
             return self._until_it_fits(batch, scaler, before)
@@ -155,7 +160,7 @@ class Accumulator:
     def before_batch(self) -> Snapshot:
         """What a batch may change beside gradients, to go back to: buffers, and torch's random state."""
         before = once_more(self._state.snapshot)
-        self._forget_masks = hold_numbers(self._row_masks())
+        self._forget_masks = hold_numbers(self._row_masks)
         return before
 
     def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
@@ -219,10 +224,7 @@ class Accumulator:
     def prepare(
         self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, given: Schedule | None = None
     ) -> tuple[BatchPlan, Schedule, Tools]:
-        """All that comes before the first forward: the plan of the batch, how it runs, and with what.
-
-        `given` is how it runs instead of how it would.
-        """
+        """All that comes before the first forward: the plan of the batch, how it runs (`given`, if it is), and with what."""
         parameters = [*self.parameters(), *self.objective.parameters()]
         device = common_device(parameters) or common_device(self.model.parameters())
         autocast = autocast_context(self.running.autocast, device)
@@ -254,8 +256,9 @@ class Accumulator:
                 model=self.model,
                 compute=schedule.compute,
                 device=None if is_there(plan.cut[0], device) else device,
+                ahead=ahead_of(plan, device, self.running),
                 autocast=autocast,
-                rows=rows_of(self._row_masks(), self.model, plan.cut, batch, ranks),
+                rows=rows_of(self._row_masks, self.model, plan.cut, batch, ranks),
                 power=self.norms.power() if len(plan.cut) > 1 else NO_POWER,
                 events=events,
             ),
@@ -287,13 +290,12 @@ class Accumulator:
 
         return own_rows(self.objective, self.model, self.engine.ranks, batch, cut_rows)
 
+    @cached_property
     def _row_masks(self) -> tuple[Masks, ...]:
         """What the model's swapped dropout layers share: nothing, or one. Looked for once, at the first batch."""
-        if self._masks is None:
-            self._masks = tuple(found for found in [masks_of(self.model)] if found is not None)
-        return self._masks
+        return tuple(found for found in [masks_of(self.model)] if found is not None)
 
     def _can_start_again(self) -> bool:
         """False where a rank that fails amid collectives cannot tell the others: it starts nothing again alone."""
-        engine, is_exact = self.engine, self.running.batch_norm == "exact"
-        return engine.ranks.size == 1 or not (engine.is_even or (is_exact and bool(self.norms.touched(is_cut=True))))
+        is_exact = self.running.batch_norm == "exact" and bool(self.norms.touched(is_cut=True))
+        return self.engine.ranks.size == 1 or not (self.engine.is_even or is_exact)

@@ -26,6 +26,15 @@ class Culprit:
     rank: int | None = None
     """Whose micro-batch it is; None in one process, and where the gradient of all ranks' micro-batches shows it alone."""
 
+    def where(self) -> str:
+        """What is not finite, and where it was first seen, in words."""
+        what = "the loss" if self.parameter is None else f"the gradient of {self.parameter!r}"
+        whose = "" if self.rank is None else f" of rank {self.rank}"
+        return (
+            f"{what} is not finite, first in micro-batch {self.micro_batch} of {self.num_micro_batches}{whose} "
+            f"(counted from 0), whose loss is {self.loss:.6g}"
+        )
+
 
 def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Parameter, str]) -> Culprit | None:
     """Run each micro-batch again, alone, until one is not finite; None if all are (a random draw, a sum that overflowed).

@@ -28,6 +28,7 @@ class Running:
     batch_norm: BatchNorm | None = None
     offload: Offload = "auto"
     reshard: bool = True
+    prefetch: bool = False
     on_nonfinite: OnNonFinite = "raise"
     on_empty: OnEmpty = "skip"
     clip_norm: float | None = None

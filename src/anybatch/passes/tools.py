@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.batches import Batch, tensors
+from anybatch.batches import Batch, sent, tensors
 from anybatch.events import SILENT, Accumulate, Backward, Events
 from anybatch.gradients import GradientSum
 from anybatch.low_precision import is_true
@@ -37,7 +37,7 @@ class StartGradient:
     def each(self, plan: BatchPlan, loss: Tensor) -> tuple[Tensor, ...]:
         """One for each pass, for losses like `loss`: computed in fp32 or better, and rounded once."""
         dtype = torch.float32 if loss.itemsize < 4 else loss.dtype
-        weights = torch.tensor(plan.weights(self.factor), dtype=dtype, device=loss.device)
+        weights = sent(plan.weights(self.factor), loss.device, dtype)
         return self._scaled(weights).to(loss.dtype).unbind()
 
     def multiplier(self) -> float:

@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import num_rows, take_rows
+from anybatch.device_memory import has_counters, with_peak
 from anybatch.errors import VerifyError
 from anybatch.passes import common_device
 from anybatch.proof.cases import Case, make_case, why_not_float64
@@ -63,11 +64,9 @@ def _peak(case: Case, size: int) -> int:
 
 def _measured(case: Case, run: Callable[[], object]) -> int:
     device = common_device(case.model.parameters())
-    if device is not None and device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return int(torch.cuda.max_memory_allocated(device) - before)
+    if device is not None and has_counters(device):
+        before = torch.accelerator.memory_allocated(device)
+        return with_peak(run, device)[1] - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     events = profiler_events(profiler)

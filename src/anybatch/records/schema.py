@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-RunKind = Literal["train", "compare", "trace", "plan", "verify"]
+RunKind = Literal["train", "compare", "trace", "plan", "verify", "advise"]
 Scalar = str | int | float | bool | None
 Scalars = Mapping[str, Scalar]
 """Names and plain values: what a table of settings shows."""
@@ -66,6 +66,11 @@ class UpdateDone:
     """The objective's metrics on the batch, before its step."""
     retries: int | None = 0
     """How often memory ran out in it."""
+    noise_scale: float | None = None
+    """In rows, from the latest measured updates; None where it is not known, or no signal was seen."""
+    noise_low: float | None = None
+    noise_high: float | None = None
+    """Its 90 % interval; None above, where the signal is not told from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

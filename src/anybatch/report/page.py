@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from anybatch.records import (
+    AdviceRecord,
     Comparison,
     PlanRecord,
     ProofRecord,
@@ -25,6 +26,7 @@ from anybatch.records import (
 from anybatch.report.charts import (
     Chart,
     Table,
+    charts_of_advice,
     charts_of_comparison,
     charts_of_plan,
     charts_of_proof,
@@ -33,6 +35,7 @@ from anybatch.report.charts import (
     epoch_charts,
     final_table,
     memory_charts,
+    noise_charts,
     rate_and_norm_charts,
     stage_colour,
     timeline_chart,
@@ -128,6 +131,7 @@ def sections(results: Results) -> tuple[Section, ...]:
         *(_proof_sections(results.proof) if results.proof is not None else ()),
         *(_comparison_sections(results.comparison) if results.comparison is not None else ()),
         *(_plan_sections(results.plan) if results.plan is not None else ()),
+        *(_advice_sections(results.advice) if results.advice is not None else ()),
         *(_trace_sections(results.trace) if results.trace is not None else ()),
         *_training_sections(results),
     )
@@ -171,6 +175,12 @@ def _plan_sections(plan: PlanRecord) -> Iterator[Section]:
     yield Section(name="memory", title="What fits", notes=plan.sentences[1:], charts=tuple(charts_of_plan(plan)))
 
 
+def _advice_sections(advice: AdviceRecord) -> Iterator[Section]:
+    yield Section(
+        name="advice", title="Is the batch worth it?", notes=advice.sentences, charts=tuple(charts_of_advice(advice))
+    )
+
+
 def _trace_sections(trace: Trace) -> Iterator[Section]:
     stages = tuple(
         ("The whole batch" if index is None else f"Micro-batch {index}", tuple(group))
@@ -184,7 +194,9 @@ def _trace_sections(trace: Trace) -> Iterator[Section]:
 
 
 def _training_sections(results: Results) -> Iterator[Section]:
-    by_update = (*update_charts(results), *rate_and_norm_charts(results)) if results.updates else ()
+    by_update = (
+        (*update_charts(results), *rate_and_norm_charts(results), *noise_charts(results)) if results.updates else ()
+    )
     timeline = (timeline_chart(results.windows[-1]),) if results.windows else ()
     inside = (*timeline, *memory_charts(results.memory))
     settings = tuple(_settings(results.run))

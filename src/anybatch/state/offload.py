@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from anybatch.device_memory import free_on_device
 from anybatch.errors import UpdateError
 from anybatch.faces import did_you_mean
 from anybatch.host_memory import free_on_host
@@ -177,6 +178,5 @@ def _unpack(packed: Load) -> Tensor:
 
 def _half_of_free(device: torch.device) -> int:
     if device.type != "cpu":
-        free, _ = torch.accelerator.get_memory_info(device)
-        return free // 2
+        return free_on_device(device) // 2
     return (free_on_host() or 0) // 2  # where the system does not tell, nothing is assumed to fit

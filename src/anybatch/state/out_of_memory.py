@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from anybatch.device_memory import free_on_device
 from anybatch.errors import AnybatchError, first_line
 from anybatch.host_memory import free_on_host
 
@@ -54,11 +55,9 @@ def free_bytes(device: torch.device | None) -> int | None:
     if device is None or device.type == "cpu":
         return free_on_host()
     try:
-        left, _ = torch.accelerator.get_memory_info(device)
-        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return free_on_device(device)
     except (RuntimeError, AssertionError, AttributeError):
         return None
-    return int(left + cached)
 
 
 def until_it_fits(attempt: Callable[[], T], start_again: Callable[[str], None]) -> tuple[T, int]:

@@ -1,24 +1,29 @@
 """A task and settings put together: a plan that says what will happen, and an `Update` that makes it happen."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LambdaLR
 
 from anybatch.batches import Rows, Split, Tokens, deal_rows
 from anybatch.errors import SettingsError, TaskError
 from anybatch.memory import Fit
 from anybatch.parallel import Ranks
 from anybatch.torch_inside import BatchNormLayer
+from anybatch.training.batch_schedule import BatchSchedule, schedule_of
 from anybatch.training.checkpoints import seed_all, seed_rank
 from anybatch.training.launch import ranks_of_group, spread_over_ranks
-from anybatch.training.learning_rates import beta2_of, lr_factor, scale_lr, warmup
+from anybatch.training.learning_rates import beta2_of, lr_factor, scale_lr
 from anybatch.training.settings import Settings
 from anybatch.training.tasks import Task
 from anybatch.update import Update
 
+NOISE_EVERY = 8
+"""One update in so many is measured where noise decides on the batch."""
 CPU_SCALE = 2.0**12
 """The first loss scale of fp16 on the CPU; the usual 2**16 overflows small problems again and again."""
 
@@ -53,6 +58,8 @@ class RunPlan:
     device: str
     batch_norms: int
     """BatchNorm layers, which normalise each micro-batch by itself."""
+    batch_schedule: str | None = None
+    """How batches grow, in words; None where they do not. `batch` is then the first."""
     ranks: int = 1
     """Processes that learn from each batch together."""
     parallel: str | None = None
@@ -68,6 +75,7 @@ class Experiment:
     plan: RunPlan
     update: Update
     device: torch.device
+    schedule: BatchSchedule
     ranks: Ranks = field(default_factory=Ranks)
 
 
@@ -84,34 +92,38 @@ def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None
     task.model.to(device)
     model = task.model if group is None else spread_over_ranks(task.model, task.optimizer, settings.parallel, group)
     plan = make_plan(task, settings, device, ranks=None if group is None else ranks)
+    schedule = find_schedule(task, settings)
     _set_lr(task, settings, plan)
-    scheduler = warmup(task.optimizer, plan.warmup, updates=plan.updates, decay=settings.decay or task.decay)
+    scheduler = LambdaLR(task.optimizer, _factor(task, settings, schedule, plan.warmup, plan.updates))
     precision = settings.precision
     update = Update(
         model,
         task.optimizer,
         task.objective,
-        micro_batch=find_split(task, settings, plan.batch),
+        micro_batch=find_split(task, settings, schedule.largest),
         batch_norm=task.batch_norm,
         clip_norm=plan.clip_norm,
+        noise=settings.noise or (NOISE_EVERY if schedule.follows_noise else None),
         scheduler=scheduler,
         autocast={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
         scaler=_scaler(device) if precision == "fp16" else None,
     )
     if ranks.rank:
         seed_rank(ranks.rank)
-    return Experiment(task=task, settings=settings, plan=plan, update=update, device=device, ranks=ranks)
+    return Experiment(
+        task=task, settings=settings, plan=plan, update=update, device=device, schedule=schedule, ranks=ranks
+    )
 
 
 def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ranks | None = None) -> RunPlan:
     """The numbers of the run; the optimizer is looked at and left alone."""
     rows = len(task.training)
-    batch = settings.batch_size or task.batch_size
-    split = find_split(task, settings, batch)
+    schedule = find_schedule(task, settings)
+    batch = schedule.batch(1)
+    split = find_split(task, settings, schedule.largest)
     size = split.size if isinstance(split, Rows) else None
     num_ranks = 1 if ranks is None else ranks.size
-    per_epoch = -(-rows // batch)
-    updates = settings.updates or per_epoch * (settings.epochs or task.epochs)
+    updates = settings.updates or schedule.updates_before((settings.epochs or task.epochs) + 1)
     num_warmup = task.warmup if settings.warmup is None else settings.warmup
     if settings.warmup is None:
         num_warmup = min(num_warmup, updates // 10)  # a default must not fill a short run
@@ -124,7 +136,7 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
     lr = settings.lr or float(group["lr"])
     peak = lr * {"none": 1.0, "linear": times, "sqrt": times**0.5}[rule]
     decay = settings.decay or task.decay
-    factor = lr_factor(num_warmup, updates, decay)
+    factor = _factor(task, settings, schedule, num_warmup, updates)
     beta2 = beta2_of(task.optimizer)
     if beta2 is not None and rule != "none" and settings.keep_half_life:
         beta2 = beta2**times
@@ -135,9 +147,9 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
         batch=batch,
         micro_batch=repr(split) if size is None else size,
         micro_batches_per_update=None if size is None else _num_cut(min(batch, rows), num_ranks, size),
-        updates_per_epoch=per_epoch,
+        updates_per_epoch=schedule.updates_of(1),
         updates=updates,
-        epochs=-(-updates // per_epoch),
+        epochs=schedule.epoch_at(updates - 1),
         lr_first=peak * factor(0),
         lr_peak=peak * max(factor(0), factor(min(num_warmup, updates - 1))),
         lr_last=peak * factor(updates - 1),
@@ -150,8 +162,27 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
         precision=settings.precision,
         device=str(device),
         batch_norms=num_inexact_norms(task),
+        batch_schedule=schedule.describe(),
         ranks=num_ranks,
         parallel=None if ranks is None else settings.parallel,
+    )
+
+
+def find_schedule(task: Task, settings: Settings) -> BatchSchedule:
+    """The batches of a run: as the task has them, unless the run was asked for a batch size."""
+    given = None if settings.batch_size is not None else task.batch_schedule
+    return schedule_of(given, batch=settings.batch_size or task.batch_size, rows=len(task.training))
+
+
+def _factor(
+    task: Task, settings: Settings, schedule: BatchSchedule, num_warmup: int, updates: int
+) -> Callable[[int], float]:
+    """The part of the learning rate that each update has. Where batches grow, it falls by rows, not by updates."""
+    decay = settings.decay or task.decay
+    if schedule.is_fixed:
+        return lr_factor(num_warmup, updates, decay)
+    return schedule.factor(
+        lr_factor(num_warmup, math.ceil(schedule.position(updates)), decay), settings.lr_rule or task.lr_rule
     )
 
 
@@ -179,9 +210,9 @@ def find_split(task: Task, settings: Settings, batch: int) -> Split:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name; `auto` is the GPU if there is one."""
+    """The device of this name; `auto` is the GPU, or whatever accelerator torch knows here, if there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)

@@ -93,7 +93,7 @@ def warmup(
     return LambdaLR(optimizer, lr_factor(num_warmup, updates, decay, end))
 
 
-def lr_factor(num_warmup: int, updates: int | None, decay: Decay, end: float = 0.0) -> Callable[[int], float]:
+def lr_factor(num_warmup: int, updates: int | None, decay: Decay, end: float = 0.0) -> Callable[[float], float]:
     """The part of the learning rate that update t has: a pure function of t, so that the last is known at the start."""
     if num_warmup < 0:
         raise SettingsError(f"warmup of {num_warmup!r} updates: expected 0 or more.")
@@ -105,7 +105,7 @@ def lr_factor(num_warmup: int, updates: int | None, decay: Decay, end: float = 0
             "has, or decay='none'."
         )
 
-    def factor(update: int) -> float:
+    def factor(update: float) -> float:
         if update < num_warmup:
             return (update + 1) / (num_warmup + 1)
         if decay == "none" or updates is None:

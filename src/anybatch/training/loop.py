@@ -21,6 +21,7 @@ from anybatch.training.loaders import all_batches, dealt_loader, validation_batc
 from anybatch.training.measure import with_memory, with_timeline
 from anybatch.training.progress import Progress
 from anybatch.training.validation import Validation, validate
+from anybatch.update import UpdateResult
 
 TIMELINE_AT = 2
 """The update whose timeline is recorded: the first one still warms up."""
@@ -53,12 +54,14 @@ class Loop:
         self._before_save = before_save
         self._noted: set[str] = set()
         self._saved_at = -1 if progress is None else progress.update
+        experiment.schedule.steps.update(self.progress.batches)
         self._last_save = monotonic()
 
     @property
     def is_finished(self) -> bool:
         """True when every update of the plan is done."""
-        return self.progress.update >= self.experiment.plan.updates
+        plan, schedule = self.experiment.plan, self.experiment.schedule
+        return self.progress.update >= min(plan.updates, schedule.updates_before(plan.epochs + 1))
 
     def run(self) -> Progress:
         """Train until the plan is done or `should_stop` says so; the loop saves a checkpoint either way."""
@@ -75,9 +78,13 @@ class Loop:
 
     def _run_epoch(self) -> None:
         experiment, epoch = self.experiment, self.progress.epoch
+        schedule = experiment.schedule
+        if self.progress.loader_state is None:
+            schedule.follow(epoch, experiment.update.noise.scale)
+        schedule.set_beta2(experiment.task.optimizer, epoch, experiment.plan.beta2)
         loader = dealt_loader(
             experiment.task,
-            batch=experiment.plan.batch,
+            batch=schedule.batch(epoch),
             seed=experiment.settings.seed,
             epoch=epoch,
             ranks=experiment.ranks,
@@ -85,8 +92,8 @@ class Loop:
         if self.progress.loader_state is not None:
             loader.load_state_dict(self.progress.loader_state)
         experiment.update.model.train()
-        per_epoch = experiment.plan.updates_per_epoch
-        left = epoch * per_epoch - self.progress.update
+        per_epoch = schedule.updates_of(epoch)
+        left = schedule.updates_before(epoch + 1) - self.progress.update
         for batch in all_batches(loader, expected=per_epoch, data="training", done=per_epoch - left):
             self._learn(batch)
             left -= 1
@@ -121,6 +128,7 @@ class Loop:
             sums=self.progress.sums.plus(result, seconds, is_sum=self.experiment.task.objective.reduction == "sum"),
             best=self.progress.best,
             last=self.progress.last,
+            batches=self.experiment.schedule.steps,
         )
         self._look_at_rows(batch)
         for metric in seen:
@@ -139,6 +147,7 @@ class Loop:
                 seconds=seconds,
                 metrics=metrics,
                 retries=result.retries,
+                **_noise_of(result),
             )
         )
 
@@ -173,6 +182,7 @@ class Loop:
             update=progress.update,
             epoch=progress.epoch + 1,
             best=_better(task.metric, progress.best, validated),
+            batches=progress.batches,
             last={
                 "epoch": done.epoch,
                 "train_loss": done.train_loss,
@@ -224,6 +234,11 @@ class Loop:
         )
         self._saved_at = progress.update
         self._last_save = monotonic()
+
+
+def _noise_of(result: UpdateResult) -> dict[str, float]:
+    scale = result.noise_scale
+    return {} if scale is None else {"noise_scale": scale.rows, "noise_low": scale.low, "noise_high": scale.high}
 
 
 def judging_number(metric: str | None, valid_loss: Number, metrics: Mapping[str, Number]) -> Number:

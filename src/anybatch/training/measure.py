@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from anybatch.batches import Batch
+from anybatch.device_memory import has_counters, with_peak
 from anybatch.events import Event, Observer, Retry, Zero
 from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
 from anybatch.records import MemoryPoint, MemorySeen, StageTime, WindowSeen
@@ -53,11 +54,13 @@ def with_memory(update: Update, batch: Batch, number: int) -> tuple[UpdateResult
     """Learn from `batch`, and say how much memory was in use over the time of it.
 
     On the CPU by the profiler's record of every allocation, on top of the weights and the optimizer state that were there
-    before; on a GPU by the allocator's own counters, read after each stage. Gradients are dropped first, as the update does.
+    before; on an accelerator by the allocator's own counters, read after each stage. Gradients are dropped first, as the
+    update does.
     """
     drop_gradients(update.parameters())
-    if update.parameters()[0].device.type == "cuda":
-        return _on_cuda(update, batch, number)
+    device = update.parameters()[0].device
+    if has_counters(device):
+        return _by_counters(update, batch, number, device)
     standing = bytes_of(standing_tensors(update))
     result, points = profiled(lambda: update(batch), standing)
     peak = max((point.bytes for point in points), default=standing)
@@ -79,19 +82,17 @@ def profiled(action: Callable[[], Result], standing: int) -> tuple[Result, list[
     return seen.result, points
 
 
-def _on_cuda(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, MemorySeen]:
+def _by_counters(update: Update, batch: Batch, number: int, device: torch.device) -> tuple[UpdateResult, MemorySeen]:
     points: list[MemoryPoint] = []
     begin = perf_counter()
 
     def look(event: Event) -> None:
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize(device)
         seconds = event.started + event.seconds - begin
-        points.append(MemoryPoint(seconds=seconds, bytes=torch.cuda.memory_allocated(), stage=event.stage))
+        points.append(MemoryPoint(seconds=seconds, bytes=torch.accelerator.memory_allocated(device), stage=event.stage))
 
-    torch.cuda.reset_peak_memory_stats()
     with observed(update, look):
-        result = update(batch)
-    peak = torch.cuda.max_memory_allocated()
+        result, peak = with_peak(lambda: update(batch), device)
     return result, MemorySeen(update=number, points=thin_out(points), peak_bytes=peak)
 
 

@@ -44,6 +44,8 @@ class Progress:
     last: Mapping[str, Any] = field(default_factory=dict)
     """The latest epoch's record."""
     loader_state: dict[str, Any] | None = None
+    batches: Mapping[int, int] = field(default_factory=dict)
+    """Rows of a batch by the first epoch that has them, as far as that is decided."""
 
     def to_plain(self) -> dict[str, Any]:
         """As plain values, for a checkpoint, which keeps the loader's state in a place of its own."""
@@ -54,6 +56,7 @@ class Progress:
             "sums": sums | {"metrics": dict(self.sums.metrics)},
             "best": self.best,
             "last": dict(self.last),
+            "batches": dict(self.batches),
         }
 
     @staticmethod
@@ -66,4 +69,5 @@ class Progress:
             best=values["best"],
             last=values["last"],
             loader_state=loader_state,
+            batches=values.get("batches", {}),
         )

@@ -39,6 +39,8 @@ class Settings:
     device: str = "auto"
     parallel: Parallel = "ddp"
     """How the ranks of torchrun hold the model: each rank all of it, or each a part. One process ignores this."""
+    noise: int | None = None
+    """One update in so many measures the noise of its gradient; None measures none."""
     save_every: int | None = None
     """Updates between two checkpoints; None for one each epoch, and each minute of a longer one."""
     keep: int = 3
@@ -47,7 +49,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.micro_batch != "auto":
             _check_whole("micro_batch", self.micro_batch, least=1)
-        for name in ("batch_size", "memory", "epochs", "updates", "base_batch", "save_every", "keep"):
+        for name in ("batch_size", "memory", "epochs", "updates", "base_batch", "noise", "save_every", "keep"):
             _check_whole(name, getattr(self, name), least=1)
         _check_whole("warmup", self.warmup, least=0)
         _check_whole("seed", self.seed, least=0, most=2**64 - 1)

@@ -37,8 +37,8 @@ class Update:
     never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`. A
     batch without any target is no update, unless `on_empty="step"`: then it steps with zeros, which decays weights.
     An optimizer or scheduler prepared by Accelerate is taken as the one inside it.
-    `batch_norm`, `offload` and `reshard` are those of `Accumulator`, and so is what it says of models on many ranks: the
-    decisions of an update are taken by all ranks together. `running` gives the options as one value instead.
+    `batch_norm`, `offload`, `reshard` and `prefetch` are those of `Accumulator`, and so is what it says of models on many
+    ranks: the decisions of an update are taken by all ranks together. `running` gives the options as one value instead.
 
     `check` is what is looked at before anything is learnt from the first batch that is cut. `"first"`: whether the losses of a
     few rows add up, by forwards alone, for less than one micro-batch takes; `guard` tells what was found. `"full"`, or True:
@@ -85,6 +85,7 @@ class Update:
         on_nonfinite: OnNonFinite = "raise",
         on_empty: OnEmpty = "skip",
         reshard: bool = True,
+        prefetch: bool = False,
         noise: int | None = None,
         sums: Sums = "fp32",
         check: Check | bool = "first",
@@ -99,6 +100,7 @@ class Update:
             batch_norm=batch_norm,
             offload=offload,
             reshard=reshard,
+            prefetch=prefetch,
             on_nonfinite=on_nonfinite,
             on_empty=on_empty,
             clip_norm=clip_norm,
@@ -276,12 +278,7 @@ class Update:
                 "random draw, such as dropout, or a sum that overflowed"
             )
         else:
-            what = "the loss" if culprit.parameter is None else f"the gradient of {culprit.parameter!r}"
-            whose = "" if culprit.rank is None else f" of rank {culprit.rank}"
-            where = (
-                f"{what} is not finite, first in micro-batch {culprit.micro_batch} of {culprit.num_micro_batches}{whose} "
-                f"(counted from 0), whose loss is {culprit.loss:.6g}"
-            )
+            where = culprit.where()
         return (
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
             "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."

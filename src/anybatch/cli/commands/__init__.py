@@ -6,9 +6,10 @@ from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
     from anybatch.cli.commands.opened_run import TrainRequest
+    from anybatch.cli.commands.run_advise import advise_command
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
-    from anybatch.cli.commands.run_learn import learn_command
+    from anybatch.cli.commands.run_pages import learn_command, self_test_command
     from anybatch.cli.commands.run_plan import config_plan_command, plan_command
     from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
     from anybatch.cli.commands.run_trace import trace_command
@@ -20,12 +21,14 @@ else:
 __all__ = [
     "DoctorRequest",
     "TrainRequest",
+    "advise_command",
     "compare_command",
     "config_plan_command",
     "doctor_command",
     "learn_command",
     "plan_command",
     "ranks_plan_command",
+    "self_test_command",
     "trace_command",
     "train_command",
     "verify_command",

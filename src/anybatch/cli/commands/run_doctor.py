@@ -10,6 +10,7 @@ from anybatch.cli.screen import say
 from anybatch.doctor import SEVERITIES, Diagnosis, as_github, as_sarif, describe, hints, judge_folder, run_watched
 from anybatch.errors import DoctorError
 from anybatch.faces import did_you_mean
+from anybatch.lessons import lesson_of_finding, see
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +77,16 @@ def _tell(request: DoctorRequest, diagnosis: Diagnosis, code: int) -> int:
         print(as_github(diagnosis))
     else:
         say(f"\nanybatch {__version__}  doctor\n\n{describe(diagnosis)}")
+        for lesson in dict.fromkeys(lesson_of_finding(one.kind) for one in diagnosis.at_least("warning")):
+            say(see(lesson))
     if request.sarif is not None:
         request.sarif.write_text(json.dumps(as_sarif(diagnosis, __version__), indent=1))
     if request.page is not None:
         from anybatch.report import write_doctor_page
 
-        write_doctor_page(diagnosis.as_json(), request.page)
+        told = diagnosis.as_json()
+        findings = [{**one, "lesson": lesson_of_finding(one["kind"])} for one in told["findings"]]
+        write_doctor_page({**told, "findings": findings}, request.page)
         say(f"page: {request.page}", is_quiet=request.is_json or request.is_github)
     has_failed = code != 0 and any(loop.reason == "error" for loop in diagnosis.loops)
     return 1 if diagnosis.at_least(request.fail_on) or has_failed else 0

@@ -44,7 +44,8 @@ def plan_command(
         folder.write(record)
         page = write_page(folder)
         if not is_json:
-            say(f"\npage: {page}", is_quiet=is_quiet)
+            say(f"\nwhether a batch this large pays: anybatch advise {task}", is_quiet=is_quiet)
+            say(f"page: {page}", is_quiet=is_quiet)
     return 0 if planned.fits else 1
 
 

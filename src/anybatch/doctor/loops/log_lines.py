@@ -1,6 +1,7 @@
-"""The log of one watched process: a JSON object a line, written by the recorder, read by all after it. No torch here."""
+"""The log of one watched process: a line for what came since the last update, a JSON list of events. No torch here."""
 
 import json
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,8 @@ class Log:
     @property
     def rank(self) -> int:
         """Its rank; 0 where it was alone."""
-        return next((int(line.get("rank", 0)) for line in self.lines if line.get("event") == "start"), 0)
+        told = [int(line["rank"]) for line in self.lines if line.get("event") in ("start", "intent") and "rank" in line]
+        return told[-1] if told else 0
 
     @property
     def has_passes(self) -> bool:
@@ -39,15 +41,47 @@ def read_logs(folder: Path) -> list[Log]:
 
 
 def _lines(texts: Iterable[str]) -> Iterator[Line]:
+    """A place in the code is written once, on a line of its own, and named by its number from then on."""
+    places: dict[int, Line] = {}
     for text in texts:
         if len(text) > LARGEST_LINE:
             continue
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("event"), str):
+        for line in _events(text):
+            if line["event"] == "place":
+                places[len(places)] = line
+                continue
+            if isinstance(line.get("place"), int):
+                line["place"] = places.get(line["place"], {})
             yield line
+
+
+def _events(text: str) -> list[Line]:
+    """Of one line; none where it is torn, or not ours."""
+    try:
+        read = json.loads(text)
+    except ValueError:
+        return []
+    events = read if isinstance(read, list) else [read]
+    return [event for event in events if isinstance(event, dict) and isinstance(event.get("event"), str)]
+
+
+def as_hex(values: list[float]) -> str:
+    """Numbers to the last bit, in a form that costs little to write.
+
+    >>> as_hex([0.5])
+    '000000000000e03f'
+    """
+    return struct.pack(f"<{len(values)}d", *values).hex()
+
+
+def from_hex(text: str) -> tuple[float, ...]:
+    """What `as_hex` wrote.
+
+    >>> from_hex(as_hex([0.1, -3.0]))
+    (0.1, -3.0)
+    """
+    raw = bytes.fromhex(text)
+    return struct.unpack(f"<{len(raw) // 8}d", raw)
 
 
 def packed(numbers: Iterable[int]) -> str:

@@ -47,6 +47,8 @@ class LossPass:
     batch: tuple[int, int, int] | None
     """Loader, epoch and number of the batch that was fetched last."""
     rows: int | None
+    mark: float | None
+    """A number that tells the rows of one batch from those of another; of many ranks only."""
     scale: float | None
     sync: tuple[bool, bool] | None
     """Whether ranks were to synchronise, as it stood at forward and at backward."""
@@ -124,7 +126,7 @@ class WatchedLoop:
     lengths: Mapping[str, int]
     """Of lists in the user's variables: perhaps batches."""
     others: Mapping[str, tuple[Mapping[str, Any], ...]]
-    """Lines that are taken as they are: kept, unowned, trouble."""
+    """Lines that are taken as they are: kept, unowned, trouble, read."""
     reason: str
 
     def updates_of(self, optimizer: int) -> tuple[LoopUpdate, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from anybatch.doctor.loops.log_lines import Line, Log, unpacked
+from anybatch.doctor.loops.log_lines import Line, Log, from_hex, unpacked
 from anybatch.doctor.loops.loop_facts import (
     Happening,
     LoopUpdate,
@@ -18,7 +18,7 @@ from anybatch.doctor.loops.loop_facts import (
     spot_of,
 )
 
-KEPT_AS_THEY_ARE = ("kept", "unowned", "trouble")
+KEPT_AS_THEY_ARE = ("kept", "unowned", "trouble", "read")
 BETWEEN = ("clip", "schedule", "unscale", "scaler-update", "zero")
 
 
@@ -69,6 +69,7 @@ class _Reader:
 
     def _read_intent(self, _: int, line: Line) -> None:
         self.intent = line
+        self.world = int(line.get("world", self.world))
 
     def _read_epoch(self, index: int, line: Line) -> None:
         self.epochs.append({**line, "index": index})
@@ -194,7 +195,9 @@ def _happening(kind: str, index: int, line: Line) -> Happening:
 
 
 def _probe(values: Any) -> Probe:
-    return {key: tuple(map(float, row)) for key, row in values.items()} if isinstance(values, Mapping) else {}
+    if not isinstance(values, Mapping):
+        return {}
+    return {key: from_hex(row) if isinstance(row, str) else tuple(map(float, row)) for key, row in values.items()}
 
 
 def _pass(index: int, line: Line) -> LossPass:
@@ -210,6 +213,7 @@ def _pass(index: int, line: Line) -> LossPass:
         touched=unpacked(line.get("touched", "")),
         batch=None if not batch else (batch[0], batch[1], batch[2]),
         rows=line.get("rows"),
+        mark=line.get("mark"),
         scale=line.get("scale"),
         sync=None if sync is None else (bool(sync[0]), bool(sync[1])),
         probe=_probe(line.get("probe")),

@@ -19,11 +19,14 @@ def begin_watching(watch: "Watch") -> tuple["Tape", "Patches"]:
     from anybatch.doctor.recording.tape import Tape
     from anybatch.doctor.recording.watch_backward import BackwardWatch
     from anybatch.doctor.recording.watch_data import install_data_watch
+    from anybatch.doctor.recording.watch_reading import ReadingWatch
     from anybatch.doctor.recording.watch_steps import install_step_watch
 
     tape, patches = Tape(watch), Patches()
     install_step_watch(tape, patches)
-    BackwardWatch(tape).install(patches)
+    reading = ReadingWatch(tape)
+    reading.install(patches)
+    BackwardWatch(tape, reading).install(patches)
     install_data_watch(tape, patches)
     return tape, patches
 

@@ -76,7 +76,7 @@ def _added_to(name: str, filename: str) -> tuple[str, int]:
     """The line on which a variable grows; 0 where none looks like it."""
     word = re.escape(name)
     grows = re.compile(
-        rf"\b{word}\s*\+=|\b{word}\s*=\s*{word}\b|\b{word}(\[[^]]*\])?\.(append|extend|add|update|setdefault)\(|\b{word}\["
+        rf"\b{word}\s*\+=|\b{word}\s*=[^=].*\b{word}\b|\b{word}(\[[^]]*\])?\.(append|extend|add|update|setdefault)\(|\b{word}\["
     )
     lines = linecache.getlines(filename)
     return filename, next((number for number, line in enumerate(lines, 1) if grows.search(line.partition("#")[0])), 0)

@@ -69,12 +69,15 @@ def _reducing(root: Any) -> Iterator[Any]:
         if node is None or node in seen or "AccumulateGrad" in node.name():
             continue
         seen.add(node)
+        if _is_criterion(node):
+            yield node
+            continue
         children = [child for child, _ in node.next_functions if child is not None]
-        if not any(_num_out(child) > 1 for child in children) and not _is_criterion(node):
+        if not any(_num_out(child) > 1 for child in children):
             waiting += children
         elif scalars := _stacked(node):
             waiting += scalars
-        elif _is_criterion(node) or not _is_of_weights(node):
+        elif not _is_of_weights(node):
             yield node
 
 
@@ -140,8 +143,9 @@ def _counts(sizes: tuple[int, ...], share: float) -> list[float]:
 def _nll(node: Any) -> dict[str, Any]:
     target, own = saved_by(node, "target"), saved_by(node, "self")
     total = saved_by(node, "total_weight")
-    counted = float((target != _signed(saved_by(node, "ignore_index"))).sum())
-    units = float(total) if total is not None and total.numel() else counted
+    units = float(total) if total is not None and total.numel() else 0.0
+    is_weighted = not units or saved_by(node, "weight") is not None
+    counted = float((target != _signed(saved_by(node, "ignore_index"))).sum()) if is_weighted else units
     rows = int(target.shape[0]) if target.dim() else 1
     square = own.dim() == 2 and own.shape[0] == own.shape[1] and rows > 1
     is_pairs = square and bool((target.sort().values == torch.arange(rows, device=target.device)).all())

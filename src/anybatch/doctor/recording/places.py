@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
@@ -62,17 +62,31 @@ def cleared_above(place: CodePlace, most: int = 40) -> CodePlace:
 
 def here() -> CodePlace:
     """The innermost line of the user's."""
-    via, inner, chain = "", None, []
+    via: CodeType | None = None
+    chain: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if is_users(name):
-            inner = inner or frame
-            chain.append((name, frame.f_lineno))
-        elif inner is None and not name.startswith(_OURS):
-            via = frame.f_code.co_name
+        code = frame.f_code
+        whose = _whose(code.co_filename)
+        if whose == "user":
+            chain.append((code, frame.f_lineno))
+        elif whose == "library" and not chain:
+            via = code
         frame = frame.f_back
-    if inner is None:
-        return CodePlace("", 0, "", via, "")
-    mark = f"{zlib.crc32(repr(chain).encode()):08x}"
-    return CodePlace(os.path.abspath(inner.f_code.co_filename), inner.f_lineno, inner.f_code.co_name, via, mark)
+    return _place(via, tuple(chain))
+
+
+@cache
+def _whose(filename: str) -> str:
+    return "user" if is_users(filename) else "ours" if filename.startswith(_OURS) else "library"
+
+
+@cache
+def _place(via: CodeType | None, chain: tuple[tuple[CodeType, int], ...]) -> CodePlace:
+    """Worked out once for a chain of calls, because a loop comes by again and again."""
+    through = "" if via is None else via.co_name
+    if not chain:
+        return CodePlace("", 0, "", through, "")
+    inner, line = chain[0]
+    mark = f"{zlib.crc32(repr([(code.co_filename, number) for code, number in chain]).encode()):08x}"
+    return CodePlace(os.path.abspath(inner.co_filename), line, inner.co_name, through, mark)

@@ -14,16 +14,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anybatch.doctor.loops import SUFFIX, packed
-from anybatch.doctor.recording.places import cleared_above, here
+from anybatch.doctor.loops import SUFFIX, as_hex, packed
+from anybatch.doctor.recording.places import CodePlace, cleared_above, here
 from anybatch.torch_inside import num_writes
 
 VARIABLE = "ANYBATCH_DOCTOR"
 """The environment variable that carries the options to every process of a run."""
-PROBED, ELEMENTS = 4, 8
+PROBED, ELEMENTS = 2, 16
 """Parameters of an optimizer, and numbers of each, whose gradients are written down."""
 
+FLUSHED = ("start", "step", "trouble")
+"""A script that is killed leaves what was seen until its last update."""
+MOST_UNWRITTEN = 200
+
 Signature = tuple[int, int] | None
+_encode = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +67,16 @@ class Tape:
         self._numbers: dict[int, int] = {}
         self.signatures: list[Signature] = []
         self.optimizers: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
-        self.probes: dict[int, Tensor] = {}
-        self.arrived: dict[int, Tensor] = {}
+        self.probes: dict[int, tuple[int, int]] = {}
+        """By the number of a parameter: how many of its gradient's numbers are written down, and how far apart."""
+        self.arrived: dict[int, list[float]] = {}
+        self._places: dict[CodePlace, int] = {}
+        self._unwritten: list[dict[str, Any]] = []
         self.num_passes = self.num_updates = self.depth = 0
         self.steps: dict[int, int] = {}
-        self.sizes: dict[int, int] = {}
+        self.owned: dict[int, list[int]] = {}
+        """The parameters of an optimizer, by their numbers."""
+        self._own_ids: dict[int, list[int]] = {}
         self.is_ended = self.is_broken = self.is_inside_scaler = False
         self.reason = "finished"
         self.current: dict[str, Any] = {}
@@ -79,22 +89,31 @@ class Tape:
             torch=torch.__version__,
         )
 
-    def write(self, event: str, **facts: Any) -> None:
-        """One line."""
-        if not self.is_ended and not self._file.closed:
-            seconds = round(time.perf_counter() - self._began, 6)
-            self._file.write(json.dumps({"event": event, "t": seconds, **facts}) + "\n")
-            if event in (
-                "start",
-                "step",
-                "trouble",
-            ):  # a script that is killed leaves what was seen until its last update
-                self._file.flush()
+    def write(self, event: str, place: CodePlace | None = None, **facts: Any) -> None:
+        """One event; what happened since the last update is one line of the log."""
+        if self.is_ended or self._file.closed:
+            return
+        if place is not None:
+            number = self._places.get(place)
+            if number is None:
+                number = self._places[place] = len(self._places)
+                self._unwritten.append({"event": "place", **place.as_json()})
+            facts["place"] = number
+        facts["event"], facts["t"] = event, round(time.perf_counter() - self._began, 6)
+        self._unwritten.append(facts)
+        if event in FLUSHED or len(self._unwritten) >= MOST_UNWRITTEN:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.write(_encode(self._unwritten) + "\n")
+        self._file.flush()
+        self._unwritten = []
 
     def close(self, reason: str) -> None:
         """The last line."""
         self.look()
-        self.write("end", reason=reason, place=here().as_json())
+        self.write("end", reason=reason, place=here())
+        self._flush()
         self.is_ended = True
         self._file.close()
 
@@ -106,8 +125,7 @@ class Tape:
             if self.is_broken or self.is_ended:
                 return None
             try:
-                with torch.no_grad():
-                    return action(*arguments, **named)
+                return action(*arguments, **named)
             except Exception as error:
                 self.is_broken = True
                 where = error.__traceback__
@@ -138,11 +156,12 @@ class Tape:
         known = self.optimizers.get(id(optimizer))
         is_known = known is not None and known[0]() is optimizer
         number = known[1] if known is not None and is_known else len(self.optimizers)
-        numbers = [self.number(parameter) for parameter in own]
-        if not is_known or len(numbers) != self.sizes.get(number):
+        ids = list(map(id, own))
+        if ids != self._own_ids.get(number):
             if not is_known:
                 self.optimizers[id(optimizer)] = (weakref.ref(optimizer), number)
-            self.sizes[number] = len(numbers)
+            self._own_ids[number] = ids
+            self.owned[number] = numbers = [self.number(parameter) for parameter in own]
             self._probe(own)
             self.write(
                 "optimizer",
@@ -150,7 +169,7 @@ class Tape:
                 kind=type(optimizer).__name__,
                 parameters=packed(numbers),
                 lr=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
-                place=here().as_json(),
+                place=here(),
             )
         return number
 
@@ -161,46 +180,47 @@ class Tape:
             number = self.number(parameter)
             if number not in self.probes and parameter.numel():
                 stride = max(1, parameter.numel() // ELEMENTS)
-                self.probes[number] = torch.arange(0, parameter.numel(), stride, device=parameter.device)[:ELEMENTS]
+                self.probes[number] = (min(ELEMENTS, parameter.numel()), stride)
                 parameter.register_hook(_Arrival(self, number))
 
-    def probe_values(self, numbers: Iterable[int]) -> dict[str, list[float]]:
+    def probe_values(self, numbers: Iterable[int]) -> dict[str, str]:
         """The probed numbers of the gradients as they are now."""
         values = {}
         for number in numbers:
             parameter = self.parameters[number]() if number in self.probes else None
             if parameter is not None and parameter.grad is not None and not parameter.grad.is_sparse:
-                values[str(number)] = _taken(parameter.grad, self.probes[number])
+                values[str(number)] = as_hex(_probed(parameter.grad, self.probes[number]))
         return values
 
-    def take_arrived(self) -> dict[str, list[float]]:
+    def take_arrived(self) -> dict[str, str]:
         """The probed gradients of the pass that has just run."""
         arrived, self.arrived = self.arrived, {}
-        return {str(number): _taken(gradient, None) for number, gradient in arrived.items()}
+        return {str(number): as_hex(values) for number, values in arrived.items()}
 
     # --- gradients
 
     def look(self, cleared_by: str = "", place: Any = None) -> None:
         """Compare every gradient with what it was, and write down what changed since."""
         now = self._now()
-        changed = [number for number, (one, other) in enumerate(zip(self.signatures, now, strict=True)) if one != other]
+        changed = self._changed(now)
+        if not changed:
+            return
         cleared = [
             n for n in changed if now[n] is None or (not cleared_by and self._is_zero(n)) or cleared_by == "zero_grad"
         ]
         rest = sorted(set(changed) - set(cleared))
         assigned = [n for n in rest if self.signatures[n] is None or self.signatures[n][0] != now[n][0]]  # type: ignore[index]
         self.signatures = now
-        spot = (place or here()) if changed else None
-        if spot is not None and cleared and not cleared_by:
+        spot = place or here()
+        if cleared and not cleared_by:
             spot = cleared_above(spot)
-        where = {} if spot is None else spot.as_json()
         for how, numbers in (
             ("cleared", cleared),
             ("assigned", assigned),
             ("modified", sorted(set(rest) - set(assigned))),
         ):
             if numbers:
-                self.write("changed", how=how, parameters=packed(numbers), by=cleared_by, place=where)
+                self.write("changed", how=how, parameters=packed(numbers), by=cleared_by, place=spot)
 
     def _is_zero(self, number: int) -> bool:
         parameter = self.parameters[number]()
@@ -210,16 +230,19 @@ class Tape:
     def forget_changes(self) -> list[int]:
         """Take the gradients as they are, and say which changed."""
         now = self._now()
-        changed = [number for number, (one, other) in enumerate(zip(self.signatures, now, strict=True)) if one != other]
+        changed = self._changed(now)
         self.signatures = now
         return changed
 
+    def _changed(self, now: list[Signature]) -> list[int]:
+        before = self.signatures
+        return [] if now == before else [n for n, one in enumerate(now) if one != before[n]]
+
     def _now(self) -> list[Signature]:
         """What is gone has not been cleared."""
-        found = [reference() for reference in self.parameters]
         return [
-            before if parameter is None else _signature(parameter)
-            for parameter, before in zip(found, self.signatures, strict=True)
+            before if (parameter := reference()) is None else _signature(parameter)
+            for reference, before in zip(self.parameters, self.signatures, strict=True)
         ]
 
 
@@ -235,19 +258,22 @@ class _Arrival:
         tape = self._tape()
         if tape is None or tape.is_ended or tape.is_broken or gradient.is_sparse or type(gradient) is not Tensor:
             return
-        taken = gradient.detach().reshape(-1)[tape.probes[self._number]].double()
+        taken = _probed(gradient, tape.probes[self._number])
         before = tape.arrived.get(self._number)
-        tape.arrived[self._number] = taken if before is None else before + taken
+        tape.arrived[self._number] = taken if before is None else [a + b for a, b in zip(before, taken, strict=True)]
 
 
-def _taken(gradient: Tensor, places: Tensor | None) -> list[float]:
-    values = gradient if places is None else gradient.detach().reshape(-1)[places].double()
-    return list(values.tolist())
+def _probed(gradient: Tensor, probe: tuple[int, int]) -> list[float]:
+    count, stride = probe
+    flat = gradient if gradient.is_contiguous() else gradient.contiguous()
+    return flat.as_strided((count,), (stride,)).tolist()
 
 
 def _signature(parameter: Tensor) -> Signature:
     gradient = parameter.grad
     if gradient is None:
         return None
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # a shard is written to, not its wrapper
+    local: Any = gradient
+    if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
+        local = local.to_local()  # a shard is written to, not its wrapper
     return id(gradient), num_writes(local)

@@ -1,9 +1,11 @@
 """Backward passes: what each is made of, which gradients it touched, what it left alive."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from anybatch.doctor.loops import packed
@@ -12,6 +14,7 @@ from anybatch.doctor.recording.loss_terms import watch_terms
 from anybatch.doctor.recording.patches import Patches
 from anybatch.doctor.recording.places import CodePlace, here
 from anybatch.doctor.recording.tape import Ending, Tape
+from anybatch.doctor.recording.watch_reading import ReadingWatch
 
 WALKED = 2
 """Backward passes of a place in the code whose whole graph is walked for its leaves."""
@@ -27,13 +30,15 @@ class _Sentinel:
 class BackwardWatch:
     """Replaces `torch.autograd.backward`, which `Tensor.backward` looks up when it is called."""
 
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
+    def __init__(self, tape: Tape, reading: ReadingWatch) -> None:
+        self.tape, self.reading = tape, reading
         self._alive: list[weakref.ref[_Sentinel]] = []
         self._walked: dict[str, int] = {}
         self._leaves: dict[int, tuple[weakref.ref[Tensor], CodePlace]] = {}
         self._is_kept_told = self._is_intent_told = False
         self._told_unowned: set[int] = set()
+        self._compared = (0, 0)
+        self._seen: dict[Any, tuple[str, list[str]]] = {}
 
     def install(self, patches: Patches) -> None:
         """From now on passes are seen."""
@@ -70,7 +75,7 @@ class BackwardWatch:
         self._walk(loss, place)
         if not self._is_intent_told:
             self._is_intent_told = True
-            tape.write("intent", **intended())
+            tape.write("intent", None, **intended(), **_rank())
         return place, hooks, _flag(tape)
 
     def _end(self, state: Any, tensors: Any, is_retained: bool) -> None:
@@ -81,35 +86,51 @@ class BackwardWatch:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
         nodes = [hook.node for hook in hooks][:4]
         terms = [term for term in (hook.close() for hook in hooks) if term is not None]
-        touched = tape.forget_changes()
-        low = sorted(
-            {str(p.grad.dtype)[6:] for n in touched if (p := tape.parameters[n]()) is not None and p.grad is not None}
-        )
+        touched, dtypes = self._touched(tape.forget_changes())
         current = tape.current
         scale = current.pop("scale", None)
         forward = current.get("sync", current.get("fsdp"))
+        value: Any = loss.tolist() if loss.dim() == 0 else None
+        facts = {
+            "loss": value,
+            "mark": current.get("mark"),
+            "scale": scale,
+            "sync": None if forward is None else [forward, flag if flag is not None else forward],
+            "batch": current.get("batch"),
+            "rows": current.get("rows"),
+            "norms": current.pop("norms", None),
+            "norm_forwards": current.pop("norm_forwards", None),
+            "is_eval": current.get("is_eval") or None,
+            "retained": is_retained or None,
+        }
         tape.write(
             "backward",
+            place,
             serial=tape.num_passes,
-            place=place.as_json(),
-            loss=float(loss.detach()) if loss.numel() == 1 else None,
             terms=terms,
-            touched=packed(touched),
-            dtypes=low,
-            scale=scale,
-            sync=None if forward is None else [forward, flag if flag is not None else forward],
-            batch=current.get("batch"),
-            rows=current.get("rows"),
-            norms=current.pop("norms", None),
-            norm_forwards=current.pop("norm_forwards", 0),
-            is_eval=current.get("is_eval", False),
-            retained=is_retained,
+            touched=touched,
+            dtypes=dtypes,
             probe=tape.take_arrived(),
+            **{name: fact for name, fact in facts.items() if fact is not None},
         )
         tape.num_passes += 1
         current.pop("sync", None)
+        if value is not None:
+            self.reading.backward_of(loss, value)
         self._note_alive(loss, place, nodes)
         self._tell_unowned()
+
+    def _touched(self, numbers: list[int]) -> tuple[str, list[str]]:
+        """Numbers of parameters as the log has them, and the dtypes of their gradients: the same in most passes."""
+        if not numbers:
+            return "", []
+        first = self.tape.parameters[numbers[0]]()
+        key = (tuple(numbers), None if first is None or first.grad is None else first.grad.dtype)
+        if key not in self._seen:
+            found = [self.tape.parameters[number]() for number in numbers]
+            dtypes = {p.grad.dtype for p in found if p is not None and p.grad is not None}
+            self._seen[key] = packed(numbers), sorted(str(dtype)[6:] for dtype in dtypes)
+        return self._seen[key]
 
     def _note_alive(self, loss: Tensor, place: CodePlace, nodes: list[Any]) -> None:
         self._alive = [reference for reference in self._alive if reference() is not None]
@@ -121,7 +142,7 @@ class BackwardWatch:
         if len(self._alive) > KEPT and not self._is_kept_told:
             self._is_kept_told = True
             name, file, line = keeper(loss)
-            where = {**place.as_json(), **({"file": file, "line": line} if line else {})}
+            where = replace(place, file=file, line=line) if line else place
             self.tape.write("kept", alive=len(self._alive), variable=name, place=where)
 
     def _walk(self, loss: Tensor, place: CodePlace) -> None:
@@ -143,7 +164,11 @@ class BackwardWatch:
     def _tell_unowned(self) -> None:
         """Leaves of the graph that no optimizer has, once there were updates."""
         tape = self.tape
-        if not tape.num_updates or any(hasattr(reference(), "to_local") for reference in tape.parameters):
+        known = (len(self._leaves), len(tape.parameters))
+        if not tape.num_updates or tape.num_passes <= 3 or known == self._compared:
+            return
+        self._compared = known
+        if any(hasattr(reference(), "to_local") for reference in tape.parameters):
             return  # FSDP2's graph has whole parameters, its optimizer has shards
         owned = {id(reference()) for reference in tape.parameters}
         lost = [
@@ -151,12 +176,17 @@ class BackwardWatch:
             for key, (reference, place) in self._leaves.items()
             if key not in self._told_unowned and (leaf := reference()) is not None and id(leaf) not in owned
         ]
-        if lost and tape.num_passes > 3:
+        if lost:
             self._told_unowned |= {key for key, _, _ in lost}
             shapes = [list(leaf.shape) for _, leaf, _ in lost]
-            self.tape.write(
-                "unowned", shapes=shapes[:8], count=len(shapes), owned=len(owned), place=lost[0][2].as_json()
-            )
+            self.tape.write("unowned", shapes=shapes[:8], count=len(shapes), owned=len(owned), place=lost[0][2])
+
+
+def _rank() -> dict[str, int]:
+    """Of a process that was not told by its environment, such as one that was spawned."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    return {"rank": dist.get_rank(), "world": dist.get_world_size()}
 
 
 def _flag(tape: Tape) -> bool | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -18,6 +19,8 @@ from anybatch.torch_inside import BatchNormLayer, DropoutLayer, sharded_kind
 
 CHANNELS = 8
 """Channels of the first BatchNorm whose statistics are written down."""
+MARKED = 4096
+"""Numbers of a batch by which it is known again on another rank."""
 
 
 def install_data_watch(tape: Tape, patches: Patches) -> None:
@@ -52,7 +55,9 @@ class _Loaders:
                 iterator = original(loader)
                 if self.tape.is_ended or self.tape.is_broken:
                     return iterator
-                return Fetching(iterator, self.tape, self.tape.safely(self._begun)(loader), short)
+                epoch = self.tape.safely(self._begun)(loader)
+                is_stream = self._whole(loader) is None  # it may have no end, and whoever reads it may count on that
+                return Fetching(iterator, self.tape, epoch, 0 if is_stream else short)
 
             return begin
 
@@ -73,14 +78,16 @@ class _Loaders:
             known = (weakref.ref(loader), len(self.numbers), 0)
         known = (known[0], known[1], known[2] + 1)
         self.numbers[id(loader)] = known
-        try:
-            whole: int | None = self._length(loader)
-        except TypeError:
-            whole = None
-        self.tape.write(
-            "epoch", loader=known[1], number=known[2], whole=whole, **_sampling(loader), place=here().as_json()
-        )
+        whole = self._whole(loader)
+        self.tape.write("epoch", loader=known[1], number=known[2], whole=whole, **_sampling(loader), place=here())
         return [known[1], known[2]]
+
+    def _whole(self, loader: Any) -> int | None:
+        """Its batches; None of a stream that does not say."""
+        try:
+            return int(self._length(loader))
+        except TypeError:
+            return None
 
 
 def _sampling(loader: Any) -> dict[str, Any]:
@@ -107,6 +114,7 @@ class Fetching:
 
     def __init__(self, inner: Any, tape: Tape, epoch: list[int] | None, short: int) -> None:
         self._inner, self._tape, self._epoch, self._short, self._fetched = inner, tape, epoch or [-1, 0], short, 0
+        self._is_dealt = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -130,8 +138,19 @@ class Fetching:
             raise
         self._tape.current["batch"] = [*self._epoch, self._fetched]
         self._tape.current["rows"] = _num_rows(batch)
+        if self._is_dealt:
+            self._tape.current["mark"] = self._tape.safely(_mark)(batch)
         self._fetched += 1
         return batch
+
+
+def _mark(batch: Any) -> float | None:
+    """A number that hardly two batches share, and the same rows always have."""
+    if isinstance(batch, Tensor):
+        flat = batch.detach().reshape(-1)[:MARKED].double()
+        return float((flat * torch.arange(1, len(flat) + 1, dtype=flat.dtype, device=flat.device)).sum())
+    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((mark for mark in map(_mark, inner) if mark is not None), None)
 
 
 def _num_rows(batch: Any) -> int | None:

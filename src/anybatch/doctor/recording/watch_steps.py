@@ -26,8 +26,14 @@ def install_step_watch(tape: Tape, patches: Patches) -> None:
     patches.replace(Optimizer, "__init__", around(nothing, safely(lambda _, self, *__, **___: tape.optimizer(self))))
     for owner in (Optimizer, nn.Module):
         patches.replace(owner, "zero_grad", around(safely(steps.before), safely(steps.zeroed)))
-    patches.handles.append(register_optimizer_step_pre_hook(lambda one, *_: safely(steps.begin)(one)))
-    patches.handles.append(register_optimizer_step_post_hook(lambda one, *_: steps.end(one)))
+    begin, ended = safely(steps.begin), safely(steps.ended)
+
+    def end(optimizer: Optimizer) -> None:
+        ended(optimizer)
+        steps.end_script()
+
+    patches.handles.append(register_optimizer_step_pre_hook(lambda one, *_: begin(one)))
+    patches.handles.append(register_optimizer_step_post_hook(lambda one, *_: end(one)))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         for module in (nn.utils.clip_grad, nn.utils):
             patches.replace(module, name, _clipping(tape, name))
@@ -44,7 +50,7 @@ class _Steps:
 
     def zeroed(self, _: Any, *__: Any, **___: Any) -> None:
         self.tape.look("zero_grad")
-        self.tape.write("zero", place=here().as_json())
+        self.tape.write("zero", place=here())
 
     def begin(self, optimizer: Optimizer) -> None:
         tape = self.tape
@@ -52,17 +58,17 @@ class _Steps:
         tape.look()
         tape.write("step-begin", optimizer=number)
 
-    def end(self, optimizer: Optimizer) -> None:
+    def end_script(self) -> None:
+        """Once the updates asked for are seen."""
         tape = self.tape
-        tape.safely(self._ended)(optimizer)
         if 0 < tape.watch.updates <= tape.num_updates and not tape.is_ended and not tape.is_broken:
             tape.reason = "updates"
             raise Ending(0)
 
-    def _ended(self, optimizer: Optimizer) -> None:
+    def ended(self, optimizer: Optimizer) -> None:
         tape = self.tape
         number = tape.optimizer(optimizer)
-        own = [tape.number(p) for group in optimizer.param_groups for p in group["params"]]
+        own = tape.owned[number]
         holding = [n for n in own if (p := tape.parameters[n]()) is not None and p.grad is not None]
         tape.forget_changes()
         rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
@@ -73,7 +79,7 @@ class _Steps:
             lr=rates,
             scaler=tape.is_inside_scaler,
             probe=tape.probe_values(own),
-            place=here().as_json(),
+            place=here(),
         )
         tape.steps[number] = tape.steps.get(number, 0) + 1
         tape.num_updates = max(tape.steps.values())
@@ -101,7 +107,7 @@ def _clipping(tape: Tape, name: str) -> Any:
                 limit=limit if math.isfinite(limit) else None,
                 norm=norm if norm is not None and math.isfinite(norm) else None,
                 kind=name,
-                place=here().as_json(),
+                place=here(),
             )
 
         return clip
@@ -158,7 +164,7 @@ class _Schedules:
             lr=rates,
             horizon=_horizon(scheduler),
             by=_function(scheduler),
-            place=here().as_json(),
+            place=here(),
         )
 
 
@@ -223,11 +229,11 @@ class _Scalers:
     def _unscaled(self, _: Any, scaler: Any, optimizer: Optimizer) -> None:
         self.tape.forget_changes()
         if scaler.is_enabled():
-            self.tape.write("unscale", optimizer=self.tape.optimizer(optimizer), place=here().as_json())
+            self.tape.write("unscale", optimizer=self.tape.optimizer(optimizer), place=here())
 
     def _updated(self, _: Any, scaler: Any, *__: Any, **___: Any) -> None:
         if scaler.is_enabled():
-            self.tape.write("scaler-update", scale=float(scaler.get_scale()), place=here().as_json())
+            self.tape.write("scaler-update", scale=float(scaler.get_scale()), place=here())
 
     def _stepping(self, original: Any) -> Any:
         def step(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
@@ -246,4 +252,4 @@ class _Scalers:
 
     def _skipped(self, optimizer: Optimizer) -> None:
         self.tape.forget_changes()
-        self.tape.write("skipped", optimizer=self.tape.optimizer(optimizer), place=here().as_json())
+        self.tape.write("skipped", optimizer=self.tape.optimizer(optimizer), place=here())

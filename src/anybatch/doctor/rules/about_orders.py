@@ -164,12 +164,16 @@ def _horizon(case: LoopCase, steps: list[Happening], per_update: float) -> Itera
     horizon = steps[0].facts.get("horizon")
     if not isinstance(horizon, int) or case.size < 2 or not 0.7 < per_update < 1.4:
         return
-    if len(steps) > 1.1 * math.ceil(horizon / case.size):
-        return  # it has gone further than it would if it were made for micro-batches
     whole = _epoch_lengths(case)
     epochs = set(case.loop.intended_epochs.values())
-    planned = {length * count for length in {*whole, *case.loop.lengths.values()} for count in epochs}
-    seen = [number for number in planned if abs(number - horizon) <= 0.02 * number]
+    pairs = [(length, count) for length in {*whole, *case.loop.lengths.values()} for count in epochs]
+    seen = [
+        math.ceil(length / case.size) * count
+        for length, count in pairs
+        if abs(length * count - horizon) <= 0.02 * horizon
+    ]
+    if len(steps) > max([1.1 * math.ceil(horizon / case.size), *seen]):
+        return  # it has gone further than it would if it were made for micro-batches
     finished = case.loop.reason == "finished" and abs(horizon / len(steps) / case.size - 1) < 0.25
     multiple = next(
         (length for length in whole if length > case.size and horizon % length == 0 and horizon // length <= 200), None

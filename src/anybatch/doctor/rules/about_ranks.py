@@ -1,7 +1,7 @@
 """Many ranks: when gradients are synchronised, and which rows each rank sees."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from anybatch.doctor.finding import Finding, Severity
 from anybatch.doctor.fixes import fix_for
@@ -48,21 +48,50 @@ def row_rules(loop: WatchedLoop, cases: list[LoopCase]) -> Iterator[Finding]:
             continue
         told = _dealt(line, loop.world)
         if told is not None:
-            severity, text, facts = told
-            spot = spot_of(line.get("place"))
-            yield Finding(
-                kind="rows-repeated",
-                severity=severity,
-                file=spot.file,
-                line=spot.line,
-                message=text,
-                evidence=facts,
-                fix=fix_for("rows-repeated"),
+            kind, severity, text, facts = told
+            yield _at(kind, severity, spot_of(line.get("place")), text, facts)
+
+
+def rules_across(loops: Sequence[WatchedLoop]) -> Iterator[Finding]:
+    """Batches of one rank that are those of another: what no sampler says, such as a stream that nobody deals out."""
+    ranks = {loop.rank: _marks(loop) for loop in loops if any(one.sync is not None for one in loop.passes)}
+    (first, own), *others = sorted(ranks.items()) or [(0, {})]
+    for rank, theirs in others:
+        same = own.keys() & theirs.keys()
+        if len(own) > 1 and 2 * len(same) > len(theirs):
+            text = (
+                f"{len(same)} of {len(theirs)} batches of rank {rank} are the very batches of rank {first}: these rows count "
+                "several times in an update, and the ranks do the same work."
             )
+            facts = {"same": len(same), "batches": len(theirs), "ranks": [first, rank]}
+            yield _at("rows-repeated", "error", theirs[min(same)], text, facts)
+            return
 
 
-def _dealt(line: dict[str, object] | object, world: int) -> tuple[Severity, str, dict[str, object]] | None:
-    assert isinstance(line, dict)
+def _marks(loop: WatchedLoop) -> dict[float, Spot]:
+    """The batches of the first epoch; none where they are not told apart."""
+    begun = {
+        (line["loader"], line["number"]): spot_of(line.get("place")) for line in loop.epochs if line["event"] == "epoch"
+    }
+    first = [one for one in loop.passes if one.mark is not None and one.batch is not None and one.batch[1] == 1]
+    batches = {one.batch: one.mark for one in first}
+    is_told_apart = len(set(batches.values())) == len(batches)
+    return {one.mark: begun.get(one.batch[:2], one.spot) for one in first if one.mark and one.batch and is_told_apart}
+
+
+def _at(kind: str, severity: Severity, spot: Spot, text: str, facts: Mapping[str, object]) -> Finding:
+    return Finding(
+        kind=kind,
+        severity=severity,
+        file=spot.file,
+        line=spot.line,
+        message=text,
+        evidence=facts,
+        fix=fix_for("rows-repeated"),
+    )
+
+
+def _dealt(line: Mapping[str, object], world: int) -> tuple[str, Severity, str, dict[str, object]] | None:
     rows = line.get("dataset")
     if not isinstance(rows, int):
         return None
@@ -71,7 +100,7 @@ def _dealt(line: dict[str, object] | object, world: int) -> tuple[Severity, str,
             f"Each of {world} ranks reads all {rows:,} rows: every row counts {world} times in an epoch, and {world} "
             "ranks do the work of one."
         )
-        return "error", text, {"rows": rows, "ranks": world}
+        return "rows-repeated", "error", text, {"rows": rows, "world": world}
     dealt = line.get("dealt")
     batch = line.get("batch_size")
     if line.get("is_even") and isinstance(batch, int):
@@ -81,7 +110,13 @@ def _dealt(line: dict[str, object] | object, world: int) -> tuple[Severity, str,
             f"{dealt - rows:,} of {rows:,} rows count twice in an epoch, because {rows:,} rows cannot be dealt evenly "
             f"to {world} ranks."
         )
-        return "warning", text, {"rows": rows, "dealt": dealt, "ranks": world}
+        return "rows-repeated", "warning", text, {"rows": rows, "dealt": dealt, "world": world}
+    if isinstance(dealt, int) and dealt < rows:
+        text = (
+            f"{rows - dealt:,} of {rows:,} rows are dealt to no rank in an epoch, because the sampler drops what cannot be "
+            f"dealt evenly to {world} ranks."
+        )
+        return "tail-dropped", "warning", text, {"rows": rows, "dealt": dealt, "world": world}
     return None
 
 

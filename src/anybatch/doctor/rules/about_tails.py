@@ -38,7 +38,7 @@ def lost_rules(loop: WatchedLoop, cases: list[LoopCase]) -> Iterator[Finding]:
             "script ended."
         )
         spot = case.updates[-1].spot if case.updates else left[0].spot
-        only = _without_tail(case)
+        only = case.without_tail
         severity: Severity = "warning" if only else "error"
         yield case.finding("left-at-end", severity, spot, told + only, {"micro_batches": len(left), "of": total})
 
@@ -57,10 +57,10 @@ def _dropped(case: LoopCase, lost: list[Lost]) -> Finding:
     spot = case.updates[0].spot if case.updates else lost[0].spot
     epochs = len({one.loss_pass.batch[:2] for one in lost if one.loss_pass.batch is not None}) or 1
     text = (
-        f"{_rows(lost)} never reached a step: the last {plural(max(1, len(lost) // epochs), 'micro-batch')} of an epoch "
-        f"are fewer than {max(case.size, 2)} and are cleared when the next one begins."
+        f"{_rows(lost)} never reached a step: an epoch ends with {plural(max(1, len(lost) // epochs), 'micro-batch')} that "
+        f"no full update of {max(case.size, 2)} takes, cleared when the next epoch begins."
     )
-    only = _without_tail(case)
+    only = case.without_tail
     return case.finding(
         "tail-dropped",
         "warning" if only else "error",
@@ -68,20 +68,6 @@ def _dropped(case: LoopCase, lost: list[Lost]) -> Finding:
         text + only,
         {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line},
     )
-
-
-def _without_tail(case: LoopCase) -> str:
-    """What to add where only our cutting of the epochs left a tail; empty where there is a real one."""
-    used = {one.batch[0] for update in case.updates for one in update.passes if one.batch is not None}
-    begun = [
-        line for line in case.loop.epochs if line["event"] == "epoch" and line["loader"] in used and line.get("whole")
-    ]
-    seen = max(
-        (one.batch[2] + 1 for update in case.updates for one in update.passes if one.batch is not None), default=0
-    )
-    if not begun or case.size < 2 or any(line["whole"] % case.size or line["whole"] <= seen for line in begun):
-        return ""
-    return f" The whole epoch of {begun[0]['whole']} micro-batches has no such rest today; another number of rows would have."
 
 
 def _rows(lost: list[Lost]) -> str:
@@ -152,7 +138,7 @@ def _sizes(case: LoopCase) -> Iterator[Finding]:
                 f"lies in the gradients when the next begins."
             )
             facts = {"update": update.number, "sizes": sizes[:12]}
-            only = _without_tail(case)
+            only = case.without_tail
             yield case.finding("tail-leaks", "warning" if only else "error", update.spot, text + only, facts)
             return
 

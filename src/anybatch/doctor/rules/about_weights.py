@@ -49,12 +49,13 @@ def _division(case: LoopCase, update: LoopUpdate, weighing: Weighing) -> Iterato
     elif is_constant and n > 1 and near(total, 1.0 / n) and _is_surely(case, weighing, n):
         text = f"{start}: the loss is divided by {n} twice, so the step is {n} times too small.{told}"
         yield case.finding("divided-twice", "error", spot, text, facts)
-    elif n < case.size and is_constant and near(share, 1.0 / case.size):
+    elif n < case.size and is_constant and near(share, 1.0 / case.size) and case.is_usually_whole:
+        only = case.without_tail
         text = (
-            f"{start}: it has {n}, and each loss is divided by {case.size}. A short update at the end counts for too "
-            f"little.{told}"
+            f"{start}: it has {n}, and each loss is divided by {case.size}. A short update counts for too little."
+            f"{told}{only}"
         )
-        yield case.finding("other-divisor", "error", spot, text, facts)
+        yield case.finding("other-divisor", "warning" if only else "error", spot, text, facts)
     elif n == case.size:
         yield from _other(case, update, weighing, start, told, facts)
 

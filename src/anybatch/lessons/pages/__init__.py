@@ -10,7 +10,7 @@ from anybatch.lessons.pages.lesson_content import (
     read_lesson,
 )
 from anybatch.lessons.pages.lesson_page import learn_page, write_learn_site
-from anybatch.lessons.pages.see_lessons import lesson_of_cause, lesson_of_error, see
+from anybatch.lessons.pages.see_lessons import lesson_of_cause, lesson_of_error, lesson_of_finding, see
 
 __all__ = [
     "Claim",
@@ -21,6 +21,7 @@ __all__ = [
     "learn_page",
     "lesson_of_cause",
     "lesson_of_error",
+    "lesson_of_finding",
     "memory_table",
     "read_lesson",
     "see",

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from anybatch.lessons.pages import static_pictures
 from anybatch.lessons.pages.lesson_content import Claim, Lesson, LessonPart, memory_table
 from anybatch.lessons.pages.words import inline, to_html
 from anybatch.sizes import show_bytes
@@ -36,7 +37,7 @@ def _spec(part: LessonPart, claims: Claims) -> dict[str, Any]:
     return made | {"table": memory_table()} if part.kind == "memory" else made
 
 
-_STATIC = {"static", "solution", "blocks"}
+_STATIC = {"static", "static_shows", "solution", "blocks"}
 """What only the page without scripts shows."""
 _TEXTS = {"question", "options", "reveal", "says", "front", "back", "explain", "concepts", "about", "hints"}
 
@@ -142,4 +143,10 @@ _STAND_INS: dict[str, Callable[[dict[str, Any], Claims], str]] = {
     "bench": _bench,
     "parsons": _code,
     "cheat": _cheat,
+    "stepper": static_pictures.stepper,
+    "arms": static_pictures.arms,
+    "shares": static_pictures.shares,
+    "scaler": static_pictures.scaler,
+    "ranks": static_pictures.ranks,
+    "ward": static_pictures.ward,
 }

@@ -1,4 +1,4 @@
-"""Which lesson explains what went wrong: one for every class of error and every kind of cause; tests hold both complete."""
+"""Which lesson explains what went wrong: one for every class of error, kind of cause and kind of finding; tests hold it."""
 
 from anybatch.errors import AnybatchError
 
@@ -43,6 +43,42 @@ LESSON_OF_CAUSE = {
     "units": "units",
     "unknown": "rows",
 }
+LESSON_OF_FINDING = {
+    "cleared-before-use": "zero",
+    "never-cleared": "zero",
+    "stepped-every-micro-batch": "rows",
+    "tail-dropped": "rows",
+    "tail-leaks": "rows",
+    "left-at-end": "rows",
+    "off-by-one": "rows",
+    "rows-repeated": "rows",
+    "windows-differ": "rows",
+    "by-hand": "rows",
+    "not-divided": "units",
+    "divided-twice": "units",
+    "other-divisor": "units",
+    "uneven-micro-batches": "units",
+    "opaque-loss": "units",
+    "loss-logged-divided": "units",
+    "clip-early": "rate",
+    "clip-after-step": "rate",
+    "schedule-per-micro-batch": "rate",
+    "schedule-before-step": "rate",
+    "schedule-horizon": "rate",
+    "learning-rate": "rate",
+    "clip-scaled": "limits",
+    "scaler-misuse": "limits",
+    "ddp-every-pass": "limits",
+    "ddp-backward-only": "limits",
+    "ddp-never": "limits",
+    "batch-norm": "limits",
+    "low-precision-sum": "limits",
+    "negatives-missing": "limits",
+    "eval-left-on": "limits",
+    "kept-graph": "memory",
+    "unowned-parameters": "trace",
+    "recorder-trouble": "trace",
+}
 
 
 def lesson_of_error(error: AnybatchError) -> str:
@@ -63,6 +99,15 @@ def lesson_of_cause(kind: str) -> str:
     'limits'
     """
     return LESSON_OF_CAUSE.get(kind, LESSON_OF_CAUSE["unknown"])
+
+
+def lesson_of_finding(kind: str) -> str:
+    """The lesson of a kind of finding of the doctor; what each row counts for, where the kind is not known.
+
+    >>> lesson_of_finding("not-divided")
+    'units'
+    """
+    return LESSON_OF_FINDING.get(kind, LESSON_OF_CAUSE["unknown"])
 
 
 def see(lesson: str) -> str:

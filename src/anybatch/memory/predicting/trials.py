@@ -8,6 +8,7 @@ import torch
 from anybatch.batches import Batch
 from anybatch.errors import PlanError, first_line
 from anybatch.memory.available import available_bytes
+from anybatch.memory.caching_allocator import reserved_for
 from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope
 from anybatch.memory.predicting.memory_plan import Method
 from anybatch.memory.predicting.micro_batch_source import MicroBatchSource
@@ -43,6 +44,8 @@ class Trials:
     tried: dict[PassShape, int] = field(default_factory=dict)
     kinds: dict[PassShape, dict[MemoryKind, int]] = field(default_factory=dict)
     """What fake tensors show the peak of a shape to be made of."""
+    reserved: dict[PassShape, float] = field(default_factory=dict)
+    """What a caching allocator would take from a GPU for a shape, out of what its tensors take."""
     seen: dict[PassShape, Timeline] = field(default_factory=dict)
     _smallest: int = 0
 
@@ -86,6 +89,8 @@ class Trials:
         self.tried[shape] = timeline.peak
         if self.probe is self.fake:
             self.kinds[shape] = self.fake.recorder.breakdown()
+            cached = reserved_for(self.fake.recorder.allocations())
+            self.reserved[shape] = cached.most_reserved / max(timeline.peak, 1)
         return timeline
 
     def fake_peak(

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch, tensors
+from anybatch.device_memory import has_counters, with_peak
 from anybatch.parallel import is_sharded
 from anybatch.torch_inside import profiler_events, storage_key
 from anybatch.update import Update, UpdateResult
@@ -61,15 +61,12 @@ def metered(action: Callable[[], Result], device_type: str = "cpu") -> Metered[R
 def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:
     """Learn from `batch`, and say what the most memory in use was: weights, optimizer, gradients, activations and the batch.
 
-    On a GPU the allocator's counter is read, which knows of everything that this process holds there.
+    On an accelerator the allocator's counter is read, which knows of everything that this process holds there.
     """
     device = update.parameters()[0].device
     drop_gradients(update.parameters())
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        result = update(batch)
-        torch.cuda.synchronize(device)
-        return result, torch.cuda.max_memory_allocated(device)
+    if has_counters(device):
+        return with_peak(lambda: update(batch), device)
     held = bytes_of([*standing_tensors(update), *tensors(batch)])
     seen = metered(lambda: update(batch))
     return seen.result, seen.peak(held)

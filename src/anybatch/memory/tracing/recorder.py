@@ -97,6 +97,12 @@ class Recorder(TorchDispatchMode):
             self.live.append(self._now)
         return output
 
+    def allocations(self) -> list[tuple[int, int]]:
+        """(number of the storage, bytes) in order: more than 0 were allocated, less were freed."""
+        births = [(held.born, 0, number, held.size) for number, held in enumerate(self._held)]
+        deaths = [(held.died, 1, number, -held.size) for number, held in enumerate(self._held) if held.died is not None]
+        return [(number, size) for _, _, number, size in sorted(births + deaths)]
+
     def breakdown(self) -> dict[MemoryKind, int]:
         """What the memory at the peak was made of."""
         moment = max(range(len(self.live)), key=self.live.__getitem__)

@@ -1,5 +1,6 @@
 """Results as pictures, each with its table."""
 
+from anybatch.report.charts.advice_charts import charts_of_advice, noise_charts
 from anybatch.report.charts.cell_pictures import RowCells, row_cells
 from anybatch.report.charts.chart import Chart, Table
 from anybatch.report.charts.comparison_charts import charts_of_comparison, final_table, num_seeds
@@ -21,6 +22,7 @@ __all__ = [
     "Chart",
     "RowCells",
     "Table",
+    "charts_of_advice",
     "charts_of_comparison",
     "charts_of_plan",
     "charts_of_proof",
@@ -31,6 +33,7 @@ __all__ = [
     "finding_of",
     "largest_error",
     "memory_charts",
+    "noise_charts",
     "num_seeds",
     "proof_sentence",
     "rate_and_norm_charts",

@@ -21,8 +21,8 @@ def seed_all(seed: int) -> None:
 def random_states() -> dict[str, Any]:
     """All random states, as tensors and plain values that `torch.load(weights_only=True)` takes."""
     states = {"torch": torch.get_rng_state(), **outer_random().as_values()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    for name, module in _accelerators():
+        states[name] = [module.get_rng_state(device) for device in range(module.device_count())]
     return states
 
 
@@ -30,9 +30,15 @@ def restore_random_states(states: dict[str, Any]) -> None:
     """Put back what `random_states` read; devices that this machine lacks are left out."""
     torch.set_rng_state(states["torch"])
     OuterRandom.of_values(states).restore()
-    for device, state in enumerate(states.get("cuda", ())):
-        if device < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, device)
+    for name, module in _accelerators():
+        for device, state in enumerate(states.get(name, ())[: module.device_count()]):
+            module.set_rng_state(state, device)
+
+
+def _accelerators() -> list[tuple[str, Any]]:
+    """The kind of accelerator that this machine has, and torch's module for it: one, or none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return [] if found is None else [(found.type, torch.get_device_module(found))]
 
 
 def seed_rank(rank: int) -> None:

@@ -1,8 +1,8 @@
 """What a task is: a model, how it learns, from what, and how it is judged."""
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,6 +35,9 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     """How rows become a batch; None: as `torch.utils.data.default_collate` does."""
     batch_size: int = 64
+    batch_schedule: Mapping[int, int] | Literal["noise"] | None = None
+    """Batches that grow: rows by the first epoch that has them, such as `{1: 32, 4: 64}`; "noise" doubles `batch_size` when the
+    noise scale is surely that large. `lr_rule` and beta2 follow. A batch size that the run is asked for stays what it is."""
     micro_batch: int = 16
     """Rows that are held in memory at once."""
     split: Split | None = None

@@ -1,0 +1,48 @@
+"""Tests that run on the pretend accelerator: in processes of their own, which have it plugged in and stay for the next."""
+
+import atexit
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+from tests.accelerator.plugged import plug
+from tests.processes.ranks import Raised, Ranks
+
+
+@cache
+def _processes() -> Ranks:
+    processes = Ranks()
+    atexit.register(processes.end)
+    return processes
+
+
+def on_device(test: Callable[..., None]) -> Callable[..., None]:
+    """The test, run where the device is. It is given by name, so its arguments are plain values, and fixtures have none."""
+    return _on_devices(1, test)
+
+
+def on_two_devices(test: Callable[..., None]) -> Callable[..., None]:
+    """The test, run by two ranks, each with a device of its own."""
+    return _on_devices(2, test)
+
+
+def _on_devices(ranks: int, test: Callable[..., None]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**arguments: Any) -> None:
+        told = _processes().outcomes(ranks, _call, test.__module__, test.__name__, arguments)
+        for rank, one in enumerate(told):
+            assert not isinstance(one, Raised), f"on the device, rank {rank} of {ranks}:\n{one.trace}"
+
+    return run
+
+
+def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
+    plug()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        getattr(importlib.import_module(module), name).__wrapped__(**arguments)
