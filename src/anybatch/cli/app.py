@@ -176,13 +176,8 @@ def trace(
 
 @app.command()
 def plan(
-    task: opt.TaskIfAny = None,
+    task: opt.TaskName,
     memory: opt.PlanMemory = None,
-    model: opt.PlanModel = None,
-    tokens: opt.PlanTokens = 4096,
-    dtype: opt.PlanDtype = "bf16",
-    optimizer: opt.PlanOptimizer = "adamw",
-    checkpoint: opt.PlanCheckpoints = False,
     batch_size: opt.BatchSize = None,
     clip_norm: opt.ClipNorm = None,
     precision: opt.PrecisionOption = "fp32",
@@ -204,16 +199,8 @@ def plan(
 
     Example: anybatch plan stdlib --memory 64MiB
 
-    Example: anybatch plan --model llama-8b.json --tokens 4096 --dtype bf16 --optimizer adamw --memory 80GB
-
     Example: anybatch plan stdlib --ranks 64 --bandwidth 25GB/s
     """
-    if model is not None:
-        from anybatch.cli.commands import config_plan_command
-
-        asked = {"tokens": tokens, "dtype": dtype, "optimizer": optimizer, "memory": memory, "device": device}
-        return config_plan_command(model, **asked, rows=batch_size or 8, checkpoints=checkpoint, is_json=is_json)
-    task = task or ""
     if ranks is not None:
         from anybatch.cli.commands import ranks_plan_command
 

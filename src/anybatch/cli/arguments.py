@@ -225,23 +225,6 @@ Flops = Annotated[
         rich_help_panel=MANY,
     ),
 ]
-PlanModel = Annotated[
-    Path | None,
-    typer.Option(
-        "--model",
-        metavar="CONFIG",
-        help="A transformers config.json instead of a task; no weights are made.",
-        rich_help_panel=WHERE,
-    ),
-]
-PlanTokens = Annotated[int, typer.Option("--tokens", help="With --model: tokens of a row.", rich_help_panel=WHERE)]
-PlanDtype = Annotated[str, typer.Option("--dtype", help="With --model: fp32, bf16 or fp16.", rich_help_panel=WHERE)]
-PlanOptimizer = Annotated[
-    str, typer.Option("--optimizer", help="With --model: adamw, adam, sgd or adafactor.", rich_help_panel=WHERE)
-]
-PlanCheckpoints = Annotated[
-    bool, typer.Option("--checkpoint", help="With --model: blocks run again in backward.", rich_help_panel=WHERE)
-]
 PlanJson = Annotated[
     bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.", rich_help_panel=WHERE)
 ]

@@ -6,7 +6,6 @@ from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
     from anybatch.memory.fit import Fit, Fitted
-    from anybatch.memory.from_config import plan_config
     from anybatch.memory.planning import plan
     from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, SizePeak
     from anybatch.memory.tracing import (
@@ -33,6 +32,5 @@ __all__ = [
     "metered",
     "optimizer_tensors",
     "plan",
-    "plan_config",
     "standing_tensors",
 ]

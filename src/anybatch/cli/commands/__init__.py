@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
     from anybatch.cli.commands.run_pages import learn_command, self_test_command
-    from anybatch.cli.commands.run_plan import config_plan_command, plan_command
+    from anybatch.cli.commands.run_plan import plan_command
     from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
     from anybatch.cli.commands.run_trace import trace_command
     from anybatch.cli.commands.run_train import train_command
@@ -23,7 +23,6 @@ __all__ = [
     "TrainRequest",
     "advise_command",
     "compare_command",
-    "config_plan_command",
     "doctor_command",
     "learn_command",
     "plan_command",

@@ -22,8 +22,6 @@ def plan_command(
     task: str, settings: Settings, *, memory: str | None, out: Path | None, is_json: bool, is_quiet: bool
 ) -> int:
     """Plan, print, and leave a folder with a page; 1 where not even one row fits."""
-    if not task:
-        raise SettingsError("plan needs a TASK, or --model CONFIG: the config.json of a transformers model.")
     check_task_exists(task)
     limit = None if memory is None else parse_bytes(memory)
     folder = None if is_json and out is None else new_folder(task, out)
@@ -46,38 +44,6 @@ def plan_command(
         if not is_json:
             say(f"\nwhether a batch this large pays: anybatch advise {task}", is_quiet=is_quiet)
             say(f"page: {page}", is_quiet=is_quiet)
-    return 0 if planned.fits else 1
-
-
-def config_plan_command(
-    config: Path,
-    *,
-    tokens: int,
-    rows: int,
-    dtype: str,
-    optimizer: str,
-    memory: str | None,
-    device: str,
-    checkpoints: bool,
-    is_json: bool,
-) -> int:
-    """Plan a model that is only a config file, and print; 1 where not even one row fits."""
-    check_installed("transformers")
-    from anybatch.memory import plan_config
-
-    planned = plan_config(
-        config,
-        tokens=tokens,
-        rows=rows,
-        dtype=dtype,
-        optimizer=optimizer,
-        memory=None if memory is None else parse_bytes(memory),
-        device="cuda" if device == "auto" and memory is not None else device.replace("auto", "cpu"),
-        checkpoints=checkpoints,
-    )
-    lines = [json.dumps(planned.as_dict(), indent=1)] if is_json else memory_plan_lines(planned)
-    for line in lines:
-        say(line, is_quiet=False)
     return 0 if planned.fits else 1
 
 
