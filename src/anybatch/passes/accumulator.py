@@ -75,7 +75,7 @@ class Accumulator:
     micro-batch to the next: fewer all-gathers for more memory. With `prefetch`, the next micro-batch is brought from pinned
     memory to an accelerator while one runs. `running` gives all these options as one value.
 
-    Where memory runs out, the batch starts again in micro-batches of half the size, which grow again after batches that go well.
+    Where memory runs out, the batch starts again in micro-batches of half the size; they grow when batches go well.
 
     >>> import torch
     >>> model = nn.Linear(3, 1)
