@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import Accumulator, Cause, CutResult, Objective, Update, Verdict, plan, supervised
+from anybatch import Accumulator, Cause, CutResult, Diagnosis, Finding, Objective, Update, Verdict, plan, supervised
 from anybatch.records import Trace, TracedLayer, TracedStage
 
 EVIL = "<script>alert(1)</script>\"'&"
@@ -28,6 +28,8 @@ def results():
     yield Verdict(rows=12, rows_given=12, dtype="float32", cuts=(cut,), causes=(cause,), notes=(EVIL,))
     stage = TracedStage(stage="load", micro_batch=0, title=EVIL, facts={EVIL: EVIL, "rows": 4}, values=(1.0,))
     layer = TracedLayer(name=EVIL, kind="Linear", shapes_in=((4, 3),), shapes_out=((4, 2),), values=())
+    finding = Finding(kind="mean", severity="error", file=EVIL, line=3, message=EVIL, fix=EVIL)
+    yield Diagnosis(findings=(finding,), loops=())
     yield Trace(stages=(stage,), layers=(layer,))
 
 

@@ -19,6 +19,7 @@ from anybatch.doctor.rules import (
     tail_rules,
     weight_rules,
 )
+from anybatch.faces import html_block, html_table
 
 TOLD = ("clip", "schedule", "unscale", "scaler-update", "zero")
 SHOWN_EVENTS = 44
@@ -32,6 +33,20 @@ class Diagnosis:
 
     findings: tuple[Finding, ...]
     loops: tuple[WatchedLoop, ...]
+
+    def __repr__(self) -> str:
+        return f"Diagnosis({self._counts()})"
+
+    def _repr_html_(self) -> str:
+        rows = [[each.severity, each.line, each.message, each.fix] for each in self.findings]
+        return html_block(
+            f"The doctor found {self._counts()}", html_table(["", "line", "what", "fix"], rows) if rows else ""
+        )
+
+    def _counts(self) -> str:
+        """How many findings of each severity, in words."""
+        found = {severity: sum(each.severity == severity for each in self.findings) for severity in SEVERITIES}
+        return ", ".join(f"{count} {severity}{'' if count == 1 else 's'}" for severity, count in found.items())
 
     @property
     def has_errors(self) -> bool:
