@@ -86,7 +86,7 @@ def test_what_is_sent_is_the_batch_once_and_a_few_numbers():
 @on_device
 def test_nothing_waits_inside_the_passes():
     for options in ({}, {"model": TWO_NORMS, "batch_norm": "exact"}, {"objective": contrastive}):
-        _, _, update = trained(plug(), updates=1, **{**options, "on_nonfinite": "ignore"})
+        _, _, update = trained(plug(), updates=2, **{**options, "on_nonfinite": "ignore"})
         with no_waits():
             update(batch())
         update.accumulator.objective = looking(update.accumulator.objective)
@@ -148,6 +148,7 @@ def test_tokens_of_a_language_model_are_cut_on_the_host_without_a_wait():
     update = Update(
         model, torch.optim.SGD(model.parameters(), lr=0.1), huggingface(), micro_batch=Tokens(64), on_nonfinite="ignore"
     )
+    update(rows)
     update(rows)
     before = counted()
     update(rows)

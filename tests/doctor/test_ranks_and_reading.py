@@ -1,4 +1,4 @@
-"""Which ranks a finding is of, rows that samplers double or drop, and losses that are read; the pytest fixture."""
+"""Which ranks a finding is of, rows that samplers double or drop, and losses that are read."""
 
 import json
 
@@ -108,40 +108,3 @@ def test_a_divided_loss_that_is_logged_as_it_is_is_told_and_one_that_is_mended_i
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found == ([] if line is None else [["loss-logged-divided", line]])
-
-
-TESTS = """
-pytest_plugins = ["anybatch.doctor.doctor_fixture"]
-import torch
-
-
-def train(share):
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    for i in range(8):
-        (torch.nn.functional.mse_loss(weight * (i + 1), torch.zeros(2)) * share).backward()
-        if i % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_right(doctor):
-    train(0.25)
-
-
-def test_wrong(doctor):
-    train(1.0)
-"""
-
-
-def run_pytest(folder: str) -> int:
-    return int(pytest.main(["-q", "-p", "no:cacheprovider", "-rA", "--rootdir", folder, f"{folder}/test_loops.py"]))
-
-
-def test_the_fixture_fails_the_test_of_a_wrong_loop_and_no_other(tmp_path):
-    (tmp_path / "test_loops.py").write_text(TESTS)
-    done = run_function(run_pytest, str(tmp_path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "2 passed, 1 error" in done.stdout
-    assert "ERROR test_loops.py::test_wrong" in done.stdout
-    assert "the loss is not divided" in done.stdout

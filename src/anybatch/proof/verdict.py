@@ -124,12 +124,14 @@ class Verdict:
         return max((cut.error for cut in self.cuts if cut.decides), default=0.0)
 
     def __repr__(self) -> str:
-        head = "exact" if self.is_exact else "not exact"
+        head = self.finding
         causes = f", causes: {', '.join(cause.kind for cause in self.causes)}" if self.causes else ""
         return f"Verdict({head}, error {self.error:.1e}, {self.rows} rows, {len(self.cuts)} cuts{causes})"
 
     def __str__(self) -> str:
         """A paragraph: whether it is exact, the numbers, the causes and what to do."""
+        if self.unjudged:
+            return " ".join([f"The gradient of {self.rows} rows could not be judged.", self.unjudged, *self.notes])
         found = "is" if self.is_exact else "is not"
         errors = {self._precision(cut): 0.0 for cut in self.cuts}
         for cut in self.cuts:
@@ -151,9 +153,9 @@ class Verdict:
             for cut in self.cuts
         ]
         causes = html_table(["cause", "why", "fix"], [[each.kind, each.explanation, each.fix] for each in self.causes])
-        head = "Exact" if self.is_exact else "Not exact"
-        title = f"{head}: {self.rows} rows, accumulated against the whole batch in one go"
-        return html_block(title, html_table(names, cuts), causes if self.causes else "", html_sentences(self.notes))
+        title = f"{self.finding.capitalize()}: {self.rows} rows, accumulated against the whole batch in one go"
+        notes = [self.unjudged, *self.notes] if self.unjudged else self.notes
+        return html_block(title, html_table(names, cuts), causes if self.causes else "", html_sentences(notes))
 
     def describe(self) -> str:
         """The verdict in words and numbers, for a terminal."""

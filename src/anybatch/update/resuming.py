@@ -91,12 +91,10 @@ class StepStudy(WritesSeen):
         super().__init__(tensor for tensor, _ in self._before)
         self._alive: dict[int, tuple[StorageWeakRef, torch.device, int]] = {}
         self._blocks: list[tuple[torch.device, int]] = []
-        self._random = torch.get_rng_state()
 
-    def needs(self) -> StepNeeds:
+    def needs(self, *, draws: bool) -> StepNeeds:
         """What was seen. A step that draws, or writes unseen, cannot go on where it stopped."""
         is_seen = all(self.num_writes[key] for key in self._stepped)
-        draws = not torch.equal(self._random, torch.get_rng_state())
         is_counted = all(num_writes(tensor) - was == self.num_writes[_key(tensor)] for tensor, was in self._before)
         blocks = [block for block in self._blocks if block[1] >= SMALL]
         rest = {device: 0 for device, _ in self._blocks}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.errors import MemoryLimitError, first_line
-from anybatch.state import free_memory, is_out_of_memory, of_step, once_more, tables_of
+from anybatch.state import free_memory, is_out_of_memory, of_step, once_more, random_state, tables_of
 from anybatch.torch_inside import num_writes
 from anybatch.update.resuming import StepNeeds, StepStudy, WritesDone, is_plain
 
@@ -34,6 +34,8 @@ class Stepping:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._num_steps: dict[nn.Parameter, int] = {}
+        self._draws = True
+        """False once a step was seen that drew nothing: the random state need not lie beside those after it."""
         self._needs = StepNeeds(is_resumable=False, by_ops=False, blocks=())
 
     def step(self, act: Act) -> int:
@@ -46,9 +48,11 @@ class Stepping:
         if count == FIRST_ONES - 1 and all(map(is_plain, changing)):
             study = StepStudy(moving, changing)
             retries = self._carefully(act, moving, study)
-            self._needs = study.needs() if not retries else self._needs
+            self._needs = study.needs(draws=self._draws) if not retries else self._needs
         else:
+            drawn = once_more(lambda: random_state({parameter.device for parameter in moving}))
             retries = self._carefully(act, moving)
+            self._draws = not drawn.is_now()
         if not retries or count == 0:
             self._num_steps.update({parameter: self._num_steps.get(parameter, 0) + 1 for parameter in moving})
         return retries
@@ -111,7 +115,7 @@ class Stepping:
     def _carefully(
         self, act: Act, moving: list[nn.Parameter], around: AbstractContextManager[object] = UNWATCHED
     ) -> int:
-        before = once_more(lambda: of_step(self._optimizer, moving))
+        before = once_more(lambda: of_step(self._optimizer, moving, draws=self._draws))
         for attempt in range(2):
             try:
                 with around:

@@ -23,6 +23,7 @@ LESSON_OF_ERROR = {
     "RunError": "recall",
     "LessonError": "trace",
     "DoctorError": "rows",
+    "ArgumentsError": "trace",
 }
 LESSON_OF_CAUSE = {
     "batch_norm": "limits",

@@ -1,6 +1,7 @@
 """What another batch would take, and the noise of the gradient while a run went on."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from anybatch.records import AdviceRecord, Results
 from anybatch.report.charts.chart import Chart, Series, Table, line_chart
@@ -12,33 +13,38 @@ def charts_of_advice(advice: AdviceRecord) -> Iterator[Chart]:
     """Updates, samples and time to the same loss, against the batch."""
     if len(advice.outlook) < 2:
         return
-    x = [one.batch for one in advice.outlook]
+    batches = [one.batch for one in advice.outlook]  # each twice the one before: places are their logarithms
+    x = list(range(1, len(batches) + 1))
     lines = [
         Series(name="updates", x=x, y=[one.updates for one in advice.outlook], colour=1),
         Series(name="samples", x=x, y=[one.samples for one in advice.outlook], colour=2, dash=1),
     ]
     if any(one.seconds is not None for one in advice.outlook):
         lines.append(Series(name="time", x=x, y=[one.seconds for one in advice.outlook], colour=4, dash=2))
-    lines.append(Series(name="your batch", x=[advice.batch], y=[1.0], colour=3, kind="points"))
+    yours = [place for place, batch in enumerate(batches, start=1) if batch == advice.batch]
+    lines.append(Series(name="your batch", x=yours, y=[1.0] * len(yours), colour=3, kind="points"))
     chart = line_chart(
         "outlook",
         lines,
         title="To the same loss, by batch",
         caption=f"As multiples of what your batch of {number(advice.batch)} rows takes; predicted from a noise scale of "
-        f"{number(_two_digits(advice.noise_scale))} rows, which was off by a factor of up to {number(advice.factor)} in runs.",
+        f"{number(_two_digits(advice.noise_scale))} rows, off by 2 to {number(advice.factor)} in most runs.",
         table=Table(
             columns=("batch", *(line.name for line in lines[:-1])),
             rows=tuple(
-                (number(x[row]), *(number(_two_digits(line.y[row])) for line in lines[:-1])) for row in range(len(x))
+                (number(batch), *(number(_two_digits(line.y[row])) for line in lines[:-1]))
+                for row, batch in enumerate(batches)
             ),
         ),
         x_title="rows in a batch",
         x_unit="rows",
         is_wide=True,
     )
-    for name in ("xaxis", "yaxis"):
-        chart.figure["layout"][name].update(type="log", dtick=0.30103)
-    yield chart
+    axes = {
+        "x": chart.figure["x"] | {"names": [number(batch) for batch in batches]},
+        "y": chart.figure["y"] | {"log": True},
+    }
+    yield replace(chart, figure={**chart.figure, **axes}, has_log=False)
 
 
 def noise_charts(results: Results) -> Iterator[Chart]:

@@ -1,0 +1,76 @@
+"""`anybatch self-test`: every check passes on the CPU, and one that does not is told."""
+
+import json
+
+import pytest
+import torch
+
+from anybatch.selftest import Checked, run_self_test
+from anybatch.selftest import self_testing as running
+from tests.processes.forked import run_anybatch
+
+EXACT = [
+    "targets that are ignored",
+    "class weights",
+    "a contrastive loss over all rows",
+    "the mean of means, to see it fail",
+]
+
+
+def test_the_command_prints_a_table_and_leaves_a_page_and_a_json(tmp_path):
+    done = run_anybatch("self-test", "--device", "cpu", "--rows", "512", "--out", str(tmp_path / "found"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found" / "self-test.json").read_text())
+    assert found["has_passed"]
+    assert found["device"] == "cpu"
+    assert found["versions"]["torch"] == torch.__version__
+    names = [check["name"] for check in found["checks"]]
+    assert set(EXACT) <= set(names)
+    page = (tmp_path / "found" / "self-test.html").read_text()
+    for check in found["checks"]:
+        assert check["name"] in done.stdout
+        assert check["found"] in done.stdout
+        assert check["name"] in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_what_fails_is_told_and_the_rest_is_run(monkeypatch):
+    def breaks(device: torch.device):
+        yield Checked(group="exactness", name="one", found="1", wanted="0", has_passed=False)
+        raise RuntimeError("CUDA error: device-side assert\nand more")
+
+    def passes(device: torch.device, rows: int):
+        yield Checked(group="speed", name="two", found="1", wanted="", has_passed=True)
+
+    monkeypatch.setattr(running, "exactness_checks", breaks)
+    monkeypatch.setattr(running, "memory_checks", passes)
+    monkeypatch.setattr(running, "speed_checks", passes)
+    told = []
+    found = run_self_test(torch.device("cpu"), versions={}, tell=told.append)
+    assert [check.name for check in found.checks] == ["one", "the rest of exactness", "two", "two"]
+    assert told == list(found.checks)
+    assert found.checks[1].found == "RuntimeError: CUDA error: device-side assert"
+    assert not found.has_passed
+
+
+def test_a_gradient_that_is_off_fails_its_check(monkeypatch):
+    from anybatch.selftest import exactness_checks
+
+    whole = exactness_checks.Accumulator
+
+    class Off(whole):
+        def backward(self, batch, **options):
+            found = super().backward(batch, **options)
+            next(iter(self.model.parameters())).grad.mul_(1.001)
+            return found
+
+    monkeypatch.setattr(exactness_checks, "Accumulator", Off)
+    checks = list(exactness_checks.exactness_checks(torch.device("cpu")))
+    assert not any(check.has_passed for check in checks if check.wanted == "at most 2e-06")
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda"])
+def test_a_device_that_is_not_there_is_refused(device):
+    done = run_anybatch("self-test", "--device", device)
+    assert done.returncode == 2
+    assert f"--device {device!r} cannot be used" in done.stderr
