@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 .PHONY: help demo learn test test-torch quick check docs bench clean
 
 help:
-	@echo "make demo    train on handwritten digits for about a minute, and say where the page is"
+	@echo "make demo    install, train on handwritten digits, say where the page is: about a minute"
 	@echo "make learn   open the lessons: gradient accumulation, done by you"
 	@echo "make test    run every test; format, lint and types are among them"
 	@echo "make test-torch TORCH=2.15.0   run every test with another torch, in a venv of its own"

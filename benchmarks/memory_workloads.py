@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Coupled, Objective, huggingface, info_nce, supervised
-from benchmarks.models import Recurrent, ResidualNet, SentenceEncoder, SmallTransformer
+from benchmarks.models import Recurrent, ResidualNet, SentenceEncoder, SmallTransformer, SmallUNet
 
 ROWS = 64
 
@@ -65,26 +65,8 @@ def convnext(width: int = 32) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, width, 2, 2), *blocks, *head)
 
 
-class NormedUNet(nn.Module):
-    """Down twice, up twice, BatchNorm after every convolution."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.down1, self.down2 = _twice(3, width), _twice(width, 2 * width)
-        self.bottom = _twice(2 * width, 4 * width)
-        self.up2, self.up1 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)
-        self.join2, self.join1 = _twice(4 * width, 2 * width), _twice(2 * width, width)
-        self.head = nn.Conv2d(width, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.down1(x)
-        second = self.down2(nn.functional.max_pool2d(first, 2))
-        lowest = self.bottom(nn.functional.max_pool2d(second, 2))
-        middle = self.join2(torch.cat([self.up2(lowest), second], 1))
-        return self.head(self.join1(torch.cat([self.up1(middle), first], 1)))
-
-
-def _twice(into: int, out: int) -> nn.Sequential:
+def normed_twice(into: int, out: int) -> nn.Sequential:
+    """Two convolutions of a U-Net, BatchNorm after each."""
     halves = [(nn.Conv2d(a, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU()) for a in (into, out)]
     return nn.Sequential(*(layer for half in halves for layer in half))
 
@@ -126,7 +108,7 @@ BUILT_ON: Workloads = {
     ),
     "ConvNeXt, depthwise 7x7": lambda: MemoryWorkload(model=convnext(), objective=CLASSES, batch=images()),
     "U-Net with BatchNorm": lambda: MemoryWorkload(
-        model=NormedUNet(),
+        model=SmallUNet(twice=normed_twice),
         objective=supervised(nn.MSELoss()),
         batch=(images()[0], torch.randn(ROWS, 1, 32, 32)),
         options={"batch_norm": "micro"},

@@ -1,5 +1,7 @@
 """The models that the benchmarks train."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -114,14 +116,15 @@ class Recurrent(nn.Module):
 
 
 class SmallUNet(nn.Module):
-    """Down twice, up twice, with the ways across; one number per pixel."""
+    """Down twice, up twice, with the ways across; one number per pixel. `twice(into, out)` makes two convolutions."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, twice: Callable[[int, int], nn.Module] | None = None) -> None:
         super().__init__()
-        self.down1, self.down2 = _twice(3, width), _twice(width, 2 * width)
-        self.bottom = _twice(2 * width, 4 * width)
+        twice = twice or _twice
+        self.down1, self.down2 = twice(3, width), twice(width, 2 * width)
+        self.bottom = twice(2 * width, 4 * width)
         self.up2, self.up1 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)
-        self.join2, self.join1 = _twice(4 * width, 2 * width), _twice(2 * width, width)
+        self.join2, self.join1 = twice(4 * width, 2 * width), twice(2 * width, width)
         self.head = nn.Conv2d(width, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:

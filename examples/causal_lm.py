@@ -19,6 +19,7 @@ functions = [
     inspect.getsource(value).encode()[:600]
     for module in (inspect, random, textwrap, zipfile)
     for _, value in inspect.getmembers(module, inspect.isfunction)
+    if value.__module__ == module.__name__
 ]
 random.shuffle(functions)
 

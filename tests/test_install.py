@@ -102,3 +102,4 @@ def test_the_readme_of_the_package_has_pictures_and_links_that_show_elsewhere(wh
     assert "# anybatch" in text
     assert "raw.githubusercontent.com" in text
     assert re.findall(r"\]\((?!https://)[^)]*\)", text) == []
+    assert re.findall(r'src="(?!https://)[^"]*"', text) == []

@@ -1,6 +1,7 @@
 """The notebooks of this folder, made from the examples beside it: `python examples/notebooks/make.py` writes and runs them."""
 
 import ast
+import os
 import textwrap
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def notebook_of(name: str) -> nbformat.NotebookNode:
 
 
 def executed(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    NotebookClient(book, timeout=None, resources={"metadata": {"path": str(HERE)}}).execute()
+    client = NotebookClient(book, timeout=None, resources={"metadata": {"path": str(HERE)}})
+    client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})  # models too small to share between threads
     return book
 
 

@@ -11,7 +11,7 @@ from anybatch.lazy import homes, lazily
 if TYPE_CHECKING:
     from anybatch.api import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _load = lazily(__name__, listed_in="anybatch.api")
 

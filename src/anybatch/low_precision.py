@@ -17,9 +17,9 @@ def is_low(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype in LOW_PRECISION
 
 
-def is_true(value: Tensor) -> bool:
-    """The truth of one number; where there is none, because a plan runs on tensors without numbers, True."""
-    return isinstance(value, FakeTensor) or bool(value)
+def number_in(value: Tensor) -> float:
+    """The one number of a tensor; 1 where it has none, because a plan runs on tensors without numbers."""
+    return 1.0 if isinstance(value, FakeTensor) else value.item()
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -197,9 +197,8 @@ def test_a_coupled_loss_is_tried_with_all_rows():
     batch = torch.randn(64, 32), torch.randn(64, 32)
     planned = plan(model, optimizer, objective, batch, memory="520KiB", margin=0)
     assert 0 < planned.micro_batch < 64
-    assert planned.peak(planned.micro_batch) == pytest.approx(
-        measured(model, optimizer, objective, batch, planned.micro_batch), rel=0.03
-    )
+    truth = measured(model, optimizer, objective, batch, planned.micro_batch)
+    assert 0.99 * truth <= planned.peak(planned.micro_batch) <= 1.05 * truth
 
 
 def test_a_margin_of_nonsense_is_refused():
@@ -235,27 +234,32 @@ def test_a_coupled_loss_has_a_curve_between_the_sizes_that_were_tried():
     model = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     coupled = Coupled(lambda twin, pair: (twin(pair[0]), twin(pair[1])), info_nce(temperature=0.5))
-    batch = torch.randn(512, 32), torch.randn(512, 32)
+    batch = torch.randn(64, 32), torch.randn(64, 32)
     planned = plan(model, optimizer, coupled, batch, memory="1GiB", checkpointing=False)
-    for size in (32, 128, 256):
+    for size in (1, 6, 24):
         truth = measured(model, optimizer, coupled, batch, size)
-        assert 0.99 * truth <= planned.peak(size) <= 1.1 * truth, size
+        assert 0.99 * truth <= planned.peak(size) <= 1.03 * truth, size
 
 
 def test_sums_in_the_parameters_own_dtype_are_chosen_only_where_fp32_does_not_fit_and_the_end_says_what_to_change():
-    model, optimizer = wide(device="meta", dtype=torch.bfloat16)
-    batch = rows()[0].bfloat16(), rows()[1]
-    both = {
-        sums: plan(model, optimizer, CLASSES, batch, memory="1GiB", device="cuda", sums=sums)
-        for sums in ("fp32", "param")
-    }
-    assert both["param"].least_bytes < both["fp32"].least_bytes
-    between = (both["param"].least_bytes + both["fp32"].least_bytes) // 2
-    chosen = plan(model, optimizer, CLASSES, batch, memory=between, margin=0, device="cuda", sums="auto")
+    layers = [nn.Linear(256, 256) for _ in range(6)]
+    model = nn.Sequential(*layers, nn.Linear(256, 4)).to(device="meta", dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(64, 256).bfloat16(), rows()[1]
+
+    def planned(memory, sums):
+        return plan(
+            model, optimizer, CLASSES, batch, memory=memory, device="cuda", sums=sums, margin=0, checkpointing=False
+        )
+
+    ample, less = (planned("1GiB", sums) for sums in ("fp32", "param"))
+    assert less.whole_bytes < ample.whole_bytes
+    between = max(less.whole_bytes, less.least_bytes) + (ample.whole_bytes - less.whole_bytes) // 2
+    chosen = planned(between, "auto")
     assert (chosen.sums, chosen.fits) == ("param", True)
     assert "0.018 after 256" in chosen.describe()
-    assert plan(model, optimizer, CLASSES, batch, memory="1GiB", device="cuda", sums="auto").sums == "fp32"
-    short = plan(model, optimizer, CLASSES, batch, memory=between, margin=0, device="cuda", sums="fp32")
+    assert planned("1GiB", "auto").sums == "fp32"
+    short = planned(between, "fp32")
     assert 'sums="param"' in short.describe().splitlines()[-1]
     assert chosen.describe().splitlines()[-1] == "Nothing has to be changed for it to fit."
 
@@ -275,4 +279,4 @@ def test_sums_in_bf16_lose_digits_that_fp32_keeps():
     Accumulator(exact, CLASSES, micro_batch=256).backward((batch[0].double(), batch[1]))
     truth = torch.cat([one.grad.flatten() for one in exact.parameters()])
     off = {sums: float((found - truth).norm() / truth.norm()) for sums, found in gradients.items()}
-    assert off["fp32"] < 0.01 < 2 * off["fp32"] < off["param"]
+    assert 3 * off["fp32"] < 0.012 < off["param"]

@@ -97,7 +97,7 @@ def test_memory_that_never_suffices_is_an_error_on_every_rank():
         assert rank.startswith("MemoryLimitError: memory ran out with a single row")
 
 
-def fitted(wrap: Wrap) -> dict[str, Any]:
+def fitted(wrap: Wrap, *, is_limited: bool = True) -> dict[str, Any]:
     """Each rank chooses for its own rows: the last has half the memory; the gradient is the whole batch's."""
     torch.manual_seed(1)
     model = network(torch.float64)
@@ -110,7 +110,7 @@ def fitted(wrap: Wrap) -> dict[str, Any]:
     F.cross_entropy(twin(batch[0]), batch[1]).backward()
     wrapped = wrap(model)
     buckets = sum(p.nbytes for p in model.parameters()) if wrap is ddp else 0
-    fit = Fit(memory + buckets, margin=0.0)
+    fit = Fit(memory + buckets, margin=0.0) if is_limited else Fit()
     Update(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.0), goal, micro_batch=fit)(rows)
     assert fit.choice is not None
     return {"size": fit.choice.size, "reason": fit.choice.reason, "error": error(wrapped, whole(twin))}
@@ -123,8 +123,14 @@ def test_fit_chooses_for_the_rows_of_each_rank_beside_the_buckets_of_ddp():
 
 
 def test_fit_doubles_where_a_sharded_model_cannot_be_planned_and_says_why():
-    told = on_ranks(2, fitted, fsdp)
+    told = on_ranks(2, fitted, fsdp, is_limited=False)
     for rank in told:
         assert rank["reason"].startswith("PlanError: this ")
         assert "is sharded by fully_shard" in rank["reason"]
     assert largest(told, "error") < 1e-12
+
+
+def test_fit_refuses_a_limit_where_a_sharded_model_cannot_be_planned():
+    for rank in raised_on_ranks(2, fitted, fsdp):
+        assert rank.startswith("MemoryLimitError: Fit(")
+        assert "is sharded by fully_shard" in rank

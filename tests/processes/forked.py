@@ -111,6 +111,7 @@ def _run(
     # as a shell in a terminal has them, whatever started pytest
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.chdir(cwd)
     os.environ.update(env)
     sys.exit(action(*arguments))

@@ -1,5 +1,8 @@
 """Copies that take none of the memory that is short."""
 
+import gc
+import warnings
+
 import torch
 from torch._subclasses import FakeTensorMode
 
@@ -23,3 +26,17 @@ def test_tensors_without_numbers_are_not_copied():
         fake = torch.empty(4)
     assert kept_aside(fake, spool)() is fake
     assert spool.num_bytes == 0
+
+
+def test_a_file_in_a_cycle_is_closed_with_it_and_nobody_is_warned():
+    spool = TensorFile()
+    spool.write(torch.zeros(8))
+    file = spool._file
+    spool.cycle = [spool, file]  # type: ignore[attr-defined]
+    gc.collect()
+    assert not file.closed
+    del spool
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gc.collect()
+    assert file.closed

@@ -69,16 +69,16 @@ def _count_leaves(batch: Batch) -> int:
     for path, other in counts:
         if other != count:
             raise BatchError(
-                f"the leaves of this batch disagree on the number of rows: {_spell(first_path)} has {count}, "
-                f"{_spell(path)} has {other}. Every tensor's dim 0 and every list of per-row objects must have one "
+                f"the leaves of this batch disagree on the number of rows: batch{first_path} has {count}, "
+                f"batch{path} has {other}. Every tensor's dim 0 and every list of per-row objects must have one "
                 "entry per row; put a constant in as a number or a 0-dim tensor, and lists of ragged tensors beside "
                 "a tensor with one entry per row."
             )
     if count == 0:
-        raise BatchError(f"this batch is empty: {_spell(first_path)} has 0 rows. Give at least one row, or skip it.")
+        raise BatchError(f"this batch is empty: batch{first_path} has 0 rows. Give at least one row, or skip it.")
     if not has_array(batch):
         raise BatchError(
-            f"this batch holds no tensor: {_spell(first_path)} is a list of {count} per-row objects. Give at least one "
+            f"this batch holds no tensor: batch{first_path} is a list of {count} per-row objects. Give at least one "
             "tensor whose dim 0 is the rows; tokenise or collate before the batch is cut."
         )
     _check_sequences(batch, count)
@@ -243,8 +243,8 @@ def _check_sequences(batch: Batch, count: int, path: str = "") -> None:
             continue
         if is_array(child) and len(child.shape) > 0 and child.shape[0] != count:
             raise BatchError(
-                f"the leaves of this batch disagree on the number of rows: the batch has {count}, {_spell(where)} "
-                f"has {child.shape[0]}, and {_spell(path)} is a list of {len(batch)}. A list must hold columns of "
+                f"the leaves of this batch disagree on the number of rows: the batch has {count}, batch{where} "
+                f"has {child.shape[0]}, and batch{path} is a list of {len(batch)}. A list must hold columns of "
                 f"{count} rows or {count} per-row objects."
             )
         _check_sequences(child, count, where)
@@ -262,7 +262,7 @@ def _check_one_reading(batch: Batch, count: int, path: str = "") -> None:
         if is_sequence(child) and is_per_row(child, count):
             continue
         if is_sequence(child) and len(child) == count > 1 and has_array(child) and _are_columns(child, count):
-            raise _two_readings(_spell(where), count, count)
+            raise _two_readings(f"batch{where}", count, count)
         _check_one_reading(child, count, where)
 
 
@@ -271,10 +271,6 @@ def _two_readings(what: str, length: int, count: int) -> BatchError:
         f"{what} can be read in two ways: {length} objects, one per row; or {length} columns of {count} rows each. For one "
         "object per row, mark it in the collate_fn, as anybatch.SampleList(...); for columns, make it a dict."
     )
-
-
-def _spell(path: str) -> str:
-    return f"batch{path}"
 
 
 def _describe(batch: Batch) -> str:

@@ -52,7 +52,7 @@ def _join(parts: list[Batch], path: str) -> Batch:
     for number, other in enumerate(steps):
         if other != steps[-1]:
             raise BatchError(
-                f"the parts are not nested alike: {_spell(path)} holds {other} in part {number} and {steps[-1]} in part "
+                f"the parts are not nested alike: batch{path} holds {other} in part {number} and {steps[-1]} in part "
                 f"{len(parts) - 1}. Return the same nesting for every micro-batch; ragged rows can be padded to one length."
             )
     columns = [[child for _, child in items or ()] for items in held]
@@ -68,7 +68,7 @@ def _join_tensors(parts: list[Batch], path: str) -> Tensor:
         return parts[-1]  # type: ignore[no-any-return]
     if any(not isinstance(shape, tuple) or shape[1:] != tuple(last.shape[1:]) or not shape for shape in shapes):
         raise BatchError(
-            f"{_spell(path)} has shapes {', '.join(map(str, shapes))} in the micro-batches, which differ beyond dim 0: they "
+            f"batch{path} has shapes {', '.join(map(str, shapes))} in the micro-batches, which differ beyond dim 0: they "
             "cannot be joined. Make every row alike, for example by padding to one length."
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -83,7 +83,7 @@ def _single(parts: list[Batch], path: str) -> Batch:
             is_same = part is last or bool(part == last)
         if not is_same:
             raise BatchError(
-                f"{_spell(path)} belongs to no row, but is {part!r} in part {number} and {last!r} in the last. Give it one "
+                f"batch{path} belongs to no row, but is {part!r} in part {number} and {last!r} in the last. Give it one "
                 "entry per row (dim 0), or the same value in every micro-batch."
             )
     return last
@@ -92,7 +92,3 @@ def _single(parts: list[Batch], path: str) -> Batch:
 def _holds_objects(sequence: Batch) -> bool:
     """True of lists of strings, numbers and other single objects: one per row."""
     return all(not isinstance(item, Tensor) and children(item) is None for item in sequence) and len(sequence) > 0
-
-
-def _spell(path: str) -> str:
-    return f"batch{path}"

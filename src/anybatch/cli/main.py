@@ -24,6 +24,8 @@ def main() -> NoReturn:
     """Run the command line of this process and leave with its exit code."""
     # the profiler of torch writes lines about itself to stderr unless told not to, before it is loaded
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    if find_launch() is None:  # on many ranks, what torch says of its collectives is to be seen
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import WindowError
-from anybatch.low_precision import is_low, is_true
+from anybatch.low_precision import is_low, number_in
 from anybatch.parallel import is_sharded, own_part
 from anybatch.torch_inside import multiply_each_, run_engine
 
@@ -181,7 +181,7 @@ def _scale_each(grads: Sequence[Tensor], factor: float) -> None:
 
 def all_finite(grads: Iterable[Tensor | None]) -> bool:
     """True if no gradient holds inf or nan; of a sharded one, what this rank has of it. Waits for the device."""
-    return all(is_true(_values(grad).isfinite().all()) for grad in grads if grad is not None)
+    return all(number_in(_values(grad).isfinite().all()) for grad in grads if grad is not None)
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -53,7 +53,9 @@ def prepared_update(
             f"this model is spread over {ranks} of {accelerator.num_processes} processes, so that their gradients would never "
             "meet. Give Update what accelerator.prepare(model) returned."
         )
-    for loader in accelerator._dataloaders:
+    for loader in getattr(
+        accelerator, "_dataloaders", ()
+    ):  # what it prepared has no public name; without it none is looked at
         _check_loader(loader, accelerator.num_processes)
     options = {"scaler": accelerator.scaler} | options
     return Update(model, optimizer, objective, micro_batch=micro_batch, scheduler=scheduler, **options)

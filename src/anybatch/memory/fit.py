@@ -11,7 +11,6 @@ from torch import Tensor
 from anybatch.batches import (
     Auto,
     Batch,
-    Choice,
     Doubling,
     MicroBatches,
     Rows,
@@ -24,47 +23,13 @@ from anybatch.batches import (
     tensors,
 )
 from anybatch.errors import MemoryLimitError, SplitError, first_line
+from anybatch.memory.fitted import Fitted
 from anybatch.memory.measured_rows import MeasuredRows
 from anybatch.memory.planning import MARGIN, plan
 from anybatch.memory.predicting import Plan
 from anybatch.memory.tracing import optimizer_tensors
+from anybatch.parallel import is_sharded
 from anybatch.sizes import parse_bytes, show_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """The micro-batch that fits, and how that is known."""
-
-    kind: Literal["rows", "tokens"]
-    """What `size` counts."""
-    size: int
-    """At most this many rows, or tokens with padding, per micro-batch."""
-    plan: Plan | None
-    """The prediction; None where there could be none."""
-    reason: str
-    """Why there could be no prediction."""
-    fastest: Choice | None
-    """What was found to be the fastest within `size`, where it was asked for."""
-    retries: int
-    """How often memory ran out all the same, and the micro-batch was halved."""
-    measured: int = 0
-    """What the last batch took in bytes, where it could not be predicted and was measured instead."""
-
-    def describe(self) -> str:
-        """In words: what was chosen, and why."""
-        size = f"{self.size} {self.kind} per micro-batch"
-        if self.plan is None:
-            how = "found by doubling until memory ran out"
-            if self.measured:
-                how = f"measured while training ({show_bytes(self.measured)} in the last batch), below the limit"
-            text = f"{size}, {how}, because it could not be predicted: {self.reason}"
-        else:
-            peak = self.plan.peak_bytes if self.size == self.plan.micro_batch else self.plan.peak(self.size)
-            room = f"{show_bytes(self.plan.memory)} less {self.plan.margin:.0%}"
-            text = f"{size} at most, predicted to need {show_bytes(peak)} of {room} ({self.plan.method})"
-        if self.retries:
-            text += f"; memory ran out {self.retries} times all the same"
-        return f"{text}. " + self.fastest.describe() if self.fastest is not None else f"{text}."
 
 
 class Fit:
@@ -77,7 +42,8 @@ class Fit:
 
     Predicting takes seconds, once: it is repeated only for batches with more rows, or longer ones, than any before. Where
     an update cannot be predicted, rows double from batch to batch: below `memory`, measured while they run, or where that is
-    None, until memory runs out. `choice` says which way it went.
+    None, until memory runs out. What cannot be measured either, because it is sharded, is refused with a `memory`. `choice`
+    says which way it went.
     """
 
     def __init__(
@@ -222,7 +188,14 @@ class Fit:
                 checkpointing=False,
                 running=workload.running,
             )
-        except Exception as error:  # an odd model is no reason not to train it
+        except (
+            Exception
+        ) as error:  # an odd model is no reason not to train it, unless that would break a word that was given
+            if self.memory is not None and any(is_sharded(one) for one in workload.model.parameters()):
+                raise MemoryLimitError(
+                    f"{self!r} cannot be kept: what an update takes could not be predicted ({first_line(error)}), nor is it "
+                    "measured where ranks hold parts of a model. Give micro_batch=n, in rows; or Fit(), which doubles."
+                ) from error
             most = self.most.size if isinstance(self.most, Rows) else None
             return _Fitting(shape, self._growing(workload, most), "rows", 1, reason=first_line(error))
         if not found.fits and self.memory is not None:

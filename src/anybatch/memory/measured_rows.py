@@ -14,9 +14,9 @@ from anybatch.sizes import show_bytes
 class MeasuredRows:
     """One row in the first batch, at most twice as many in each that follows, and never more than `limit` bytes.
 
-    For updates that cannot be predicted: while they run, every storage that an op returns is followed. Bytes after each op are
-    linear in the rows, and no op has less than what stands, so the peak of more rows is at most `standing + (peak - standing)
-    * rows / measured rows`. `standing()` gives weights, buffers and the optimizer's state.
+    For updates that cannot be predicted: while they run, every storage that an op returns is followed. What an op has beyond
+    what stands is linear in the rows and not negative, so `taken` bytes at `rows` rows are at most `taken * n / rows` at n.
+    `standing()` gives weights, buffers and the optimizer's state, which are asked before each batch, since steps add to them.
     """
 
     def __init__(self, limit: int, standing: Callable[[], Iterable[Tensor]], most: int | None = None) -> None:
@@ -26,16 +26,24 @@ class MeasuredRows:
         """Bytes of the last batch, as measured."""
         self._standing = standing
         self._most = most
+        self._stands = 0
         self._batch_bytes = 0
+        self._per_row = 0.0
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`, at the size of the moment."""
-        if self.size == 1 and self.peak > self.limit:
+        """The micro-batches of `batch`, at the size that what was measured last allows."""
+        self._batch_bytes = bytes_of(tensors(batch))
+        standing = list(self._standing())
+        self._stands = bytes_of(standing) + self._batch_bytes
+        least = self._stands + round(self._per_row or bytes_of(one for one in standing if one.requires_grad))
+        if least > self.limit:
             raise MemoryLimitError(
-                f"a batch in micro-batches of a single row took {show_bytes(self.peak)}, and {show_bytes(self.limit)} are "
+                f"a batch in micro-batches of a single row takes {show_bytes(least)} or more, and {show_bytes(self.limit)} are "
                 "allowed. Allow more, use shorter rows, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
             )
-        self._batch_bytes = bytes_of(tensors(batch))
+        if self._per_row:
+            allowed = int((self.limit - self._stands) / self._per_row)
+            self.size = min(2 * self.size, allowed, self._most or allowed)
         return Rows(self.size).cut(batch)
 
     @contextmanager
@@ -47,12 +55,9 @@ class MeasuredRows:
         self.peak = recorder.timeline.peak
 
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
-        """Take note of what the micro-batches that were cut last have taken, and choose the next size by it."""
-        if len(ran) == 1 and self.peak <= self.limit:
-            return
-        standing = bytes_of(self._standing()) + self._batch_bytes
-        most = int(self.size * max(self.limit - standing, 0) / max(self.peak - standing, 1))
-        self.size = max(min(2 * self.size, most, self._most or most), 1)
+        """Take note of what the micro-batches that were cut last have taken."""
+        self.size = max(len(rows) for rows in ran.row_numbers)
+        self._per_row = max(self.peak - self._stands, 1) / self.size
 
     def shrink(self, ran: MicroBatches) -> "MeasuredRows | None":
         """Half of what did not fit, and never more than that; None where that was one row."""
@@ -60,4 +65,5 @@ class MeasuredRows:
         if largest == 1:
             return None
         self.size = self._most = largest // 2
+        self._per_row = 0.0
         return self

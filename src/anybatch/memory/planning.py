@@ -85,21 +85,12 @@ def plan(
             sums=sums,
         )
     if running.sums == "auto":
-        in_fp32, in_param = (
-            partial(
-                plan,
-                *(model, optimizer, objective, batch),
-                memory=room + bucket_bytes,
-                device=device,
-                split=split,
-                margin=margin,
-                checkpointing=checkpointing,
-                running=replace(running, sums=each),
-            )
-            for each in ("fp32", "param")
+        again = partial(
+            plan, model, optimizer, objective, batch, memory=room + bucket_bytes, device=device, split=split
         )
-        found = in_fp32()
-        return found if found.fits else in_param()
+        again = partial(again, margin=margin, checkpointing=checkpointing)
+        in_fp32 = again(running=replace(running, sums="fp32"))
+        return in_fp32 if in_fp32.fits else again(running=replace(running, sums="param"))
     with keeping_random_states():
         source = micro_batch_source_of(batch, split if isinstance(split, Tokens) else None)
         is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))

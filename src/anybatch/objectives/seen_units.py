@@ -13,20 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.batches import Batch
 from anybatch.errors import LossError, UnitsError
-from anybatch.objectives.criteria import Rule, class_units, element_units, row_units
+from anybatch.objectives.criteria import FUNCTIONAL_RULES, Rule, element_units, row_units
 from anybatch.objectives.metrics import Number
 from anybatch.objectives.objective import Loss, Objective, loss_and_metrics, numbers_of
 from anybatch.objectives.part_losses import SeenLoss
 
 MEANS: Mapping[Any, Rule] = {
-    F.cross_entropy: class_units,
-    F.nll_loss: class_units,
-    F.l1_loss: element_units,
-    F.mse_loss: element_units,
-    F.smooth_l1_loss: element_units,
-    F.huber_loss: element_units,
-    F.binary_cross_entropy: element_units,
-    F.binary_cross_entropy_with_logits: element_units,
+    **FUNCTIONAL_RULES,
     F.poisson_nll_loss: element_units,
     F.gaussian_nll_loss: element_units,
     F.soft_margin_loss: element_units,

@@ -11,7 +11,7 @@ from anybatch.passes import Accumulator, has_rows
 from anybatch.proof.cases import leaving_untouched, make_case, why_not_float64
 from anybatch.proof.comparing import unit_of, verify
 from anybatch.proof.cuts import uneven_cut
-from anybatch.proof.first_look import PENDING, FirstLook, by_kind, spread_evenly
+from anybatch.proof.first_look import PENDING, FirstLook, by_kind, looked_together, spread_evenly
 from anybatch.proof.floor import floor_of, relative
 from anybatch.state import outer_random
 
@@ -38,19 +38,7 @@ def self_check(accumulator: Accumulator, batch: Batch) -> FirstLook:
             "check=True runs a copy of the model, and one sharded by fully_shard cannot be copied. Call verify() on the model "
             "before it is sharded, and use check='off'."
         )
-    found, problem = PENDING, None
-    try:
-        found = _look_at(accumulator, batch)
-    except Exception as error:
-        problem = error
-    is_refused = accumulator.engine.ranks.any(problem is not None)
-    if problem is not None:
-        raise problem
-    if is_refused:
-        raise ExactnessError(
-            "the self-check of the first batch failed on another rank, which says why; nothing was changed."
-        )
-    return found
+    return looked_together(accumulator.engine.ranks, lambda: _look_at(accumulator, batch))
 
 
 def _look_at(accumulator: Accumulator, batch: Batch) -> FirstLook:

@@ -44,7 +44,7 @@ class MovingBuffers:
         buffers: dict[Slot, Held] = {}
         keep = self._keep()
         for slot, tensor in self._slots():
-            version = -1 if tensor is None else _version(tensor)
+            version = -1 if tensor is None else num_writes(tensor)
             buffers[slot] = (tensor, None if tensor is None else self._copy(slot, tensor, version, keep))
             known[slot] = (tensor, version)
         if known.keys() != self._known.keys():
@@ -94,7 +94,7 @@ class MovingBuffers:
 
     def _has_moved(self, slot: Slot, tensor: Tensor) -> bool:
         known, version = self._known[slot]
-        return slot in self._moving or known is not tensor or version != _version(tensor)
+        return slot in self._moving or known is not tensor or version != num_writes(tensor)
 
     def _differs_from_first(self, slot: Slot, tensor: Tensor) -> bool:
         """True of a buffer that the first batch changed through `.data`, which no version tells of."""
@@ -121,8 +121,3 @@ class MovingBuffers:
         if not has_accelerator():
             return set()
         return {tensor.device for top in self._modules for tensor in (*top.parameters(), *top.buffers())}
-
-
-def _version(tensor: Tensor) -> int:
-    """How often the tensor was written to; what was made in inference mode does not count, and cannot be written to."""
-    return 0 if tensor.is_inference() else num_writes(tensor)

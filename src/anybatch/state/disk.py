@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable
 from threading import Lock
 from typing import BinaryIO
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -26,13 +27,11 @@ class TensorFile:
     def __reduce__(self) -> tuple[type["TensorFile"], tuple[()]]:
         return TensorFile, ()  # a copy has a file of its own
 
-    def __del__(self) -> None:
-        self.close()
-
     def write(self, flat: Tensor) -> tuple[int, int]:
         """Append the bytes; where they are, and how many."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            finalize(self, self._file.close)  # and not by __del__: in a cycle, the file would be collected before it
         place = self.num_bytes, flat.nbytes
         self._transfer(self._file.write, flat, self.num_bytes)
         self.num_bytes += flat.nbytes

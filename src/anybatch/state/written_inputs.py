@@ -20,12 +20,12 @@ class WriteWatch:
     @classmethod
     def of(cls, rows: Batch) -> "WriteWatch":
         """The rows now."""
-        return cls(rows, tuple(_writes(tensor) for _, tensor in _tensors(rows)))
+        return cls(rows, tuple(num_writes(tensor) for _, tensor in _tensors(rows)))
 
     def check(self, why: str) -> None:
         """Refuse rows that were written to since; `why` says what needs them as they were."""
         for (path, tensor), before in zip(_tensors(self.rows), self.writes, strict=True):
-            if _writes(tensor) != before:
+            if num_writes(tensor) != before:
                 raise BatchError(
                     f"the forward writes into its input: batch{path} of shape {tuple(tensor.shape)} was changed in place, and "
                     f"{why} on rows that are no longer the batch's. Do not change the batch: x = x * 2 instead of x *= 2, "
@@ -44,8 +44,3 @@ def _tensors(rows: Batch, path: str = "") -> Iterator[tuple[str, Tensor]]:
         rows = rows.micro_batches
     for step, child in children(rows) or ():
         yield from _tensors(child, path + step)
-
-
-def _writes(tensor: Tensor) -> int:
-    """What was made in inference mode does not count its writes."""
-    return 0 if tensor.is_inference() else num_writes(tensor)

@@ -45,8 +45,6 @@ STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 """The attribute of parameters that torch's optimizer in backward steps."""
 op_name: Callable[[Any], str] = attrgetter("_schema.name")
 """What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
-num_writes: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was written to in place."""
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells one living storage from another."""
 without_dynamo = _disable_dynamo
@@ -77,6 +75,11 @@ outputs_of: Callable[[Any], list[Any]] = attrgetter("_input_metadata")
 """What a node of the graph computed, each with its shape."""
 read_layout = torch.serialization._get_layout
 """What a pickled layout, such as `torch.strided`, is read with."""
+
+
+def num_writes(tensor: Tensor) -> int:
+    """How often a tensor was written to in place; 0 of what was made in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def inside_compiled(model: nn.Module) -> nn.Module | None:

@@ -1,8 +1,9 @@
 """Batches that grow from epoch to epoch, and the learning rate and beta2 that follow them."""
 
 import math
-from collections.abc import Callable, Mapping
-from itertools import count
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Literal
 
 from torch.optim import Optimizer
@@ -51,21 +52,26 @@ class BatchSchedule:
         return -(-self._rows // self.batch(epoch))
 
     def updates_before(self, epoch: int) -> int:
-        """The updates of all epochs before this one."""
-        return sum(map(self.updates_of, range(1, epoch)))
+        """The updates of all epochs before this one.
+
+        >>> [BatchSchedule({1: 500, 3: 1000}, 1000).updates_before(epoch) for epoch in (1, 2, 3, 10**9)]
+        [0, 2, 4, 1000000001]
+        """
+        return sum(max(min(end, epoch) - first, 0) * self.updates_of(first) for first, end in self._stretches())
 
     def epoch_at(self, update: int) -> int:
         """The epoch of this update, counted from 0.
 
-        >>> [BatchSchedule({1: 500, 2: 1000}, 1000).epoch_at(update) for update in range(4)]
-        [1, 1, 2, 3]
+        >>> [BatchSchedule({1: 500, 2: 1000}, 1000).epoch_at(update) for update in (0, 1, 2, 3, 10**9)]
+        [1, 1, 2, 3, 1000000000]
         """
-        left = update
-        for epoch in count(1):
-            left -= self.updates_of(epoch)
-            if left < 0:
-                return epoch
-        raise AssertionError("epochs do not end")
+        begins = [first for first, _ in self._stretches() if self.updates_before(first) <= update]
+        first = begins[-1]
+        return first + (update - self.updates_before(first)) // self.updates_of(first)
+
+    def _stretches(self) -> Iterable[tuple[int, int]]:
+        """Epochs of equal batches, each stretch by its first epoch and the first of the next."""
+        return pairwise([*self.steps, sys.maxsize])
 
     def position(self, update: int) -> float:
         """Where this update would be if all batches had the size of the first: so decay goes by rows, not by updates."""

@@ -13,6 +13,7 @@ from anybatch.errors import NonFiniteError, UpdateError
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
 from anybatch.faces import one_of
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
+from anybatch.low_precision import number_in
 from anybatch.noise import noise_record
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
@@ -245,7 +246,7 @@ class Update:
     def _is_finite(self, grad_norm: Tensor) -> bool:
         if self.running.on_nonfinite == "ignore" and self.scaler is None:
             return True
-        return math.isfinite(once_more(grad_norm.item))
+        return math.isfinite(once_more(lambda: number_in(grad_norm)))
 
     def _raises(self) -> bool:
         """True where a gradient that is not finite is an error: with a scaler it is an overflow, as it is meant to be."""

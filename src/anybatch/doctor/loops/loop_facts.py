@@ -4,6 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+CRITERIA = (
+    "NllLoss",
+    "MseLoss",
+    "BinaryCrossEntropy",
+    "SmoothL1Loss",
+    "HuberLoss",
+    "SoftMarginLoss",
+    "MultiMarginLoss",
+    "MultilabelMarginLoss",
+    "CtcLoss",
+    "KlDiv",
+)
+"""How torch's autograd nodes of losses begin, which reduce over their terms themselves."""
 Probe = Mapping[str, tuple[float, ...]]
 """Some numbers of some gradients, by parameter."""
 

@@ -5,18 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from anybatch.doctor.loops.loop_facts import LoopUpdate, LossPass, LossTerm, Probe
+from anybatch.doctor.loops.loop_facts import CRITERIA, LoopUpdate, LossPass, LossTerm, Probe
 
-CRITERIA = (
-    "NllLoss",
-    "MseLoss",
-    "BinaryCrossEntropy",
-    "SmoothL1Loss",
-    "HuberLoss",
-    "SoftMarginLoss",
-    "MultiMarginLoss",
-    "CtcLoss",
-)
 SAME = 0.02
 """Relative difference below which two weights are the same."""
 BY_HAND = 0.05

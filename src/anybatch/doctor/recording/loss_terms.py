@@ -11,23 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.doctor.loops import CRITERIA
 from anybatch.torch_inside import SAVED, outputs_of
 
 MOST_NODES = 400
 MEAN, SUM = 1, 2
 """How torch's criteria number their reductions."""
-CRITERIA = (
-    "NllLoss",
-    "MseLoss",
-    "BinaryCrossEntropy",
-    "SmoothL1Loss",
-    "HuberLoss",
-    "SoftMarginLoss",
-    "MultiMarginLoss",
-    "MultilabelMarginLoss",
-    "CtcLoss",
-    "KlDiv",
-)
 
 
 def saved_by(node: Any, name: str) -> Any:

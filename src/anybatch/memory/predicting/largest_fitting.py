@@ -138,10 +138,15 @@ def _climb(tried: Callable[[int], int], limit: int, most: int, standing: int) ->
 
 
 def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:
-    """Only the sizes that were tried at full length, without a prediction for those between them."""
-    one, longest = peaks.row_length, trials.source.longest
-    tried = sorted((rows * one, peak) for (rows, length), peak in trials.tried.items() if length == longest)
-    return replace(peaks, envelope=None, tried=tuple(tried))
+    """Only the sizes that were tried at full length, less what `peaks` adds for each micro-batch where all of them ran."""
+    one, longest, count = peaks.row_length, trials.source.longest, trials.source.num_rows
+    further = {rows: max(-(-count // rows) - 2, 0) * trials.is_together for rows, _ in trials.tried}
+    tried = [
+        (rows * one, peak - peaks.left_behind * further[rows])
+        for (rows, length), peak in trials.tried.items()
+        if length == longest
+    ]
+    return replace(peaks, envelope=None, tried=tuple(sorted(tried)))
 
 
 def _some_of(lengths: list[int]) -> tuple[int, ...]:

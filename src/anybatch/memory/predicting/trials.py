@@ -69,7 +69,12 @@ class Trials:
         return self._smallest
 
     def left_behind(self) -> int:
-        """What each further micro-batch leaves until the end of the update: BatchNorm's statistics, waiting to be merged."""
+        """What each further micro-batch leaves until the end of the update.
+
+        BatchNorm's statistics, waiting to be merged; the random state that the second forward of a coupled loss starts from.
+        """
+        if isinstance(self.setup.parts[2], Coupled):
+            return torch.get_rng_state().nbytes
         if self.is_together or not any(isinstance(module, BatchNormLayer) for module in self.setup.parts[0].modules()):
             return 0
         shape = self.small_sizes[0], self.source.longest
@@ -85,8 +90,11 @@ class Trials:
         """An update in micro-batches of this shape: two of them, or as many as the batch has if they meet."""
         if shape in self.seen:
             return self.seen[shape]
-        self.seen[shape] = timeline = self.probe(*self._cut(shape))
+        parts = self._cut(shape)
+        self.seen[shape] = timeline = self.probe(*parts)
         self.tried[shape] = timeline.peak
+        if self.method == "fake tensors" and isinstance(self.setup.parts[2], Coupled):  # no op makes a random state
+            self.tried[shape] += self.left_behind() * len(parts)
         if self.probe is self.fake:
             self.kinds[shape] = self.fake.recorder.breakdown()
             cached = reserved_for(self.fake.recorder.allocations())

@@ -1,6 +1,6 @@
 """The guard of an `Update`: do the losses of a few rows add up? Forwards only; where they do not, `verify` decides."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,6 +8,7 @@ import torch
 
 from anybatch.batches import Batch, MicroBatches, Tokens, take_rows
 from anybatch.errors import ExactnessError, first_line
+from anybatch.parallel import Ranks
 from anybatch.passes import Accumulator
 from anybatch.proof.first_look.chosen_rows import Piece, Sample, choose_rows, whole_micro_batches
 from anybatch.proof.first_look.forwards import Forwards, NotJudgedError
@@ -56,16 +57,21 @@ def look_first(accumulator: Accumulator, batch: Batch) -> FirstLook:
     """
     if accumulator.engine.is_even:
         return FirstLook(finding="not judged", reason="the model is sharded, and a forward of it takes all ranks")
+    return looked_together(accumulator.engine.ranks, lambda: _look(accumulator, batch))
+
+
+def looked_together(ranks: Ranks, look: Callable[[], FirstLook]) -> FirstLook:
+    """What `look` finds in the rows of this rank; where it raises on one rank, all raise."""
     found, problem = PENDING, None
     try:
-        found = _look(accumulator, batch)
-    except ExactnessError as error:
+        found = look()
+    except Exception as error:
         problem = error
-    is_refused = accumulator.engine.ranks.any(problem is not None)
+    is_refused = ranks.any(problem is not None)
     if problem is not None:
         raise problem
     if is_refused:
-        raise ExactnessError("the first batch did not add up on another rank, which says why; nothing was changed.")
+        raise ExactnessError("the look at the first batch failed on another rank, which says why; nothing was changed.")
     return found
 
 
