@@ -6,6 +6,7 @@ from anybatch.memory.predicting.memory_plan import Breakdown, Checkpointing, Pla
 from anybatch.memory.predicting.micro_batch_source import MicroBatchSource, micro_batch_source_of
 from anybatch.memory.predicting.notes import notes_for
 from anybatch.memory.predicting.trials import Trials, start_trials
+from anybatch.memory.predicting.ways_to_fit import WayToFit, find_ways, model_bytes
 
 __all__ = [
     "Breakdown",
@@ -15,9 +16,12 @@ __all__ = [
     "Plan",
     "SizePeak",
     "Trials",
+    "WayToFit",
     "checkpointed",
     "find_largest_fitting",
+    "find_ways",
     "micro_batch_source_of",
+    "model_bytes",
     "notes_for",
     "repeated_blocks",
     "start_trials",
