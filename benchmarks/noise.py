@@ -122,7 +122,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
         0.03,
         {"sgd": 0.1, "adam": 1e-3},
     ),
-    "text": lambda: Problem(CausalText, functions(), 0.9, {"sgd": 0.1, "adam": 1e-3}, num_judged=300),
+    "text": lambda: Problem(CausalText, functions(), 0.9, {"sgd": 0.4, "adam": 8e-3}, num_judged=300),
 }
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.0),
