@@ -66,3 +66,19 @@ def test_spectral_norm_and_instance_norm_advance_once_over_all_ranks():
     told = on_ranks(2, steps_in_forward)
     assert largest(told, "error") <= 1e-12
     assert largest(told, "buffers") <= 1e-12
+
+
+def buffered() -> dict[str, float]:
+    """Rank 0 runs two passes and rank 1 one; from the second batch on DDP sums in the last pass itself."""
+    model, batch = network(), labelled(12)
+    model.register_buffer("sent_by_ddp", torch.zeros(1))
+    reference = whole_batch_gradient(model, lambda twin, rows: F.cross_entropy(twin(rows[0]), rows[1]), batch)
+    accumulator = Accumulator(ddp(model), supervised(nn.CrossEntropyLoss()), micro_batch=5)
+    for _ in range(3):
+        accumulator.model.zero_grad()
+        accumulator.backward(own(batch, (10, 2)))
+    return {"error": error(accumulator.model, reference)}
+
+
+def test_buffers_are_sent_before_any_pass_so_that_no_rank_waits_elsewhere():
+    assert largest(on_ranks(2, buffered), "error") <= 1e-6

@@ -172,13 +172,20 @@ class Fit:
         last.size = max(largest // 2, 1)
         return self
 
+    @property
+    def bound(self) -> int:
+        """The largest micro-batch that batches like the last one may be cut to."""
+        assert self._last is not None
+        return self._last.size
+
     def resized(self, size: int) -> "Fit":
         """This split, with micro-batches of at most `size` for batches like the last one, and not more than was chosen."""
         last = self._last
         assert last is not None
         resized = getattr(last.split, "resized", None)
         last.size = min(size, last.chosen)
-        last.split = last.asked if size >= last.chosen or resized is None else resized(size)
+        is_asked = size >= last.chosen and last.split is not last.asked  # one that changes itself is told of the size
+        last.split = last.asked if is_asked or resized is None else resized(size)
         return self
 
     def _shape_of(self, batch: Batch) -> "_Shape":

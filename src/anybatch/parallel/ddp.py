@@ -42,14 +42,13 @@ class Replicated:
             )
         why = needs.own_reduction or self._low_precision()
         is_done = is_proven and not (leaves_out and any(module.find_unused_parameters for module in self.modules))
-        if why is None and (is_done or any(comm_hooks(module) for module in self.modules)):
-            return Reduced(self.modules, self.ranks)
+        is_reduced = why is None and (is_done or any(comm_hooks(module) for module in self.modules))
         for module in self.modules:
-            _check_hooks(module, why)
-        # once for all passes of a batch, because ranks may run different numbers of forwards
-        for module in self.modules:
+            if not is_reduced:
+                _check_hooks(module, why)
+            # ahead of all passes of a batch: the first of one rank may be the last of another, which waits for the others there
             sync_buffers_once(module)
-        return Bucketed(self.modules, self.ranks)
+        return Reduced(self.modules, self.ranks) if is_reduced else Bucketed(self.modules, self.ranks)
 
     def _low_precision(self) -> str | None:
         """Why DDP's reducer cannot be used for these parameters: it sums in their own dtype."""
