@@ -233,7 +233,9 @@ class _Machine:
 
     def run(self) -> Run:
         setting, found = self.setting, self.found
-        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: max(0.0, 1 - done / max(self.total, 1)))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: max(0.0, 1 - done / max(self.total, 1))
+        )
         watched = replace_methods(step=self.step, zero_grad=self.zero_grad)
         self.names |= {
             "model": self.model,
