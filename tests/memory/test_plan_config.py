@@ -50,7 +50,7 @@ def too_large(config):
 
 
 def peak_of(planned, words):
-    return next(way.peak for way in planned.ways if words in way.change)
+    return next(way.peak for way in planned.ways_to_fit if words in way.change)
 
 
 def test_a_config_is_planned_to_the_byte_of_the_model_with_weights(too_large):
@@ -60,36 +60,37 @@ def test_a_config_is_planned_to_the_byte_of_the_model_with_weights(too_large):
 
 
 def test_each_way_needs_what_a_plan_with_that_change_needs(too_large):
-    assert peak_of(too_large, 'sums="param"') == pytest.approx(
-        of_real_weights(memory="4MiB", checkpointing=False, sums="param").least_bytes, rel=1e-5
-    )
-
-    def fused(parameters):
+    def by_parameter(parameters):
         return torch.optim.AdamW(parameters, foreach=False)
 
-    by_parameter = of_real_weights(memory="4MiB", checkpointing=False, optimizer=fused).least_bytes
-    assert peak_of(too_large, "fused=True") == pytest.approx(by_parameter, rel=0.01)
+    summed_low = of_real_weights(memory="4MiB", checkpointing=False, sums="param")
+    stepped = of_real_weights(memory="4MiB", checkpointing=False, optimizer=by_parameter)
+    # a cast that is no longer needed is still counted
+    assert summed_low.least_bytes <= peak_of(too_large, 'sums="param"') <= 1.03 * summed_low.least_bytes
+    assert stepped.least_bytes <= peak_of(too_large, "fused=True") <= 1.03 * stepped.least_bytes
     assert peak_of(too_large, "checkpointing the 2 LlamaDecoderLayer") == too_large.checkpointing.peak
     # the state in bf16 is two bytes for each number, of which one stays, with its scales
     state = too_large.breakdown.optimizer
-    assert too_large.least_bytes - peak_of(too_large, "8 bits") <= state * (1 - 0.5 - 1 / 128)
+    saved = too_large.least_bytes - peak_of(too_large, "8 bits")
+    assert saved == pytest.approx(state * (1 / 2 - 1 / 128), rel=1e-3)
 
 
 def test_the_last_sentence_names_ways_that_fit_and_no_other(too_large):
     last = too_large.describe().splitlines()[-1]
     assert last.startswith("Any of these makes one row fit: ")
-    fitting = [way for way in too_large.ways if way.fits]
+    fitting = [way for way in too_large.ways_to_fit if way.fits]
     assert fitting
     assert all(way.peak <= too_large.limit for way in fitting)
-    assert not any(f"{way.change} (" in last for way in too_large.ways if not way.fits)
-    nothing = last_sentence([replace(way, fits=False) for way in too_large.ways], is_fitting=False)
+    told = last.removeprefix("Any of these makes one row fit: ").split("; ")
+    assert not any(said.startswith(f"{way.change} (") for said in told for way in too_large.ways_to_fit if not way.fits)
+    nothing = last_sentence([replace(way, fits=False) for way in too_large.ways_to_fit], is_fitting=False)
     assert nothing.startswith("Nothing here makes one row fit: use shorter rows, or a smaller model. The least is ")
 
 
 def test_auto_takes_other_sums_where_fp32_does_not_fit(config, capsys, too_large):
     low = peak_of(too_large, 'sums="param"')
     between = f"{(low + too_large.least_bytes) / 2 / 0.95 / 1024:.0f}KiB"
-    asked = ["plan", "--model", str(config), "--tokens", "48", "--rows", "6", "--memory", between, "--checkpointing"]
+    asked = ["plan", "--model", str(config), "--tokens", "48", "--rows", "6", "--memory", between]
     assert run([*asked, "--sums", "auto", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["fits"], found["sums"]) == (True, "param")

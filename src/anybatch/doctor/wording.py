@@ -27,7 +27,12 @@ def describe(diagnosis: Diagnosis) -> str:
     instead = next((ours for finding in diagnosis.findings if (ours := _parts(finding.fix)[1])), "")
     if instead:
         lines += ["", f"With {instead.removeprefix('or, with ')}"]
-    return "\n".join([*lines, "", summary(diagnosis)])
+    return _visible("\n".join([*lines, "", summary(diagnosis)]))
+
+
+def _visible(text: str) -> str:
+    """Names come from scripts and logs: what would steer a terminal is shown by its number."""
+    return "".join(letter if letter == "\n" or letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def _parts(fix: str) -> tuple[str, str]:

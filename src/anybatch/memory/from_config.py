@@ -52,7 +52,7 @@ def plan_config(
     drawn = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
     return plan(
         model,
-        OPTIMIZERS[optimizer](model.parameters(), lr=1e-4),  # type: ignore[call-arg]
+        OPTIMIZERS[optimizer](model.parameters(), lr=1e-4),
         huggingface(),
         {"input_ids": drawn, "labels": drawn},
         memory=memory,

@@ -25,7 +25,7 @@ def parameters_on_meta(beyond: int) -> Iterator[None]:
             return None  # it stays as it is
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(registered)
+    handle = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -15,8 +15,9 @@ class MeasuredRows:
     """One row in the first batch, at most twice as many in each that follows, and never more than `limit` bytes.
 
     For updates that cannot be predicted: while they run, every storage that an op returns is followed. What an op has beyond
-    what stands is linear in the rows and not negative, so `taken` bytes at `rows` rows are at most `taken * n / rows` at n.
-    `standing()` gives weights, buffers and the optimizer's state, which are asked before each batch, since steps add to them.
+    what stands, and the gradients, is linear in the rows and not negative, so `taken` bytes at `rows` rows are at most
+    `taken * n / rows` at n. `standing()` gives weights, buffers and the optimizer's state, asked before each batch, since steps
+    add to them.
     """
 
     def __init__(self, limit: int, standing: Callable[[], Iterable[Tensor]], most: int | None = None) -> None:
@@ -26,16 +27,16 @@ class MeasuredRows:
         """Bytes of the last batch, as measured."""
         self._standing = standing
         self._most = most
-        self._stands = 0
-        self._batch_bytes = 0
+        self._batch_bytes = self._stands = 0
         self._per_row = 0.0
 
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`, at the size that what was measured last allows."""
         self._batch_bytes = bytes_of(tensors(batch))
         standing = list(self._standing())
-        self._stands = bytes_of(standing) + self._batch_bytes
-        least = self._stands + round(self._per_row or bytes_of(one for one in standing if one.requires_grad))
+        gradients = bytes_of(one for one in standing if one.requires_grad)
+        self._stands = bytes_of(standing) + self._batch_bytes + gradients
+        least = self._stands + round(self._per_row)
         if least > self.limit:
             raise MemoryLimitError(
                 f"a batch in micro-batches of a single row takes {show_bytes(least)} or more, and {show_bytes(self.limit)} are "

@@ -109,7 +109,7 @@ def plan(
         limit = int(room * (1 - margin))
         found = find_largest_fitting(trials, limit)
         moments = _moments(trials, found)
-        saved, again = _try_checkpointing(trials, found) if checkpointing else (None, ())
+        saved, recomputed = _try_checkpointing(trials, found) if checkpointing else (None, ())
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
         micro_batch=found.size,
@@ -130,9 +130,9 @@ def plan(
         notes=notes_for(trials, setup, found.shape, bucket_bytes=bucket_bytes),
         peaks=found.peaks,
         sums="param" if running.sums == "param" else "fp32",
-        ways=find_ways(
+        ways_to_fit=find_ways(
             moments,
-            again,
+            recomputed,
             "" if saved is None else saved.blocks,
             model_bytes(trials.probe.parts, is_fp32_sum=running.sums != "param"),
             limit=limit,

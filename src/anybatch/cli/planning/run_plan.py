@@ -116,7 +116,7 @@ def memory_plan_lines(planned: "Plan") -> list[str]:
         for field in dataclasses.fields(planned.breakdown)
     ]
     head, _, *rest = planned.describe().splitlines()
-    changes = [[way.change, show_bytes(way.peak), "yes" if way.fits else "no"] for way in planned.ways]
+    changes = [[way.change, show_bytes(way.peak), "yes" if way.fits else "no"] for way in planned.ways_to_fit]
     size = f"with {planned.micro_batch:,} {planned.unit}" if planned.fits else "with one row"
     return [
         head,

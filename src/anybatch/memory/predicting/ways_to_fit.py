@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import combinations
+from typing import Any
 
 from anybatch.low_precision import is_low
 from anybatch.memory.predicting.checkpointing import repeated_blocks
@@ -71,8 +72,8 @@ class ModelBytes:
 
         def sharded(moment: Moment) -> Moment:
             if moment.is_step:
-                parts = {kind: -(-nbytes // ranks) for kind, nbytes in moment.kinds.items()}
-                return replace(moment, **{**parts, "inputs": moment.inputs})
+                shards: dict[str, Any] = {kind: -(-nbytes // ranks) for kind, nbytes in moment.kinds.items()}
+                return replace(moment, **{**shards, "inputs": moment.inputs})
             own = self.in_own_dtype(moment)
             parameters = own.parameters // ranks + min(self.gathered, own.parameters)
             return replace(own, parameters=parameters, optimizer=own.optimizer // ranks)

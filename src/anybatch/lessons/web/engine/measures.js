@@ -19,6 +19,7 @@ export const MEASURES = {
   left: (found) => found.left,
   loss: (found) => found.epochs.at(-1).loss,
   accuracy: (found) => found.epochs.at(-1).accuracy,
+  seventh: (found) => found.epochs.at(-1).seventh, // what row 7 of those is told to be, as the probability of class 1
   loss_first: (found) => found.epochs[0].loss,
   accuracy_first: (found) => found.epochs[0].accuracy,
   spent: (found) => found.updates.findIndex((update) => update.rate === 0) / found.updates.length,

@@ -77,7 +77,7 @@ export function evaluate({ net, setting }) {
   const loss = crossEntropy(forward(net, batch), batch);
   let right = 0;
   for (let k = 0; k < batch.n; k++) right += loss.probabilities[2 * k + batch.y[k]] > 0.5 ? 1 : 0;
-  return { loss: loss.value, accuracy: right / batch.n };
+  return { loss: loss.value, accuracy: right / batch.n, seventh: loss.probabilities[13] };
 }
 
 const known = new Map();

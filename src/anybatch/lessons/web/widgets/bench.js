@@ -24,7 +24,7 @@ export default function bench(root, spec) {
 
   function redraw() {
     const { update, ...setting } = state;
-    const found = run(setting), right = state.breaks.length ? run({ ...setting, breaks: [], text: "" }) : found;
+    const found = run(setting), right = state.breaks.length ? run({ ...setting, breaks: [], text: "", judged: false }) : found;
     const plain = loop({ ...setting, breaks: [] });
     out.replaceChildren(
       listing(found.text, { changed: changedLines(found.text, plain) }),
