@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
-    from anybatch.memory.fit import Fit, Fitted
+    from anybatch.memory.fit import Fit
+    from anybatch.memory.fitted import Fitted
     from anybatch.memory.planning import plan
     from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, SizePeak
     from anybatch.memory.tracing import (

@@ -1,6 +1,7 @@
 """`plan()`: the largest micro-batch that fits, before anything runs."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch.optim import Optimizer
 
 from anybatch.batches import Batch, Dealt, Rows, Tokens, tensors
 from anybatch.errors import PlanError
+from anybatch.low_precision import is_low
 from anybatch.memory.available import available_bytes
 from anybatch.memory.predicting import (
     Breakdown,
@@ -27,7 +29,7 @@ from anybatch.memory.predicting import (
 from anybatch.memory.tracing import Parts, TrialSetup, bytes_of, keeping_random_states, optimizer_tensors
 from anybatch.memory.unwrapping import without_wrappers
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload
+from anybatch.options import Autocast, BatchNorm, Offload, Sums
 from anybatch.passes import Running
 from anybatch.sizes import parse_bytes
 
@@ -49,6 +51,7 @@ def plan(
     autocast: Autocast = None,
     batch_norm: BatchNorm | None = None,
     offload: Offload = "auto",
+    sums: Sums = "fp32",
     margin: float = MARGIN,
     checkpointing: bool = True,
     running: Running | None = None,
@@ -74,8 +77,20 @@ def plan(
     room = available_bytes(there) + _already(parts, there) if memory is None else parse_bytes(memory) - bucket_bytes
     if running is None:
         running = Running(
-            autocast=autocast, batch_norm=batch_norm, offload=offload, clip_norm=clip_norm, clip_value=clip_value
+            autocast=autocast,
+            batch_norm=batch_norm,
+            offload=offload,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            sums=sums,
         )
+    if running.sums == "auto":
+        again = partial(
+            plan, model, optimizer, objective, batch, memory=room + bucket_bytes, device=device, split=split
+        )
+        again = partial(again, margin=margin, checkpointing=checkpointing)
+        in_fp32 = again(running=replace(running, sums="fp32"))
+        return in_fp32 if in_fp32.fits else again(running=replace(running, sums="param"))
     with keeping_random_states():
         source = micro_batch_source_of(batch, split if isinstance(split, Tokens) else None)
         is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
@@ -104,6 +119,8 @@ def plan(
         is_confirmed=found.is_confirmed,
         notes=notes_for(trials, setup, found.shape, bucket_bytes=bucket_bytes),
         peaks=found.peaks,
+        sums="param" if running.sums == "param" else "fp32",
+        low_bytes=sum(one.nbytes for one in module.parameters() if is_low(one) and one.requires_grad),
     )
 
 

@@ -5,53 +5,11 @@ from typing import Any, Literal
 
 from anybatch.faces import facts_table, html_block, html_table, sentences
 from anybatch.memory.predicting.peaks import Peaks
+from anybatch.memory.predicting.plan_parts import Breakdown, Checkpointing, SizePeak
+from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence, ways_to_fit
 from anybatch.sizes import show_bytes
 
 Method = Literal["fake tensors", "real steps"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
-    """What the memory at the peak is made of, in bytes."""
-
-    parameters: int
-    """Parameters and buffers."""
-    gradients: int
-    optimizer: int
-    activations: int
-    """What forward left for backward."""
-    inputs: int
-    temporaries: int
-    """All else that lives at that moment: what one op hands to the next."""
-
-    @property
-    def total(self) -> int:
-        """The peak."""
-        return sum(getattr(self, part.name) for part in fields(self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizePeak:
-    """The predicted peak of one micro-batch size."""
-
-    size: int
-    """Rows, or tokens."""
-    peak: int
-    fits: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpointing:
-    """What recomputing each block of the model in backward, instead of keeping what it saved, would change."""
-
-    blocks: str
-    """Which modules: their path, how many, of what kind."""
-    size: int
-    """The micro-batch that is compared."""
-    peak: int
-    """With checkpointing."""
-    saved: int
-    """Bytes less than without it; 0 where it does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +48,10 @@ class Plan:
     """True where the size chosen was itself tried, and its peak is not computed from others."""
     notes: tuple[str, ...]
     peaks: Peaks = field(repr=False)
+    sums: Literal["fp32", "param"] = "fp32"
+    """What gradients of bf16 and fp16 parameters are summed in."""
+    low_bytes: int = 0
+    """Bytes of parameters in bf16 or fp16 that learn."""
 
     def __repr__(self) -> str:
         size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
@@ -119,6 +81,12 @@ class Plan:
     def needs_accumulation(self) -> bool:
         """True where the whole batch in one piece does not fit."""
         return self.whole_bytes > self.limit
+
+    @property
+    def ways_to_fit(self) -> tuple[WayToFit, ...]:
+        """What could be changed so that less memory is needed, and about how much would be."""
+        low_bytes = self.low_bytes if self.sums == "fp32" else 0
+        return ways_to_fit(self.breakdown, self.peak_bytes, self.checkpointing, low_bytes)
 
     def peak(self, size: int) -> int:
         """The predicted peak of an update in micro-batches of `size` rows, or at most `size` tokens.
@@ -163,7 +131,9 @@ def _sentences(plan: Plan) -> list[str]:
         lines.append(checkpointing_sentence(plan.checkpointing, plan.unit))
     confirmed = "tried at the size chosen" if plan.is_confirmed else "not tried at the size chosen"
     lines.append(f"Predicted with {plan.method}, {confirmed}: {plan.reason}.")
-    return [*lines, *plan.notes]
+    if plan.low_bytes and plan.sums == "param":
+        lines.append(f"Gradients are summed in the parameters' own dtype: off by {PRICE_OF_LOW_SUMS}.")
+    return [*lines, *plan.notes, last_sentence(() if plan.fits else plan.ways_to_fit, plan.limit)]
 
 
 def checkpointing_sentence(found: Checkpointing, unit: str) -> str:

@@ -9,7 +9,7 @@ from anybatch.memory.tracing.meter import (
     standing_tensors,
 )
 from anybatch.memory.tracing.probe import FakeProbe, Probe, RealProbe, TrialSetup
-from anybatch.memory.tracing.recorder import MemoryKind, Timeline
+from anybatch.memory.tracing.recorder import MemoryKind, Recorder, Timeline
 from anybatch.memory.tracing.trial_copies import Parts, is_real, keeping_random_states
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Parts",
     "Probe",
     "RealProbe",
+    "Recorder",
     "Timeline",
     "TrialSetup",
     "bytes_of",
