@@ -77,6 +77,20 @@ def class_loss(model: nn.Module, batch: dict[str, Tensor], weight: Tensor | None
     return F.cross_entropy(logits, batch["labels"], None if weight is None else weight.to(logits.dtype))
 
 
+def log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
+    chosen = logits.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return (chosen * batch["completion_mask"][:, 1:]).sum(1)
+
+
+def preference_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """DPO's, of [chosen; rejected], against the model that training began with: `llama()`."""
+    with torch.no_grad():
+        before = log_probs(llama().to(next(model.parameters()).dtype), batch).chunk(2)
+    now = log_probs(model, batch).chunk(2)
+    return -F.logsigmoid(0.1 * ((now[0] - before[0]) - (now[1] - before[1]))).mean()
+
+
 class Handed(transformers.TrainerCallback):
     """What the optimizer was handed at each step, and at which weights."""
 
@@ -88,12 +102,18 @@ class Handed(transformers.TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients.append(torch.cat([vector_of(parameter) for parameter in trained]))
-        self.models.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+        self.models.append({name: whole(value).detach().clone() for name, value in model.state_dict().items()})
 
 
 def vector_of(parameter: Tensor) -> Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).detach().double().flatten()
+    return whole(gradient).detach().double().flatten()
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor that may be sharded."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
 
 
 def arguments(folder: str, kind: type = transformers.TrainingArguments, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
-from benchmarks.trainers import Handed, arguments, llama, texts
+from benchmarks.trainers import Handed, arguments, llama, preference_loss, texts
 
 WORDS = [f"w{number}" for number in range(50)]
 
@@ -54,19 +54,6 @@ def batches_of(trainer: Any, size: int = 12) -> list[Any]:
 def completion_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-
-def log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
-    chosen = logits.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    return (chosen * batch["completion_mask"][:, 1:]).sum(1)
-
-
-def preference_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        before = log_probs(llama().double(), batch).chunk(2)
-    now = log_probs(model, batch).chunk(2)
-    return -F.logsigmoid(0.1 * ((now[0] - before[0]) - (now[1] - before[1]))).mean()
 
 
 def reward_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

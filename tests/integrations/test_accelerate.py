@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from anybatch import BatchError, ParallelError, UpdateError, supervised
 from anybatch.integrations.accelerate import global_loader, prepared_update
-from benchmarks.trainers import vector_of
+from benchmarks.trainers import vector_of, whole
 from tests.processes.ranks import on_ranks
 
 EXACT = 5e-7
@@ -37,7 +37,7 @@ def fresh(**options):
 
 def wanted(model, rows):
     twin = nn.Linear(6, 3).double()
-    twin.load_state_dict(model.state_dict())
+    twin.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
     x, y = (torch.stack(column) for column in zip(*rows, strict=True))
     nn.functional.cross_entropy(twin(x.double()), y, WEIGHT.double()).backward()
     return torch.cat([vector_of(parameter) for parameter in twin.parameters()])
@@ -103,6 +103,24 @@ def on_processes(what, *arguments):
 
 def dealt_run(count):
     return run(fresh(), count)
+
+
+def sharded_run(count):
+    """FSDP2, as `accelerate launch --use_fsdp` sets it up on a device: on a CPU, Accelerate passes over it and takes DDP."""
+    accelerator = fresh()
+    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+    )
+    accelerator.state.fsdp_plugin = plugin
+    return run(accelerator, count)
+
+
+def test_a_model_that_accelerate_sharded_is_exact():
+    (error, first, lr), (_, second, _) = on_ranks(2, on_processes, "sharded_run", 49)
+    assert error <= EXACT
+    assert sorted(first + second) == list(range(49))
+    assert lr == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("count", [33, 57, 61, 49])

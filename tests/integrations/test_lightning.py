@@ -1,5 +1,6 @@
 """Lightning: the module stays as it is, and its optimizer gets the whole batch's gradient."""
 
+import contextlib
 import logging
 import warnings
 from typing import Any
@@ -219,6 +220,29 @@ def test_precision_plugins_stay_lightnings(precision):
     options = {"plugins": plugins} if precision == "scaled" else {"precision": precision}
     fitted(module, ExactStrategy(micro_batch=5), **options)
     assert error_of(module) <= 3e-2
+
+
+class Scaled(MixedPrecision):
+    """A loss scale, without the autocast to fp16 that comes with Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
+
+    def forward_context(self) -> Any:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"), [("auto", 3), (ExactStrategy(micro_batch=5), 2)], ids=["stock", "exact"]
+)
+def test_the_schedule_waits_for_an_update_that_the_loss_scale_leaves_out(strategy, steps):
+    """The second of three batches has an inf. Lightning alone goes on with the schedule."""
+    rows = data()
+    rows[30] = (torch.full((6,), torch.inf), rows[30][1])
+    module = Module()
+    trainer = fitted(module, strategy, loader=DataLoader(rows, batch_size=24), plugins=[Scaled()])
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * (1 - steps / 6))
+    assert "step" not in vars(trainer.lr_scheduler_configs[0].scheduler)
 
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path):

@@ -110,6 +110,18 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         self.post_backward(closure_loss)
         return closure_loss
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; a schedule waits for the step that the loss scale left out, or the two would no longer agree."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = 0.0 if scaler is None else scaler.get_scale()
+        output = super().optimizer_step(*args, **kwargs)
+        if scaler is not None and scaler.get_scale() < scale:
+            steps = self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx + 1
+            for one in self.lr_scheduler_configs:
+                if one.interval == "step" and steps % one.frequency == 0:
+                    _hold(one.scheduler)
+        return output
+
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Lightning's, with what was learnt of what fits."""
         state_dict = getattr(self._accumulator and self._accumulator.split, "state_dict", None)
@@ -201,6 +213,11 @@ class ExactFSDP2Strategy(ExactSteps, ModelParallelStrategy):  # type: ignore[mis
         if not self._are_sizes_given:
             self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
+
+
+def _hold(scheduler: Any) -> None:
+    """Let its next step, which comes before anything else looks at it, do nothing."""
+    scheduler.step = lambda *_: vars(scheduler).pop("step")
 
 
 def _check_trainer(trainer: Any, module: Any, strategy: Any) -> None:

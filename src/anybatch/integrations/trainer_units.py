@@ -71,7 +71,8 @@ def _of_owner(trainer: Any, compute: Callable[[nn.Module, Batch], Tensor]) -> Ob
     if trainer.label_smoother is not None:
         is_shifted = _is_causal(trainer)
         return Objective(compute, lambda batch: label_units(batch, is_shifted=is_shifted))
-    return huggingface(loss=compute) if is_from_transformers(trainer.model) else learned(compute)
+    is_known = is_from_transformers(trainer.model) and not {"labels", "start_positions"}.isdisjoint(trainer.label_names)
+    return huggingface(loss=compute) if is_known else learned(compute)
 
 
 def _check_uncoupled(trainer: Any) -> None:
