@@ -7,7 +7,7 @@ import typer
 from anybatch import __version__
 from anybatch.cli import arguments as opt
 from anybatch.cli import doctor_options as doctor_opt
-from anybatch.cli.planning import plan
+from anybatch.cli.plans import plan
 from anybatch.cli.showing import advise, learn, report, self_test
 from anybatch.training import Settings, check_alone
 

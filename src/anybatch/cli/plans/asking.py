@@ -98,7 +98,7 @@ def plan(
             raise SettingsError(
                 "--model is planned instead of a task, on one device; give no TASK and no --ranks with it."
             )
-        from anybatch.cli.planning.run_config_plan import config_plan_command
+        from anybatch.cli.plans.run_config_plan import config_plan_command
 
         options = given | {"checkpointing": checkpointing, "sums": sums, "memory": memory}
         return config_plan_command(model, options, settings, out=out, is_json=is_json, is_quiet=quiet)
@@ -107,12 +107,12 @@ def plan(
     for name in (*given, *(["checkpointing"] if checkpointing else [])):
         raise SettingsError(f"--{name} is of a config file: give one with --model, or leave the option out.")
     if ranks is not None:
-        from anybatch.cli.planning.run_ranks_plan import ranks_plan_command
+        from anybatch.cli.plans.run_ranks_plan import ranks_plan_command
 
         settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
         network = {"bandwidth": bandwidth or "25GB/s", "latency": latency or "10us"}
         return ranks_plan_command(task, settings, ranks=ranks, **network, flops=flops, is_json=is_json)
     opt.refuse_without_ranks(bandwidth=bandwidth, latency=latency, flops=flops, micro_batch=micro_batch)
-    from anybatch.cli.planning.run_plan import plan_command
+    from anybatch.cli.plans.run_plan import plan_command
 
     return plan_command(task, settings, sums=sums, memory=memory, out=out, is_json=is_json, is_quiet=quiet)

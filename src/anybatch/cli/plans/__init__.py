@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
-    from anybatch.cli.planning.asking import plan
-    from anybatch.cli.planning.run_config_plan import config_plan_command
-    from anybatch.cli.planning.run_plan import plan_command
-    from anybatch.cli.planning.run_ranks_plan import ranks_plan_command
+    from anybatch.cli.plans.asking import plan
+    from anybatch.cli.plans.run_config_plan import config_plan_command
+    from anybatch.cli.plans.run_plan import plan_command
+    from anybatch.cli.plans.run_ranks_plan import ranks_plan_command
 else:
     __getattr__ = lazily(__name__)
 

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from anybatch.cli.planning.run_plan import Telling
+from anybatch.cli.plans.run_plan import Telling
 from anybatch.errors import SettingsError
 from anybatch.training import Settings
 
