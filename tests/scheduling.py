@@ -20,6 +20,7 @@ SINGLE = {
 }
 """Long tests that share nothing."""
 LONG = [
+    "tests/integrations/",
     "tests/test_examples.py",
     "tests/cli/test_torchrun.py",
     "tests/training/test_ranks.py",
@@ -33,7 +34,6 @@ LONG = [
     "tests/memory/test_real_limit.py",
     "tests/test_benchmarks.py",
     "tests/passes/test_out_of_memory.py",
-    "tests/integrations/",
     "tests/parallel/",
     "tests/benchmarks/test_table.py",
     "tests/memory/",

@@ -109,10 +109,14 @@ def test_a_task_of_ones_own_trains(tmp_path):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS["NAMES"])
-def test_a_notebook_is_its_example_and_runs(name):
+def test_a_notebook_is_its_example_which_runs_above(name):
     stored = nbformat.read(EXAMPLES / f"notebooks/{name}.ipynb", as_version=4)
     book = NOTEBOOKS["notebook_of"](name)
     assert [cell.source for cell in stored.cells] == [cell.source for cell in book.cells]
     assert any(cell.get("outputs") for cell in stored.cells)
     nbformat.validate(book)
-    assert NOTEBOOKS["executed"](book).cells[-1].outputs[0].text.startswith(("before", "loss", "epoch"))
+
+
+def test_a_notebook_runs():
+    book = NOTEBOOKS["executed"](NOTEBOOKS["notebook_of"]("plain_loop"))
+    assert book.cells[-1].outputs[0].text.startswith("before")

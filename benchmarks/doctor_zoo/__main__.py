@@ -1,7 +1,7 @@
 """Every script of the zoo that others wrote, run under watch and judged; a line for each file of scripts.
 
-python -m benchmarks.doctor_zoo [part of a name ...]
-python -m benchmarks.doctor_zoo --store    # their logs, made small, for the tests
+python -m benchmarks.doctor_zoo [first_wrong | part of a script's name ...]
+python -m benchmarks.doctor_zoo --store    # their logs, made small, beside those that are stored: for the tests
 """
 
 import subprocess
@@ -20,7 +20,9 @@ def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--store"]
     stored: dict[str, StoredLogs] = {}
     for file in FILES:
-        found = [script for script in read_scripts(file) if not words or any(word in script.name for word in words)]
+        found = [script for script in read_scripts(file) if _is_asked(script, file, words)]
+        if not found:
+            continue
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             alone = [script for script in found if not script.launch.startswith("torchrun")]
@@ -36,6 +38,10 @@ def main() -> None:
         print(f"{file:<12} {groups['wrong']:3} wrong, {groups['right']:3} right: {bad} judged otherwise than marked")
     if "--store" in sys.argv:
         store(stored)
+
+
+def _is_asked(script: ZooScript, file: str, words: list[str]) -> bool:
+    return not words or file in words or any(word in script.name for word in words)
 
 
 def _judge(script: ZooScript, scripts: list[ZooScript], folder: Path) -> bool:

@@ -38,11 +38,16 @@ def _rounded(number: float) -> float:
 
 
 def store(logs: dict[str, StoredLogs]) -> None:
-    """For the tests."""
+    """For the tests, beside those that are stored already."""
+    logs = _read() | logs
     STORED.write_bytes(lzma.compress(json.dumps(logs, separators=(",", ":")).encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def stored() -> dict[str, list[Log]]:
     """By the name of the script."""
-    read: dict[str, StoredLogs] = json.loads(lzma.decompress(STORED.read_bytes()))
-    return {name: [Log(name, tuple(lines)) for lines in logs] for name, logs in read.items()}
+    return {name: [Log(name, tuple(lines)) for lines in logs] for name, logs in _read().items()}
+
+
+def _read() -> dict[str, StoredLogs]:
+    read: dict[str, StoredLogs] = json.loads(lzma.decompress(STORED.read_bytes())) if STORED.exists() else {}
+    return read

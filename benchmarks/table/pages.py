@@ -67,13 +67,13 @@ def parts(table: Table) -> list[dict[str, dict[str, Cell]]]:
 
 
 def _part(table: Table, columns: Sequence[str]) -> dict[str, dict[str, Cell]]:
-    """These columns, of the cases that one of their contenders, but for the first, has learnt."""
+    """These columns, of the cases that anybatch has learnt in one of them."""
     here = [name for name in columns if any(name in cells for cells in table.values())]
     found = {case: {name: cells.get(name, "") for name in here} for case, cells in table.items()}
     return {
         case: cells
         for case, cells in found.items()
-        if any(isinstance(cell, Outcome) for name, cell in cells.items() if name != FLOOR)
+        if any(isinstance(cell, Outcome) for name, cell in cells.items() if name.endswith("anybatch"))
     }
 
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from anybatch.torch_inside import FakeTensor
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -13,6 +15,11 @@ def is_low(value: object) -> bool:
     (True, False)
     """
     return isinstance(value, Tensor) and value.dtype in LOW_PRECISION
+
+
+def number_in(value: Tensor) -> float:
+    """The one number of a tensor; 1 where it has none, because a plan runs on tensors without numbers."""
+    return 1.0 if isinstance(value, FakeTensor) else value.item()
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -22,5 +22,8 @@ OnNonFinite = Literal["raise", "skip", "drop", "ignore"]
 OnEmpty = Literal["skip", "step"]
 """What a batch without any target is: no update, or one with a gradient of zeros, which decays weights and moves averages."""
 
+Sums = Literal["fp32", "param", "auto"]
+"""What gradients of bf16 and fp16 parameters are summed in: fp32, their own dtype, or that only where fp32 does not fit."""
+
 Reduction = Literal["mean", "sum"]
 """How a loss puts its units together."""

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
+import pytest
 import torch
 
-from tests.accelerator.plugged import plug
+from tests.accelerator.plugged import NAME, plug
 from tests.processes.ranks import Raised, Ranks
 
 
@@ -23,6 +24,20 @@ def _processes() -> Ranks:
 def on_device(test: Callable[..., None]) -> Callable[..., None]:
     """The test, run where the device is. It is given by name, so its arguments are plain values, and fixtures have none."""
     return _on_devices(1, test)
+
+
+def on_each_device(test: Callable[..., None]) -> Callable[..., None]:
+    """The test, run here on the host and where the device is: its parameter `device` is the one it runs on."""
+    elsewhere = on_device(test)
+
+    @wraps(test)
+    def run(device: str, **arguments: Any) -> None:
+        if device == "cpu":
+            test(device=torch.device(device), **arguments)
+        else:
+            elsewhere(device=device, **arguments)
+
+    return pytest.mark.parametrize("device", ["cpu", NAME])(run)
 
 
 def on_two_devices(test: Callable[..., None]) -> Callable[..., None]:
@@ -41,8 +56,11 @@ def _on_devices(ranks: int, test: Callable[..., None]) -> Callable[..., None]:
 
 
 def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
-    plug()
+    there = plug()
+    if "device" in arguments:
+        arguments["device"] = there
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "memory ran out", UserWarning)  # as pyproject.toml has it for the suite
         getattr(importlib.import_module(module), name).__wrapped__(**arguments)

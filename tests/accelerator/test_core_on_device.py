@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, NonFiniteError, Objective, Update, supervised, verify
-from tests.accelerator.on_device import on_device
+from tests.accelerator.on_device import on_device, on_each_device
 from tests.accelerator.plugged import plug
 from tests.accelerator.setups import (
     HOST,
@@ -29,27 +29,26 @@ def loss_of(model: nn.Module, rows: object) -> torch.Tensor:
     return nn.functional.cross_entropy(model(rows[0]), rows[1])
 
 
-@on_device
-def test_the_gradient_is_the_whole_batchs():
+@on_each_device
+def test_the_gradient_is_the_whole_batchs(device):
     model = mlp()
     reference = whole_batch_gradient(model, loss_of, batch())
-    model.to(plug())
+    model.to(device)
     Accumulator(model, cross_entropy(), micro_batch=8).backward(batch())
     assert relative_error(model.cpu(), reference) <= FLOOR
 
 
-@on_device
-def test_the_mean_of_means_is_not():
-    device, model = plug(), mlp()
+@on_each_device
+def test_the_mean_of_means_is_not(device):
+    model = mlp()
     reference = whole_batch_gradient(model, loss_of, batch())
     parts = zip(*(column.to(device).split(8) for column in batch()), strict=True)
     mean_of_means(model.to(device), loss_of, parts)
     assert relative_error(model.cpu(), reference) > 0.01
 
 
-@on_device
-def test_a_coupled_loss_and_exact_batch_norm_are_the_whole_batchs():
-    device = plug()
+@on_each_device
+def test_a_coupled_loss_and_exact_batch_norm_are_the_whole_batchs(device):
     model, objective = mlp(), contrastive()
     reference = whole_batch_gradient(model, lambda twin, rows: objective.loss(objective.encode(twin, rows)), batch())
     Accumulator(model.to(device), objective, micro_batch=8).backward(batch())
@@ -122,20 +121,19 @@ def test_what_exact_batch_norm_puts_away_on_the_host_or_on_disk_comes_back():
         assert off(ours, theirs) <= FLOOR
 
 
-@on_device
-def test_autocast_runs_in_bf16_there_and_sums_in_fp32():
+@on_each_device
+def test_autocast_runs_in_bf16_there_and_sums_in_fp32(device):
     seen = []
     model = mlp()
     model[-1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    model.to(plug())
+    model.to(device)
     Accumulator(model, cross_entropy(), micro_batch=8, autocast=torch.bfloat16).backward(batch())
     assert set(seen) == {torch.bfloat16}
     assert relative_error(model.cpu(), whole_batch_gradient(mlp(), loss_of, batch())) < 0.02
 
 
-@on_device
-def test_verify_and_a_batch_that_lies_there():
-    device = plug()
+@on_each_device
+def test_verify_and_a_batch_that_lies_there(device):
     rows = tuple(column.to(device) for column in batch())
     verdict = verify(mlp().to(device), cross_entropy(), rows, micro_batch=8)
     assert verdict.is_exact, verdict.describe()
@@ -145,9 +143,9 @@ def test_verify_and_a_batch_that_lies_there():
     assert relative_error(model.cpu(), reference) <= FLOOR
 
 
-@on_device
-def test_one_bad_row_is_named_or_dropped():
-    device, (inputs, targets) = plug(), batch()
+@on_each_device
+def test_one_bad_row_is_named_or_dropped(device):
+    inputs, targets = batch()
     inputs[17] = torch.inf
     model = mlp().to(device)
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy(), micro_batch=8, check="off")

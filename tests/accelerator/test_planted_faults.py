@@ -14,9 +14,11 @@ from anybatch.batches import Batch, move
 from anybatch.gradients import shares
 from anybatch.gradients.gradient_sum import GradientSum
 from anybatch.passes.forward_pass import Ahead
+from anybatch.state import snapshot
 from anybatch.state.offload import SavedTensors
-from tests.accelerator import test_core_on_device, test_counted, test_prefetch
+from tests.accelerator import test_core_on_device, test_counted, test_limits, test_prefetch
 from tests.accelerator.on_device import on_device
+from tests.accelerator.plugged import plug
 from tests.accelerator.setups import cross_entropy
 
 
@@ -55,6 +57,11 @@ def with_a_copy_to_the_host(self: GradientSum, *arguments: Any) -> bool:
     return kept
 
 
+def left_on_the_host(self: snapshot.Snapshot) -> None:
+    for (module, name), (_, was) in self.buffers.items():
+        snapshot.buffers_of(module)[name] = None if was is None else was().cpu()
+
+
 def read_early(self: SavedTensors, storage: torch.UntypedStorage, device: torch.device) -> Callable[[], Tensor]:
     flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
@@ -66,7 +73,7 @@ def read_early(self: SavedTensors, storage: torch.UntypedStorage, device: torch.
 FAULTS: dict[str, tuple[Any, Callable[..., None]]] = {
     "a tensor made on the wrong device": (
         (shares, "sent", on_the_wrong_device),
-        test_core_on_device.test_the_gradient_is_the_whole_batchs,
+        lambda: test_core_on_device.test_the_gradient_is_the_whole_batchs.__wrapped__(plug()),
     ),
     "a missing wait": (
         (Ahead, "bring", without_a_wait),
@@ -75,6 +82,13 @@ FAULTS: dict[str, tuple[Any, Callable[..., None]]] = {
     "a copy to the host in the loop": (
         (GradientSum, "backward", with_a_copy_to_the_host),
         partial(test_counted.test_an_update_waits_and_copies_as_the_page_says.__wrapped__, 'on_nonfinite="ignore"'),
+    ),
+    "a buffer not moved back": (
+        (snapshot.Snapshot, "put_back", left_on_the_host),
+        partial(
+            test_limits.test_a_batch_that_does_not_fit_starts_again_smaller_and_learns_the_same.__wrapped__,
+            "batch norm",
+        ),
     ),
     "an offloaded tensor read early": (
         (SavedTensors, "_put", read_early),

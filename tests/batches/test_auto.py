@@ -204,3 +204,16 @@ def test_real_updates_are_tuned_and_every_one_of_them_is_exact():
     assert choice.is_settled
     assert len(counts) > 3
     assert math.isfinite(choice.trials[0].rate)
+
+
+def test_a_size_that_failed_is_measured_again_once_it_is_allowed_and_what_lies_below_is_not_left_out():
+    auto, batch = Auto(most=16), torch.zeros(16, 1)
+    tune(auto, batch, linear(10))
+    assert auto.choice.size == 16
+    for bound, best in [(8, 8), (4, 4)]:
+        assert auto.shrink(auto.cut(batch)) is auto
+        tune(auto, batch, linear(10))
+        assert (auto.bound, auto.choice.size) == (bound, best)
+    assert auto.resized(16).cut(batch).micro_batches[0].shape[0] == 16
+    tune(auto, batch, linear(10))
+    assert auto.choice.size == 16

@@ -15,10 +15,11 @@ from tests.processes.server import ALONE, ROOT
 @pytest.mark.parametrize(
     ("task", "options"), [("textbook", "--save-every 3"), ("digits", "--epochs 2 --save-every 2 --batch-size 32")]
 )
-def test_killed_at_five_random_moments_and_resumed_it_ends_bit_for_bit_the_same(task, options):
-    done = run_module("benchmarks.kill_resume", "--task", task, "--kills", "5", "--options", options, cwd=ROOT)
+def test_killed_at_random_moments_and_resumed_it_ends_bit_for_bit_the_same(task, options):
+    # twice here; `python -m benchmarks.soak` kills a hundred times
+    done = run_module("benchmarks.kill_resume", "--task", task, "--kills", "2", "--options", options, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 kills" in done.stdout
+    assert "2 kills" in done.stdout
     assert "0 ended differently" in done.stdout
 
 

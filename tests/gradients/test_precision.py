@@ -111,6 +111,14 @@ def test_adamw_would_refuse_fp32_gradients():
         torch.optim.AdamW(model.parameters()).step()
 
 
+@pytest.mark.parametrize("options", [{}, {"centered": True}])
+def test_rmsprop_steps_bf16_parameters_centred_or_not(options):
+    model = nn.Linear(4, 3).to(torch.bfloat16)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, **options)
+    update = Update(model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=4)
+    assert update((torch.randn(8, 4).bfloat16(), torch.randint(0, 3, (8,)))).applied
+
+
 def test_muon_takes_fp32_gradients_of_bf16_matrices():
     torch.manual_seed(0)
     model = nn.Linear(16, 4, bias=False).bfloat16()

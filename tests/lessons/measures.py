@@ -30,6 +30,7 @@ OF_A_RUN = {
     "loss": lambda found: found.epochs[-1][0],
     "accuracy": lambda found: found.epochs[-1][1],
     "accuracy_first": lambda found: found.epochs[0][1],
+    "seventh": lambda found: found.epochs[-1][2],
     "spent": spent,
 }
 """Measures of a loop; the page takes them too."""
@@ -42,7 +43,7 @@ def percent(value: float) -> str:
 
 
 def factor(value: float) -> str:
-    return "\u00d7 " + (f"{value:.0f}" if value >= 10 else f"{value:.2f}".rstrip("0").rstrip("."))
+    return "\u00d7 " + (f"{value:.0f}" if value >= 10 else f"{value + 1e-9:.2f}".rstrip("0").rstrip("."))
 
 
 SHOWN = {
@@ -57,6 +58,7 @@ SHOWN = {
     "loss": lambda value: f"{value:.3f}",
     "accuracy": lambda value: f"{100 * value:.1f} %",
     "accuracy_first": lambda value: f"{100 * value:.1f} %",
+    "seventh": lambda value: f"{100 * value:.1f} %",
     "spent": lambda value: f"{100 * value:.0f} %",
     "apart": lambda value: "less than 10⁻¹²" if value < 1e-12 else percent(value),
     "contrastive": percent,

@@ -13,6 +13,7 @@ from anybatch.lessons.pages.static_pictures import fp16, shares
 DRAWN = {
     "stepper": "lanes",
     "arms": "bar",
+    "walk": "bar",
     "shares": "cutbar",
     "scaler": "numberline",
     "ranks": "lanes",

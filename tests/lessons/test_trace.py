@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from anybatch import supervised
+from anybatch.lessons.sample_picture import LARGEST, image_of
 from anybatch.lessons.update_trace import TIMED, trace, with_medians
 from anybatch.records import TracedStage
 from anybatch.training.experiment import assemble
@@ -117,6 +118,21 @@ def test_a_module_that_calls_none_of_its_children_is_a_layer_itself():
         )
 
     assert [layer.kind for layer in trace(assemble(build, SETTINGS)).layers] == ["Odd", "prediction"]
+
+
+def test_a_row_that_is_an_image_is_shown_from_its_lowest_number_in_black_to_its_highest_in_white():
+    grey = torch.tensor([[-1.0, 0.0, 1.0, 0.0]] * 4).reshape(1, 1, 4, 4)
+    found = image_of(grey)
+    assert (found.width, found.height, found.channels) == (4, 4, 1)
+    assert found.pixels == (0, 128, 255, 128) * 4
+    assert image_of(torch.rand(1, 3, 300, 200)).pixels.__len__() == 3 * LARGEST * LARGEST
+
+
+@pytest.mark.parametrize(
+    "row", [torch.rand(1, 6), torch.rand(1, 5, 8, 8), torch.zeros(1, 1, 8, 8)], ids=lambda row: row.shape
+)
+def test_what_is_no_image_has_no_picture(row):
+    assert image_of(row) is None
 
 
 def test_the_times_shown_are_medians_of_several_updates_and_not_of_one():

@@ -124,7 +124,7 @@ class Run:
     counts: Tensor | None = None
     weights: Tensor | None = None
     grad: Tensor | None = None
-    epochs: list[tuple[float, float]] = field(default_factory=list)
+    epochs: list[tuple[float, float, float]] = field(default_factory=list)
     passes: int = 0
     rate: float = 0.0
     error: str | None = None
@@ -233,7 +233,9 @@ class _Machine:
 
     def run(self) -> Run:
         setting, found = self.setting, self.found
-        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: max(0.0, 1 - done / self.total))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: max(0.0, 1 - done / max(self.total, 1))
+        )
         watched = replace_methods(step=self.step, zero_grad=self.zero_grad)
         self.names |= {
             "model": self.model,
@@ -268,13 +270,13 @@ class _Machine:
             seen = True
             yield epoch
 
-    def evaluate(self) -> tuple[float, float]:
+    def evaluate(self) -> tuple[float, float, float]:
         data = dataset(self.setting.task, self.setting.rows, 2)
         classes = torch.tensor([1.0, 9.0], dtype=torch.float64) if self.setting.task == "classes" else None
         with torch.no_grad():
             outputs = self.model(data.x)
             loss = nn.functional.cross_entropy(outputs, data.y, weight=classes)
-        return float(loss), float((outputs.argmax(1) == data.y).double().mean())
+        return float(loss), float((outputs.argmax(1) == data.y).double().mean()), float(outputs.softmax(1)[6, 1])
 
 
 def round_sum(parameter: Tensor) -> None:

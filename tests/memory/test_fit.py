@@ -20,11 +20,14 @@ from anybatch import (
     Tokens,
     Update,
     measure_peak,
+    plan,
     supervised,
 )
 from anybatch.batches.splits.micro_batch_option import as_split
 from tests.injection import OutOfMemoryAbove
 from tests.reference import relative_error, whole_batch_gradient
+
+CLASSES = supervised(nn.CrossEntropyLoss())
 
 
 def wide() -> nn.Module:
@@ -147,17 +150,6 @@ def test_where_nothing_can_be_predicted_rows_double_until_they_do_not_fit(monkey
     )
 
 
-def test_a_limit_that_cannot_be_predicted_is_refused_and_not_exceeded():
-    """A lock cannot be copied, so that nothing can be tried beside it."""
-    update = update_with(Fit("40MiB"))
-    update.model.lock = threading.Lock()
-    weights = copy.deepcopy(update.model.state_dict())
-    with pytest.raises(MemoryLimitError, match=r"Fit\('40.0 MiB'\) cannot be kept: .* Give micro_batch=n") as told:
-        update(batch_of(16))
-    assert "lock" in str(told.value)
-    assert all(torch.equal(weights[name], value) for name, value in update.model.state_dict().items())
-
-
 def test_auto_is_the_fastest_of_what_fits():
     assert repr(as_split("auto")) == "Fit(fastest=True)"
     fit_envelope = Fit(300_000, fastest=True)
@@ -194,3 +186,47 @@ def test_alone_it_says_what_it_needs():
         SplitError, match=r"Fit\('1.0 GiB'\) chooses by the model and its optimizer, and has seen neither"
     ):
         Fit("1GiB").cut(batch_of(4))
+
+
+class Locked(nn.Module):
+    """Holds what nobody can copy."""
+
+    def __init__(self, *, sees: bool = True) -> None:
+        super().__init__()
+        self.inside, self.lock, self.sees = wide(), threading.Lock(), sees
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return self.inside(x)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.sees:
+            raise ValueError("this model is one of a kind")
+        return super().__reduce_ex__(protocol)
+
+
+def test_a_model_with_a_lock_is_predicted_on_a_copy_that_shares_it():
+    model = Locked()
+    with pytest.raises(TypeError, match="cannot pickle"):
+        copy.deepcopy(model)
+    planned = plan(model, torch.optim.AdamW(model.parameters()), CLASSES, batch_of(64), memory=400_000)
+    twin = wide()
+    assert (
+        planned.micro_batch
+        == plan(twin, torch.optim.AdamW(twin.parameters()), CLASSES, batch_of(64), memory=400_000).micro_batch
+    )
+
+
+def test_what_cannot_be_copied_at_all_is_measured_while_it_runs_and_stays_below_the_limit():
+    limit = 150_000
+    model = Locked(sees=False)
+    fit = Fit(limit, margin=0)
+    update = Update(model, torch.optim.AdamW(model.parameters()), CLASSES, micro_batch=fit, check="off")
+    peaks = [measure_peak(update, batch_of(96, seed))[1] for seed in range(8)]
+    assert max(peaks) <= limit
+    assert fit.choice.size > 8
+    assert peaks[-1] > 0.85 * limit
+    assert "measured while training" in fit.choice.describe()
+    doubled = update_with(Rows(fit.choice.size * 2))
+    doubled(batch_of(96))
+    assert measure_peak(doubled, batch_of(96))[1] > limit, "doubling until memory runs out would have gone beyond it"

@@ -104,7 +104,8 @@ def window_event(*, update: int = 230, num_micro_batches: int = 4) -> dict[str, 
             ran(stage, micro_batch, seconds)
     ran("clip", None, 0.0003)
     ran("step", None, 0.0006)
-    return {"event": "window", "update": update, "stages": stages}
+    parts = [{"rows": 16, "units": 16.0, "share": 1 / num_micro_batches}] * num_micro_batches
+    return {"event": "window", "update": update, "stages": stages, "micro_batches": parts}
 
 
 def memory_event(*, update: int = 230) -> dict[str, Any]:
@@ -173,7 +174,8 @@ def trace_fields() -> dict[str, Any]:
     for index in range(2):
         stages += [
             {"stage": "load", "micro_batch": index, "title": "16 rows go to the model's device",
-             "facts": {"inputs": "16 x 10 float32", "targets": "16 int64"}, "values": [[0.3345, -1.2, 0.5], [1.1, 0.7, -0.2]]},
+             "facts": {"rows": 16, "inputs": "16 x 10 float32", "targets": "16 int64"},
+             "values": [[0.3345, -1.2, 0.5], [1.1, 0.7, -0.2]]},
             {"stage": "forward", "micro_batch": index, "title": "The model turns rows into scores",
              "facts": {"output": "16 x 2 float32"}, "values": [[0.1, -0.1], [0.35, 0.02]]},
             {"stage": "loss", "micro_batch": index, "title": "A mean loss, and its share of the batch's",
@@ -192,8 +194,16 @@ def trace_fields() -> dict[str, Any]:
         {"name": "0", "kind": "Linear", "in": [[1, 10]], "out": [[1, 32]], "values": [0.5] * 20},
         {"name": "1", "kind": "ReLU", "in": [[1, 32]], "out": [[1, 32]], "values": [0.5, 0.0]},
         {"name": "2", "kind": "Linear", "in": [[1, 32]], "out": [[1, 2]], "values": [1.2, -0.7]},
+        {
+            "name": "class 0 (87.0%), label 0: right",
+            "kind": "prediction",
+            "in": [[1, 2]],
+            "out": [[1]],
+            "values": [0.87, 0.13],
+        },
     ]
-    return {"stages": stages, "layers": layers}
+    image = {"width": 2, "height": 3, "channels": 1, "pixels": [0, 50, 100, 150, 200, 255]}
+    return {"stages": stages, "layers": layers, "images": [image]}
 
 
 def write_json(path: Path, value: object) -> None:

@@ -227,7 +227,7 @@ def test_text_is_shown_as_it_is_and_never_run(opened, tmp_path, kind):
     view = opened(write_page(hostile_folders(tmp_path)[kind]))
     assert view.complaints == []
     assert all(url.startswith("file://") for url in view.requests)
-    assert view.page.locator("img").count() == 0
+    assert view.page.locator("img:not(.prediction img)").count() == 0
     shown = view.page.inner_text("body")
     assert "<script>alert(1)</script>" in shown
     if kind == "train":
@@ -488,3 +488,16 @@ def test_thirty_thousand_updates_make_a_page_of_less_than_three_hundred_kibibyte
     path = write_page(tmp_path)
     assert path.stat().st_size < 300 * 1024
     assert opened(path).complaints == []
+
+
+def test_the_rows_of_an_update_are_cells_on_the_pages_of_training_and_of_a_trace(shown):
+    for kind, cells in (("train", 64), ("trace", 32)):
+        assert shown(kind).page.locator("#rows svg rect.right").count() == cells
+
+
+def test_a_trace_ends_in_the_image_the_probabilities_and_the_label(shown):
+    page = shown("trace").page
+    size = page.locator(".prediction img").evaluate("image => [image.naturalWidth, image.naturalHeight]")
+    assert size == [2, 3]
+    assert page.locator(".prediction").inner_text().split("\n")[-1] == "13.0 %"
+    assert page.get_by_text("class 0 (87.0%), label 0: right").is_visible()

@@ -1,16 +1,19 @@
 """From results to charts, tables and sentences."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from anybatch.records import read_results, spread_of
+from anybatch.records import MicroBatchSeen, TracedImage, read_results, spread_of
+from anybatch.report.charts.cell_pictures import shares_picture
 from anybatch.report.charts.comparison_charts import final_table, written_spread
 from anybatch.report.charts.thinning import evenly_spaced, smooth, thin
 from anybatch.report.charts.window_charts import lanes_of, stage_totals, timeline_chart
 from anybatch.report.headline import headline, summary
 from anybatch.report.page import sections, write_page
+from anybatch.report.sample_image import image_address
 from anybatch.report.writing import is_share, number, percent
 from tests.report.run_folders import (
     compare_folder,
@@ -351,3 +354,25 @@ def test_only_shares_of_one_are_percentages():
     assert is_share("valid_accuracy", [0.5, None])
     assert not is_share("accuracy", [97.0])
     assert not is_share("perplexity", [0.5])
+
+
+def test_rows_count_once_where_shares_are_in_proportion_to_units_and_not_where_they_are_not():
+    ragged = [MicroBatchSeen(rows=2, units=30.0, share=0.75), MicroBatchSeen(rows=2, units=10.0, share=0.25)]
+    equal = [replace(part, share=0.5) for part in ragged]
+    assert shares_picture(ragged, title="rows").count("counted once") == 2
+    assert "counted 0.667 times" in shares_picture(equal, title="rows")
+    assert "counted 2 times" in shares_picture(equal, title="rows")
+
+
+def test_of_a_sum_every_row_counts_once_and_of_no_units_there_is_no_picture():
+    parts = [MicroBatchSeen(rows=3, units=3.0, share=1.0), MicroBatchSeen(rows=1, units=1.0, share=1.0)]
+    assert shares_picture(parts, title="rows").count("counted once") == 2
+    assert shares_picture([MicroBatchSeen(rows=1, units=0.0, share=0.0)], title="rows") is None
+    assert shares_picture([], title="rows") is None
+
+
+def test_a_damaged_image_is_left_out():
+    whole = TracedImage(width=2, height=2, channels=1, pixels=(0, 1, 2, 3))
+    assert image_address(whole).startswith("data:image/png;base64,")
+    assert image_address(replace(whole, pixels=(0, 1, 2))) is None
+    assert image_address(replace(whole, channels=2)) is None

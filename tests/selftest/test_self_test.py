@@ -1,12 +1,14 @@
-"""`anybatch self-test`: every check passes on the CPU, and one that does not is told."""
+"""`anybatch self-test`: every check passes on the CPU and on the pretend accelerator, and one that does not is told."""
 
 import json
 
 import pytest
 import torch
 
-from anybatch.selftest import Checked, run_self_test
+from anybatch.selftest import Checked, run_self_test, speed_checks
 from anybatch.selftest import self_testing as running
+from tests.accelerator.on_device import on_device
+from tests.accelerator.plugged import limit, plug
 from tests.processes.forked import run_anybatch
 
 EXACT = [
@@ -32,6 +34,19 @@ def test_the_command_prints_a_table_and_leaves_a_page_and_a_json(tmp_path):
         assert check["found"] in done.stdout
         assert check["name"] in page
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+@on_device
+def test_every_check_passes_on_the_accelerator():
+    with limit(torch.accelerator.memory_allocated() + 2**28), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed_checks, "REPEATS", 1)  # times are told, and judged by nobody
+        found = run_self_test(plug(), versions={}, num_rows=2048)
+    assert {check.group for check in found.checks} == {"exactness", "memory", "speed"}
+    assert found.device == "pretend:0"
+    failed = [check for check in found.checks if not check.has_passed]
+    assert not failed, failed
+    (again,) = [check for check in found.checks if check.name.startswith("memory runs out")]
+    assert "pretended" not in again.name
 
 
 def test_what_fails_is_told_and_the_rest_is_run(monkeypatch):

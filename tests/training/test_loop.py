@@ -137,6 +137,7 @@ def test_one_timeline_and_one_memory_curve_are_recorded(straight):
     assert [record.update for record in memories] == [3]
     assert {stage.stage for stage in windows[0].stages} >= {"zero", "load", "forward", "loss", "backward", "step"}
     assert [stage.micro_batch for stage in windows[0].stages if stage.stage == "load"] == [0, 1, 2, 3]
+    assert [(part.rows, part.units, part.share) for part in windows[0].micro_batches] == [(4, 4.0, 0.25)] * 4
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -2,6 +2,7 @@
 
 import os
 from typing import Any
+from urllib.parse import quote
 
 from anybatch.doctor.finding import Finding
 from anybatch.doctor.judging import Diagnosis
@@ -24,7 +25,10 @@ def _result(finding: Finding) -> dict[str, Any]:
         "message": {"text": f"{finding.message}\n\n{finding.fix}".strip()},
     }
     if finding.file:
-        place = {"artifactLocation": {"uri": _relative(finding.file)}, "region": {"startLine": max(1, finding.line)}}
+        place = {
+            "artifactLocation": {"uri": quote(_relative(finding.file))},
+            "region": {"startLine": max(1, finding.line)},
+        }
         result["locations"] = [{"physicalLocation": place}]
     return result
 

@@ -47,8 +47,9 @@ class LoopCase:
 
     @cached_property
     def size(self) -> int:
-        """Micro-batches of the usual update; of equally frequent numbers the larger."""
-        counts = Counter(len(lanes) for lanes in self.lanes)
+        """Micro-batches of the usual update within an epoch; of equally frequent numbers the larger."""
+        within = [lanes for update, lanes in zip(self.updates, self.lanes, strict=True) if not spans(update.passes)]
+        counts = Counter(len(lanes) for lanes in within or self.lanes)
         return max(counts, key=lambda size: (counts[size], size)) if counts else 0
 
     @cached_property
@@ -79,6 +80,33 @@ class LoopCase:
         return (
             f" The whole epoch of {whole[0]} micro-batches has no such rest today; another number of rows would have."
         )
+
+    @cached_property
+    def robbed(self) -> frozenset[int]:
+        """Updates of whose window some passes were cleared: what is left of it says nothing about the division."""
+        lost = [one.loss_pass for one in self.loop.lost if not one.is_left]
+        found, since = set(), -1
+        for update in self.updates:
+            chains = {one.spot.chain for one in update.passes}
+            if any(since < one.index < update.index and one.spot.chain in chains for one in lost):
+                found.add(update.number)
+            since = update.index
+        return frozenset(found)
+
+    def is_whole(self, place: int) -> bool:
+        """The weights of an update add up to 1: whatever its size is, it is meant so."""
+        weighing = self.weighings[place]
+        return weighing is not None and near(weighing.total, 1.0)
+
+    @cached_property
+    def is_off_by_one(self) -> bool:
+        """The first update has another size than those after it, and no reason for that."""
+        sizes = [len(lanes) for lanes in self.lanes]
+        if self.size < 2 or len(sizes) < 3 or any(update.stale for update in self.updates):
+            return False
+        is_off = sizes[0] in (1, self.size - 1, self.size + 1) and sizes[0] != self.size
+        is_usual_later = sizes[1:].count(self.size) >= 2
+        return is_off and is_usual_later and not spans(self.updates[0].passes) and not self.is_whole(0)
 
     @cached_property
     def is_by_hand(self) -> bool:
@@ -122,6 +150,12 @@ class LoopCase:
 def first_spot(passes: tuple[LossPass, ...]) -> Spot:
     """Where the first of them was."""
     return passes[0].spot if passes else Spot()
+
+
+def spans(passes: tuple[LossPass, ...]) -> bool:
+    """Two epochs of one loader."""
+    batches = {one.batch[:2] for one in passes if one.batch is not None}
+    return len(batches) > len({loader for loader, _ in batches})
 
 
 def plural(count: int, noun: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import WindowError
-from anybatch.low_precision import is_low
+from anybatch.low_precision import is_low, number_in
 from anybatch.parallel import is_sharded, own_part
 from anybatch.torch_inside import multiply_each_, run_engine
 
@@ -18,7 +18,8 @@ class GradientSum:
 
     At the close, `.grad = before + scale * sum`. An exception inside leaves `.grad` as it was before, the same tensors.
     bf16 and fp16 parameters are summed in fp32 (torch's `grad_dtype`), because 256 sums in bf16 lose two digits; the sum
-    is handed over in the parameter's dtype, or stays fp32 where `keep_fp32` says that the optimizer takes it.
+    is handed over in the parameter's dtype, or stays fp32 where `keep_fp32` says that the optimizer takes it. Without
+    `in_fp32` they are summed as they are, which takes half the memory.
 
     With `isolate`, each backward pass stands alone until it is known to be finite, at the price of a second set of
     gradients: `backward` returns False for one that was not, and adds nothing of it. With `copies`, what `.grad` held is
@@ -32,12 +33,14 @@ class GradientSum:
         keep_fp32: bool = False,
         isolate: bool = False,
         copies: bool = False,
+        in_fp32: bool = True,
     ) -> None:
         self.parameters = tuple(parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad)
         self.scale = 1.0
         self.keep_fp32 = keep_fp32
         self.isolate = isolate
         self.copies = copies
+        self.in_fp32 = in_fp32
         self._before: list[Tensor | None] = []
         self._grad_dtypes: dict[nn.Parameter, torch.dtype | None] = {}
         self._is_torn = False
@@ -48,7 +51,7 @@ class GradientSum:
             self._before = [None if grad is None else grad.clone() for grad in self._before]
         for parameter in self.parameters:
             # a sharded parameter's gradient comes from FSDP, which sums in its own reduce_dtype
-            if is_low(parameter) and not is_sharded(parameter):
+            if self.in_fp32 and is_low(parameter) and not is_sharded(parameter):
                 self._grad_dtypes[parameter] = parameter.grad_dtype
                 parameter.grad_dtype = torch.float32
         return self
@@ -178,7 +181,7 @@ def _scale_each(grads: Sequence[Tensor], factor: float) -> None:
 
 def all_finite(grads: Iterable[Tensor | None]) -> bool:
     """True if no gradient holds inf or nan; of a sharded one, what this rank has of it. Waits for the device."""
-    return all(bool(_values(grad).isfinite().all()) for grad in grads if grad is not None)
+    return all(number_in(_values(grad).isfinite().all()) for grad in grads if grad is not None)
 
 
 def _values(grad: Tensor) -> Tensor:

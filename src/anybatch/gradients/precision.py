@@ -17,12 +17,14 @@ TAKE_FP32 = (
     optim.Muon,
 )
 """Their step promotes; Adam, AdamW, NAdam, RAdam, Adamax and all fused kernels refuse (torch 2.13)."""
+REFUSED_WITH = ("fused", "centered")
+"""Options with which they refuse too: RMSprop's mean of gradients is interpolated, which does not promote."""
 
 
 def takes_fp32_gradients(optimizer: optim.Optimizer) -> bool:
     """True of optimizers known to take them; others get gradients in the parameter's own dtype, cast once."""
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    return type(optimizer) in TAKE_FP32 and not is_fused
+    is_refused = any(group.get(option) for group in optimizer.param_groups for option in REFUSED_WITH)
+    return type(optimizer) in TAKE_FP32 and not is_refused
 
 
 def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from anybatch import stages
 from anybatch.batches import Batch, move, num_rows, take_rows, tensors
 from anybatch.gradients import gradient_norm
+from anybatch.lessons.sample_picture import image_of
 from anybatch.records import Trace, TracedLayer, TracedStage
 from anybatch.training import Experiment, first_batch, observed
 
@@ -33,7 +34,13 @@ def trace(experiment: Experiment) -> Trace:
     batch = first_batch(task, batch=plan.batch, seed=experiment.settings.seed)
     there = move(batch, experiment.device)
     entries, layers = _trace_update(experiment, there), _trace_layers(experiment, there)
-    return Trace(stages=with_medians(entries, _seconds(experiment, there)), layers=layers)
+    sample = next(tensors(take_rows(there, slice(0, 1))), None)
+    image = None if sample is None else image_of(sample)
+    return Trace(
+        stages=with_medians(entries, _seconds(experiment, there)),
+        layers=layers,
+        images=() if image is None else (image,),
+    )
 
 
 def _trace_update(experiment: Experiment, batch: Batch) -> tuple[TracedStage, ...]:
@@ -93,8 +100,9 @@ class _Watcher:
                 facts = {"rows": num_rows(event.batch), "shapes": _shapes(tensors(event.batch))}
                 self._add(event, "load", "a micro-batch on the model's device", facts, event.batch)
             case stages.Forward():
-                facts = {"output": _shapes(tensors(event.output))}
-                self._add(event, "forward", "the model's output", facts, event.output)
+                facts = {"output": _shapes(tensors(event.output))} if event.output is not None else {}
+                title = "the model's output" if facts else "all rows, layer by layer together"
+                self._add(event, "forward", title, facts, event.output)
             case stages.Loss():
                 self._loss(event)
             case stages.Backward():
@@ -124,7 +132,8 @@ class _Watcher:
             self._first_sum = total.detach().clone()
         facts: dict[str, Any] = {} if added is None else {"its norm": float(added.norm())}
         facts |= {"of": _first_name(self._parameters)}
-        self._add(event, "backward", "this micro-batch's gradients are computed and added", facts, added)
+        whose = "all rows'" if event.micro_batch is None else "this micro-batch's"
+        self._add(event, "backward", f"{whose} gradients are computed and added", facts, added)
 
     def _loss(self, event: stages.Loss) -> None:
         loss = float(event.loss)

@@ -1,5 +1,7 @@
 """How much memory a device has free."""
 
+import gc
+
 import torch
 
 from anybatch.errors import PlanError
@@ -7,7 +9,8 @@ from anybatch.state import free_bytes
 
 
 def available_bytes(device: torch.device) -> int:
-    """What could still be allocated there now, in bytes."""
+    """What could still be allocated there now, in bytes. Garbage is collected first: it is free, and not yet counted so."""
+    gc.collect()
     free = free_bytes(device)
     if free is not None:
         return free

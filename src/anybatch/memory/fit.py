@@ -1,15 +1,16 @@
 """`Fit`: the largest micro-batch that fits, by prediction; the fastest of those that do, if asked for."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from anybatch.batches import (
     Auto,
     Batch,
-    Choice,
     Doubling,
     MicroBatches,
     Rows,
@@ -22,40 +23,13 @@ from anybatch.batches import (
     tensors,
 )
 from anybatch.errors import MemoryLimitError, SplitError, first_line
+from anybatch.memory.fitted import Fitted
+from anybatch.memory.measured_rows import MeasuredRows
 from anybatch.memory.planning import MARGIN, plan
 from anybatch.memory.predicting import Plan
+from anybatch.memory.tracing import optimizer_tensors
+from anybatch.parallel import is_sharded
 from anybatch.sizes import parse_bytes, show_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """The micro-batch that fits, and how that is known."""
-
-    kind: Literal["rows", "tokens"]
-    """What `size` counts."""
-    size: int
-    """At most this many rows, or tokens with padding, per micro-batch."""
-    plan: Plan | None
-    """The prediction; None where there could be none."""
-    reason: str
-    """Why there could be no prediction."""
-    fastest: Choice | None
-    """What was found to be the fastest within `size`, where it was asked for."""
-    retries: int
-    """How often memory ran out all the same, and the micro-batch was halved."""
-
-    def describe(self) -> str:
-        """In words: what was chosen, and why."""
-        size = f"{self.size} {self.kind} per micro-batch"
-        if self.plan is None:
-            text = f"{size}, found by doubling until memory ran out, because it could not be predicted: {self.reason}"
-        else:
-            peak = self.plan.peak_bytes if self.size == self.plan.micro_batch else self.plan.peak(self.size)
-            room = f"{show_bytes(self.plan.memory)} less {self.plan.margin:.0%}"
-            text = f"{size} at most, predicted to need {show_bytes(peak)} of {room} ({self.plan.method})"
-        if self.retries:
-            text += f"; memory ran out {self.retries} times all the same"
-        return f"{text}. " + self.fastest.describe() if self.fastest is not None else f"{text}."
 
 
 class Fit:
@@ -67,8 +41,9 @@ class Fit:
     sizes within what fits are tried on real updates and the fastest is kept; "auto" stands for `Fit(fastest=True)`.
 
     Predicting takes seconds, once: it is repeated only for batches with more rows, or longer ones, than any before. Where
-    an update cannot be predicted, a `memory` that was given is refused, and without one rows double from batch to batch until
-    memory runs out; `choice` says which way it went.
+    an update cannot be predicted, rows double from batch to batch: below `memory`, measured while they run, or where that is
+    None, until memory runs out. What cannot be measured either, because it is sharded, is refused with a `memory`. `choice`
+    says which way it went.
     """
 
     def __init__(
@@ -112,7 +87,8 @@ class Fit:
         split = last.split
         return Fitted(
             kind=last.kind,
-            size=split.size if isinstance(split, Doubling) else last.size,
+            size=split.size if isinstance(split, Doubling | MeasuredRows) else last.size,
+            measured=split.peak if isinstance(split, MeasuredRows) else 0,
             plan=last.plan,
             reason=last.reason,
             fastest=split.choice if isinstance(split, Auto) else None,
@@ -157,6 +133,16 @@ class Fit:
         """The `learn` of the split inside; None where that has none, so that micro-batches are not timed."""
         return None if self._last is None else getattr(self._last.split, "learn", None)
 
+    @property
+    def sums(self) -> Literal["fp32", "param"]:
+        """What gradients are summed in where `sums="auto"` leaves it to the plan."""
+        return "fp32" if self._last is None or self._last.plan is None else self._last.plan.sums
+
+    @property
+    def watching(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """The `watching` of the split inside; None where that has none, so that nothing is measured."""
+        return None if self._last is None else getattr(self._last.split, "watching", None)
+
     def shrink(self, ran: MicroBatches) -> "Fit | None":
         """Half of what did not fit, for batches like this one; None where that was a single row."""
         last = self._last
@@ -172,13 +158,20 @@ class Fit:
         last.size = max(largest // 2, 1)
         return self
 
+    @property
+    def bound(self) -> int:
+        """The largest micro-batch that batches like the last one may be cut to."""
+        assert self._last is not None
+        return self._last.size
+
     def resized(self, size: int) -> "Fit":
         """This split, with micro-batches of at most `size` for batches like the last one, and not more than was chosen."""
         last = self._last
         assert last is not None
         resized = getattr(last.split, "resized", None)
         last.size = min(size, last.chosen)
-        last.split = last.asked if size >= last.chosen or resized is None else resized(size)
+        is_asked = size >= last.chosen and last.split is not last.asked  # one that changes itself is told of the size
+        last.split = last.asked if is_asked or resized is None else resized(size)
         return self
 
     def _shape_of(self, batch: Batch) -> "_Shape":
@@ -205,14 +198,13 @@ class Fit:
         except (
             Exception
         ) as error:  # an odd model is no reason not to train it, unless that would break a word that was given
-            if self.memory is not None:
+            if self.memory is not None and any(is_sharded(one) for one in workload.model.parameters()):
                 raise MemoryLimitError(
-                    f"{self!r} cannot be kept: what an update takes could not be predicted ({first_line(error)}), and doubling "
-                    "until memory runs out would not stop there. Give micro_batch=n, in rows; or Fit(), which doubles; "
-                    "or make it predictable: a model that copy.deepcopy can copy."
+                    f"{self!r} cannot be kept: what an update takes could not be predicted ({first_line(error)}), nor is it "
+                    "measured where ranks hold parts of a model. Give micro_batch=n, in rows; or Fit(), which doubles."
                 ) from error
             most = self.most.size if isinstance(self.most, Rows) else None
-            return _Fitting(shape, Doubling(most), "rows", 1, reason=first_line(error))
+            return _Fitting(shape, self._growing(workload, most), "rows", 1, reason=first_line(error))
         if not found.fits and self.memory is not None:
             raise MemoryLimitError(
                 f"an update with a single row is predicted to need {show_bytes(found.least_bytes)}, and {self!r} allows "
@@ -220,6 +212,18 @@ class Fit:
                 "an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
             )
         return self._within(found, tokens, shape)
+
+    def _growing(self, workload: Workload, most: int | None) -> Split:
+        """Rows that grow from batch to batch: measured while they run, where there is a limit to stay below."""
+        if self.memory is None:
+            return Doubling(most)
+        model, optimizer = workload.model, workload.optimizer
+
+        def standing() -> list[Tensor]:
+            state = [] if optimizer is None else optimizer_tensors(optimizer)
+            return [*model.parameters(), *model.buffers(), *state]
+
+        return MeasuredRows(int(self.memory * (1 - self.margin)), standing, most)
 
     def _within(self, found: Plan, tokens: Tokens | None, shape: "_Shape") -> "_Fitting":
         """The split for what was predicted; where free memory seems not to suffice for a row, a row is tried."""

@@ -75,8 +75,7 @@ class Accumulator:
     micro-batch to the next: fewer all-gathers for more memory. With `prefetch`, the next micro-batch is brought from pinned
     memory to an accelerator while one runs. `running` gives all these options as one value.
 
-    Where memory runs out, the batch starts again in micro-batches of half the size, from the same random state and buffers;
-    they grow again after batches that go well, and `split` is what batches are cut by.
+    Where memory runs out, the batch starts again in micro-batches of half the size; they grow when batches go well.
 
     >>> import torch
     >>> model = nn.Linear(3, 1)
@@ -265,6 +264,7 @@ class Accumulator:
             gradients=GradientSum(
                 parameters,
                 keep_fp32=self.keep_fp32,
+                in_fp32=self.running.sums_fp32(self.split),
                 isolate=drops and scaler is None,  # an overflow of the scaled gradient is the scaler's to see
                 copies=self.engine.overwrites,
             ),

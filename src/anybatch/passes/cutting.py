@@ -118,7 +118,8 @@ class Cutting:
         """A batch fitted at once; where memory had run out before, the next one may be cut larger, and that is told."""
         if self._asked is None or ran is None or len(ran) == 1:
             return
-        size = _size(self.split, ran)
+        # a split that tunes may have run less than it was allowed
+        size: int | None = getattr(self.split, "bound", None) or _size(self.split, ran)
         following = 0 if size is None else self._way_back.succeed(size, self._free)
         if size is not None and following > size and self._grow(self._asked, following):
             events.begin(Resize)

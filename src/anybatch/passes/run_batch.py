@@ -19,7 +19,7 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], No
     `look()` is called after the passes, before anything of them is final.
     """
     try:
-        with tools.gradients:
+        with tools.laps.watched(), tools.gradients:
             outcome = _passes(plan, schedule, tools)
             look()
             tools.barrier.hold(is_final=True)

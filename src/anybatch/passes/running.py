@@ -13,7 +13,7 @@ from torch import nn
 from anybatch.errors import ArgumentsError, LossError, ParallelError, UpdateError
 from anybatch.faces import called, did_you_mean, name_of, one_of
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload, OnEmpty, OnNonFinite
+from anybatch.options import Autocast, BatchNorm, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.parallel import Engine
 from anybatch.state import check_offload
 
@@ -34,6 +34,7 @@ class Running:
     clip_norm: float | None = None
     clip_value: float | None = None
     noise: int | None = None
+    sums: Sums = "fp32"
 
     def __post_init__(self) -> None:
         if self.autocast is not None and not isinstance(self.autocast, torch.dtype | AbstractContextManager):
@@ -49,6 +50,8 @@ class Running:
             raise UpdateError(f"on_nonfinite={self.on_nonfinite!r}: {one_of(self.on_nonfinite, get_args(OnNonFinite))}")
         if self.on_empty not in get_args(OnEmpty):
             raise UpdateError(f"on_empty={self.on_empty!r}: {one_of(self.on_empty, get_args(OnEmpty))}")
+        if self.sums not in get_args(Sums):
+            raise UpdateError(f"sums={self.sums!r}: {one_of(self.sums, get_args(Sums))}")
         if self.clip_norm is not None and self.clip_value is not None:
             raise UpdateError(
                 f"clip_norm={self.clip_norm} and clip_value={self.clip_value} are both given; choose one."
@@ -62,6 +65,10 @@ class Running:
             raise UpdateError(
                 f"noise={self.noise!r}: expected a whole number, such as 8 to measure one update in 8, or None."
             )
+
+    def sums_fp32(self, split: object) -> bool:
+        """True where gradients are summed in fp32; "auto" is what a split that knows the memory has chosen, else fp32."""
+        return (getattr(split, "sums", "fp32") if self.sums == "auto" else self.sums) == "fp32"
 
     @property
     def drops(self) -> bool:

@@ -1,6 +1,7 @@
 """Timing micro-batches for a split that learns from it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -20,9 +21,18 @@ class Laps(Protocol):
     def finish(self) -> None:
         """The batch has run whole."""
 
+    def watched(self) -> AbstractContextManager[object]:
+        """The block in which the batch runs."""
+
+
+UNWATCHED = nullcontext()
+
 
 class Untimed:
     """Nobody wants to know."""
+
+    def watched(self) -> AbstractContextManager[object]:
+        return UNWATCHED
 
     def lap(self, index: int) -> None:
         pass
@@ -40,11 +50,22 @@ class Stopwatch:
     Reading events waits for the device once per batch; nothing else here does.
     """
 
-    def __init__(self, learn: Learn, ran: MicroBatches, device: torch.device) -> None:
+    def __init__(
+        self,
+        learn: Learn,
+        ran: MicroBatches,
+        device: torch.device,
+        watching: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> None:
         self._learn = learn
+        self._watching = watching
         self._ran = ran
         self._device = None if device.type == "cpu" else device
         self._laps: list[tuple[int, Any]] = [(-1, self._now())]
+
+    def watched(self) -> AbstractContextManager[object]:
+        """The block in which the batch runs, of a split that wants to see what it takes."""
+        return UNWATCHED if self._watching is None else self._watching()
 
     def lap(self, index: int) -> None:
         """Micro-batch `index` has run."""
@@ -53,6 +74,8 @@ class Stopwatch:
     def finish(self) -> None:
         """The batch has run whole: tell the split, unless no micro-batch ran for itself."""
         if len(self._laps) == 1:
+            if self._watching is not None:
+                self._learn(self._ran, [None] * len(self._ran))
             return
         if self._device is not None:
             self._laps[-1][1].synchronize()
@@ -74,4 +97,4 @@ def laps_of(split: Split, batch: Batch, ran: MicroBatches, device: torch.device 
     learn = getattr(split, "learn", None)
     if learn is None or isinstance(batch, MicroBatches):
         return UNTIMED
-    return Stopwatch(learn, ran, device or torch.device("cpu"))
+    return Stopwatch(learn, ran, device or torch.device("cpu"), getattr(split, "watching", None))

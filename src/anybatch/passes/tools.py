@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from anybatch.batches import Batch, sent, tensors
 from anybatch.events import SILENT, Accumulate, Backward, Events
 from anybatch.gradients import GradientSum
+from anybatch.low_precision import number_in
 from anybatch.noise import PassMeter
 from anybatch.norms import Statistics
 from anybatch.objectives import Metrics, PartLoss, detached, part_loss
@@ -89,7 +90,7 @@ class Dropping:
     """Those that keep running statistics."""
 
     def accepts(self, value: Batch) -> bool:
-        return all(bool(tensor.isfinite().all()) for tensor in tensors(value))
+        return all(number_in(tensor.isfinite().all()) for tensor in tensors(value))
 
     def before_pass(self) -> Snapshot:
         return of_statistics(self.layers)

@@ -13,6 +13,7 @@ from anybatch.records.schema import (
     MemoryPoint,
     MemorySeen,
     Metric,
+    MicroBatchSeen,
     PlanRecord,
     Run,
     RunKind,
@@ -25,7 +26,7 @@ from anybatch.records.schema import (
     WindowSeen,
 )
 from anybatch.records.tolerant_reading import read
-from anybatch.records.traced_update import Trace, TracedLayer, TracedStage
+from anybatch.records.traced_update import Trace, TracedImage, TracedLayer, TracedStage
 
 __all__ = [
     "AdviceRecord",
@@ -39,6 +40,7 @@ __all__ = [
     "MemoryPoint",
     "MemorySeen",
     "Metric",
+    "MicroBatchSeen",
     "ParameterRecord",
     "PlanRecord",
     "ProofRecord",
@@ -52,6 +54,7 @@ __all__ = [
     "Spread",
     "StageTime",
     "Trace",
+    "TracedImage",
     "TracedLayer",
     "TracedStage",
     "UpdateDone",

@@ -103,12 +103,23 @@ class StageTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchSeen:
+    """What one micro-batch was made of, and its weight in the batch's loss."""
+
+    rows: int
+    units: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSeen:
     """The timeline of one update."""
 
     event: ClassVar[str] = "window"
     update: int
     stages: tuple[StageTime, ...]
+    micro_batches: tuple[MicroBatchSeen, ...] = ()
+    """None of them where the loss is one over all rows, which has no shares."""
 
     @property
     def seconds(self) -> float:

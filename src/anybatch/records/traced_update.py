@@ -30,12 +30,24 @@ class TracedLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracedImage:
+    """What the sample looks like: rows of pixels from top to bottom, each one number (grey) or three, from 0 to 255."""
+
+    width: int
+    height: int
+    channels: int
+    pixels: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """One update stage by stage, and one sample layer by layer."""
 
     file: ClassVar[str] = "trace.json"
     stages: tuple[TracedStage, ...]
     layers: tuple[TracedLayer, ...]
+    images: tuple[TracedImage, ...] = ()
+    """The sample, where it is an image; else nothing."""
 
     def __repr__(self) -> str:
         return f"Trace({len(self.stages)} stages, {len(self.layers)} layers)"

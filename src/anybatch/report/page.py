@@ -1,5 +1,6 @@
 """The page: sections of charts, tables and text, put together from `Results` and written as one HTML file."""
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,13 +38,15 @@ from anybatch.report.charts import (
     memory_charts,
     noise_charts,
     rate_and_norm_charts,
+    shares_picture,
     stage_colour,
     timeline_chart,
     update_charts,
     weights_picture,
 )
 from anybatch.report.headline import headline, summary
-from anybatch.report.trace_lanes import Lane, lanes_of
+from anybatch.report.sample_image import image_address
+from anybatch.report.trace_lanes import Lane, lanes_of, made_of
 from anybatch.report.writing import (
     plural,
     without_breaks,
@@ -56,6 +59,7 @@ from anybatch.report.writing import (
 )
 
 PAGE = "report.html"
+ROWS = "What every row counted for"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,12 @@ class Section:
     """The same stages as a picture."""
     picture: Markup | None = None
     """A cell per row."""
+    prediction: str = ""
+    """What the sample was told to be."""
+    probabilities: tuple[float, ...] = ()
+    """One for each class."""
+    image: str | None = None
+    """The address of the sample's picture, where it is an image."""
 
 
 def write_page(run_folder: Path) -> Path:
@@ -182,15 +192,25 @@ def _advice_sections(advice: AdviceRecord) -> Iterator[Section]:
 
 
 def _trace_sections(trace: Trace) -> Iterator[Section]:
+    in_order = sorted(trace.stages, key=lambda entry: math.inf if entry.micro_batch is None else entry.micro_batch)
     stages = tuple(
         ("The whole batch" if index is None else f"Micro-batch {index}", tuple(group))
-        for index, group in groupby(trace.stages, key=lambda entry: entry.micro_batch)
+        for index, group in groupby(in_order, key=lambda entry: entry.micro_batch)
     )
     charts = tuple(charts_of_trace(trace))
     yield Section(
         name="stages", title="One update, stage by stage", charts=charts, stages=stages, lanes=lanes_of(trace.stages)
     )
-    yield Section(name="layers", title="One sample, layer by layer", layers=trace.layers)
+    yield Section(name="rows", title=ROWS, picture=shares_picture(made_of(trace.stages), title=ROWS))
+    told = next((layer for layer in trace.layers if layer.kind == "prediction"), None)
+    yield Section(
+        name="layers",
+        title="One sample, layer by layer",
+        layers=tuple(layer for layer in trace.layers if layer.kind != "prediction"),
+        prediction="" if told is None else told.name,
+        probabilities=() if told is None else tuple(each for each in told.values if isinstance(each, float)),
+        image=image_address(trace.images[0]) if trace.images else None,
+    )
 
 
 def _training_sections(results: Results) -> Iterator[Section]:
@@ -202,6 +222,9 @@ def _training_sections(results: Results) -> Iterator[Section]:
     settings = tuple(_settings(results.run))
     yield Section(name="epochs", title="Training, epoch by epoch", charts=tuple(epoch_charts(results.epochs)))
     yield Section(name="updates", title="Training, update by update", charts=by_update)
+    if results.windows and results.trace is None:
+        picture = shares_picture(results.windows[-1].micro_batches, title=ROWS)
+        yield Section(name="rows", title=ROWS, picture=picture)
     yield Section(name="inside", title="Inside an update", charts=inside)
     yield Section(name="settings", title="How it was run", code=results.run.command, tables=settings)
 

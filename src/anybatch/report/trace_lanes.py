@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anybatch.records import TracedStage
+from anybatch.records import MicroBatchSeen, TracedStage, read
 from anybatch.report.writing import written_value
 
-ONCE = ("accumulate", "clip", "step", "zero")
-"""What a batch goes through as a whole."""
+ONCE = ("clip", "step", "zero")
+"""What a batch goes through as a whole, always; where its rows wait for each other, the passes too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,26 +22,34 @@ class Lane:
 def lanes_of(stages: Sequence[TracedStage]) -> tuple[Lane, ...]:
     """A lane for each micro-batch in order, then the batch's own."""
     numbers = sorted(
-        {entry.micro_batch for entry in stages if entry.micro_batch is not None and entry.stage not in ONCE[1:]}
+        {entry.micro_batch for entry in stages if entry.micro_batch is not None and entry.stage not in ONCE}
     )
     lanes = [
         Lane(title=f"micro-batch {number}", cells=_cells([entry for entry in stages if entry.micro_batch == number]))
         for number in numbers
     ]
-    once = [
-        entry
-        for entry in stages
-        if entry.stage in ONCE[1:] or (entry.stage == "accumulate" and entry.micro_batch is None)
-    ]
+    once = [entry for entry in stages if entry.stage in ONCE or (entry.micro_batch is None and entry.stage != "load")]
     if once:
         lanes.append(Lane(title="the whole batch, once", cells=_cells(once)))
     return tuple(lanes)
 
 
+def made_of(stages: Sequence[TracedStage]) -> tuple[MicroBatchSeen, ...]:
+    """Rows, units and share of each micro-batch that had a loss of its own."""
+    rows = {entry.micro_batch: entry.facts.get("rows") for entry in stages if entry.stage == "load"}
+    parts = (
+        read(MicroBatchSeen, {**entry.facts, "rows": rows.get(entry.micro_batch)})
+        for entry in stages
+        if entry.stage == "loss" and entry.micro_batch is not None
+    )
+    return tuple(part for part in parts if part is not None)
+
+
 def _cells(entries: Sequence[TracedStage]) -> tuple[tuple[str, str], ...]:
     """One cell a stage; of two entries of a stage (weights before, weights after) the last speaks."""
     told = {entry.stage: _outcome(entry) for entry in entries if entry.stage != "step" or "before" not in entry.title}
-    return tuple(told.items())
+    place = {stage: number for number, stage in enumerate(_SPEAKS)}
+    return tuple(sorted(told.items(), key=lambda cell: place.get(cell[0], len(place))))
 
 
 _SPEAKS = {
@@ -66,4 +74,4 @@ def _outcome(entry: TracedStage) -> str:
         return f"{found[0]}, share {found[1]}"
     if entry.stage == "clip" and len(found) == 2:
         return f"norm {found[0]} → {found[1]}"
-    return f"{_BEFORE.get(entry.stage, '')}{found[0]}" if found else entry.title
+    return f"{_BEFORE.get(entry.stage, '')}{found[0]}" if found and found[0] else entry.title

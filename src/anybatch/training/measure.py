@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import torch
 
-from anybatch.batches import Batch
+from anybatch.batches import Batch, num_rows
 from anybatch.device_memory import has_counters, with_peak
-from anybatch.events import Event, Observer, Retry, Zero
+from anybatch.events import Event, Load, Loss, Observer, Retry, Zero
 from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
-from anybatch.records import MemoryPoint, MemorySeen, StageTime, WindowSeen
+from anybatch.records import MemoryPoint, MemorySeen, MicroBatchSeen, StageTime, WindowSeen
 from anybatch.update import Update, UpdateResult
 
 MOST_POINTS = 400
@@ -47,7 +47,18 @@ def with_timeline(update: Update, batch: Batch, number: int) -> tuple[UpdateResu
         StageTime(stage=event.stage, micro_batch=event.micro_batch, start=event.started - begin, seconds=event.seconds)
         for event in events
     )
-    return result, WindowSeen(update=number, stages=stages)
+    made_of = () if result.dropped else _made_of(events)
+    return result, WindowSeen(update=number, stages=stages, micro_batches=made_of)
+
+
+def _made_of(events: Sequence[Event]) -> tuple[MicroBatchSeen, ...]:
+    """Rows, units and share of each micro-batch that had a loss of its own."""
+    rows = {event.micro_batch: num_rows(event.batch) for event in events if isinstance(event, Load)}
+    return tuple(
+        MicroBatchSeen(rows=rows[event.micro_batch], units=float(event.units), share=event.share)
+        for event in events
+        if isinstance(event, Loss) and event.micro_batch in rows
+    )
 
 
 def with_memory(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, MemorySeen]:

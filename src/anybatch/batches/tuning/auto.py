@@ -120,6 +120,12 @@ class Auto:
             tuning.is_warm = False  # the update that was to fit the cost did not run
         return self
 
+    @property
+    def bound(self) -> int:
+        """The largest micro-batch that batches like the last one may be cut to; the fastest may be smaller."""
+        assert self._last is not None
+        return self._last.search.bound
+
     def resized(self, size: int) -> "Auto":
         """This split, which may come to micro-batches of this size again."""
         for tuning in self._tunings.values():

@@ -59,6 +59,11 @@ class Search:
         """What was tried, by size."""
         return tuple(Trial(size=self.sizes[at], rates=tuple(self._rates[at])) for at in sorted(self._rates))
 
+    @property
+    def bound(self) -> int:
+        """The largest size that may be come to."""
+        return self.sizes[self._highest]
+
     def tell(self, rate: float) -> None:
         """The rate that `next_size` gave."""
         if self.is_done:
@@ -75,24 +80,31 @@ class Search:
             self._at = min(self._at, self._top)
 
     def limit(self, size: int) -> bool:
-        """Sizes above `size` do not fit: never come to them, or back to them. False, and no change, where all are above."""
+        """Sizes above `size` do not fit: never come to them, or back to them. False, and no change, where all are above.
+
+        What was measured of them is void; where that leaves a gap below `size`, the way up goes on into it.
+        """
         fitting = [at for at, known in enumerate(self.sizes) if known <= size]
         if not fitting:
             return False
         self._highest = min(self._highest, fitting[-1])
         self._top = min(self._top, self._highest)
         self._rates = {at: rates for at, rates in self._rates.items() if at <= self._highest}
+        self._is_climbing = True
+        self._measure_more()
         self._decide()
         return True
 
     def allow(self, size: int) -> None:
-        """Sizes up to `size` may be come to again; one that did not fit is measured anew, with the others."""
+        """Sizes up to `size` may be come to again; the largest of them is measured next, whatever smaller ones gave."""
         self._highest = max(self._highest, max((at for at, known in enumerate(self.sizes) if known <= size), default=0))
         if self._highest > self._top:
-            self._top = self._highest
-            self._limit = max(self._limit, self.num_measured + 2)
-            self._is_climbing = True
-            self._decide()
+            self._top = self._at = self._highest
+            self._measure_more()
+            self.is_done = False
+
+    def _measure_more(self) -> None:
+        self._limit = max(self._limit, self.num_measured + 2)
 
     def _decide(self) -> None:
         following = self._following() if self.num_measured < self._limit else None

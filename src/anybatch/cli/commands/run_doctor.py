@@ -11,6 +11,7 @@ from anybatch.doctor import SEVERITIES, Diagnosis, as_github, as_sarif, describe
 from anybatch.errors import DoctorError
 from anybatch.faces import did_you_mean
 from anybatch.lessons import lesson_of_finding, see
+from anybatch.records import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def _nothing_seen(request: DoctorRequest, folder: Path, code: int) -> str:
 
 def _tell(request: DoctorRequest, diagnosis: Diagnosis, code: int) -> int:
     if request.is_json:
-        print(json.dumps(diagnosis.as_json(), allow_nan=False, ensure_ascii=False))
+        print(json.dumps(plain(diagnosis.as_json()), allow_nan=False, ensure_ascii=False))
     elif request.is_github:
         print(as_github(diagnosis))
     else:
@@ -96,9 +97,4 @@ def _static(request: DoctorRequest) -> int:
     scripts = [Path(word) for word in request.words if word.endswith(".py")]
     if not scripts or not scripts[0].is_file():
         raise DoctorError("--static reads a Python script; name one that is there.")
-    found = Diagnosis(hints(scripts[0].read_text(errors="replace"), str(scripts[0].resolve())), ())
-    if request.is_json:
-        print(json.dumps(found.as_json(), allow_nan=False, ensure_ascii=False))
-    else:
-        say(describe(found))
-    return 0
+    return _tell(request, Diagnosis(hints(scripts[0].read_text(errors="replace"), str(scripts[0].resolve())), ()), 0)

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from anybatch.doctor.finding import Finding, Severity
-from anybatch.doctor.loop_case import LoopCase, plural
-from anybatch.doctor.loops import LossPass, Lost, WatchedLoop, near
+from anybatch.doctor.loop_case import LoopCase, plural, spans
+from anybatch.doctor.loops import Lost, WatchedLoop
 
 
 def tail_rules(case: LoopCase) -> Iterator[Finding]:
@@ -32,7 +32,7 @@ def lost_rules(loop: WatchedLoop, cases: list[LoopCase]) -> Iterator[Finding]:
     elif tails:
         yield _dropped(case, tails)
     left = [one for one in lost if one.is_left]
-    if left and loop.reason == "finished" and not early:
+    if left and loop.reason == "finished" and not early and not tails:  # the last tail has the same cause as the others
         told = (
             f"{_rows(left)} never reached a step: {plural(len(left), 'micro-batch')} left in the gradients when the "
             "script ended."
@@ -56,9 +56,11 @@ def _cleared(case: LoopCase, lost: list[Lost], total: int) -> Finding:
 def _dropped(case: LoopCase, lost: list[Lost]) -> Finding:
     spot = case.updates[0].spot if case.updates else lost[0].spot
     epochs = len({one.loss_pass.batch[:2] for one in lost if one.loss_pass.batch is not None}) or 1
+    told, facts = _in_a_whole_epoch(case, lost[0])
     text = (
-        f"{_rows(lost)} never reached a step: an epoch ends with {plural(max(1, len(lost) // epochs), 'micro-batch')} that "
-        f"no full update of {max(case.size, 2)} takes, cleared when the next epoch begins."
+        f"{told or f'{_rows(lost)} never reached a step: an epoch'} ends with "
+        f"{plural(facts.get('micro_batches', max(1, len(lost) // epochs)), 'micro-batch')} that no full update of "
+        f"{max(case.size, 2)} takes, cleared when the next epoch begins."
     )
     only = case.without_tail
     return case.finding(
@@ -66,8 +68,21 @@ def _dropped(case: LoopCase, lost: list[Lost]) -> Finding:
         "warning" if only else "error",
         spot,
         text + only,
-        {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line},
+        {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line, **facts},
     )
+
+
+def _in_a_whole_epoch(case: LoopCase, lost: Lost) -> tuple[str, dict[str, int]]:
+    """What an epoch that was not cut short would lose, from what its loader says; nothing where it does not say."""
+    batch = lost.loss_pass.batch
+    begun = [line for line in case.loop.epochs if line["event"] == "epoch" and batch and line["loader"] == batch[0]]
+    rows, size, whole = (int((begun or [{}])[0].get(name) or 0) for name in ("dataset", "batch_size", "whole"))
+    rest = whole % case.size if case.size > 1 else 0
+    missed = rows - (whole - rest) * size
+    if not size or not rest or not 0 < missed <= rest * size:
+        return "", {}
+    told = f"{missed:,} of {rows:,} rows never reach a step: an epoch of {whole:,} micro-batches"
+    return told, {"rows": missed, "of_rows": rows, "micro_batches": rest}
 
 
 def _rows(lost: list[Lost]) -> str:
@@ -121,18 +136,17 @@ def _sizes(case: LoopCase) -> Iterator[Finding]:
     if case.size < 2 or len(case.updates) < 3 or any(update.stale for update in case.updates):
         return
     sizes = [len(lanes) for lanes in case.lanes]
-    later = [size for size in sizes[1:] if size == case.size]
-    is_off = sizes[0] in (1, case.size - 1, case.size + 1) and sizes[0] != case.size and len(later) >= 2
-    if is_off and not _spans(case.updates[0].passes) and not _is_whole(case, 0):
-        first = case.updates[0]
+    if case.is_off_by_one:
+        weighing = case.weighings[0]
+        counts = "" if weighing is None else f", and its weights add up to {weighing.total:.2f}"
         text = (
-            f"The first update is made of {plural(sizes[0], 'micro-batch')}, the others of {case.size}: "
+            f"The first update is made of {plural(sizes[0], 'micro-batch')}, the others of {case.size}{counts}: "
             f"the count that decides when to step is off by one."
         )
-        yield case.finding("off-by-one", "error", first.spot, text, {"sizes": sizes[:8]})
+        yield case.finding("off-by-one", "error", case.updates[0].spot, text, {"sizes": sizes[:8]})
     for place, (update, size) in list(enumerate(zip(case.updates, sizes, strict=True)))[1:]:
-        is_carried = _spans(update.passes) or (size > case.size and update.passes[0].batch is None)
-        if size != case.size and is_carried and not _is_whole(case, place):
+        is_carried = spans(update.passes) or (size > case.size and update.passes[0].batch is None)
+        if size != case.size and is_carried and not case.is_whole(place):
             text = (
                 f"Update {update.number} is made of {size} micro-batches instead of {case.size}: what was left of one epoch "
                 f"lies in the gradients when the next begins."
@@ -141,15 +155,3 @@ def _sizes(case: LoopCase) -> Iterator[Finding]:
             only = case.without_tail
             yield case.finding("tail-leaks", "warning" if only else "error", update.spot, text + only, facts)
             return
-
-
-def _is_whole(case: LoopCase, place: int) -> bool:
-    """Its weights add up to 1: whatever its size is, it is meant so."""
-    weighing = case.weighings[place]
-    return weighing is not None and near(weighing.total, 1.0)
-
-
-def _spans(passes: tuple[LossPass, ...]) -> bool:
-    """Two epochs of one loader."""
-    batches = {one.batch[:2] for one in passes if one.batch is not None}
-    return len(batches) > len({loader for loader, _ in batches})

@@ -14,8 +14,10 @@ def weight_rules(case: LoopCase) -> Iterator[Finding]:
     pairs = [(u, w) for u, w in zip(case.updates, case.weighings, strict=True) if w is not None]
     if case.size == 1:
         yield from _stepped_every(case, pairs)
+    first = case.updates[0] if case.is_off_by_one else None
     for update, weighing in pairs:
-        if max(case.size, len(weighing.shares)) > 1 and not weighing.is_plain_sum and not update.stale:
+        is_told = update.stale or update.number in case.robbed or update is first  # by other rules
+        if max(case.size, len(weighing.shares)) > 1 and not weighing.is_plain_sum and not is_told:
             yield from _division(case, update, weighing)
     yield from _uneven(case, pairs)
 

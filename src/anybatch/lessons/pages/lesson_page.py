@@ -22,6 +22,7 @@ SHELL = """<!doctype html>
 <link rel="icon" href="data:,">
 <title>{title}</title>
 {style}
+<script>{early}</script>
 <script type="importmap">{imports}</script>
 </head>
 <body>
@@ -32,6 +33,16 @@ SHELL = """<!doctype html>
 </body>
 </html>
 """
+
+
+EARLY = """{
+const page = location.hash.slice(1).split("?")[0], names = NAMES, shown = names.includes(page) ? page : names[0];
+const rule = document.createElement("style");
+rule.id = "early";
+rule.textContent = `@media screen { article.lesson:not(#${shown}) { display: none } }`;
+document.head.append(rule);
+}"""
+"""Runs before the first layout, so that only the lesson of the address is laid out; without a script all nine are shown."""
 
 
 def learn_page(name: str | None = None) -> str:
@@ -74,8 +85,16 @@ def _shell(lessons: tuple[Lesson, ...], *, style: str, imports: str, link: Link,
     links = "".join(_link(other, link(other.name)) for other in all_lessons())
     articles = "".join(_article(lesson, link) for lesson in lessons)
     home = link("trace") or "#main"
+    early = EARLY.replace("NAMES", json.dumps([lesson.name for lesson in lessons]))
     return SHELL.format(
-        title=html.escape(title), style=style, imports=imports, links=links, articles=articles, home=home, name=TITLE
+        title=html.escape(title),
+        style=style,
+        early=early,
+        imports=imports,
+        links=links,
+        articles=articles,
+        home=home,
+        name=TITLE,
     )
 
 

@@ -145,6 +145,7 @@ _STAND_INS: dict[str, Callable[[dict[str, Any], Claims], str]] = {
     "cheat": _cheat,
     "stepper": static_pictures.stepper,
     "arms": static_pictures.arms,
+    "walk": static_pictures.arms,
     "shares": static_pictures.shares,
     "scaler": static_pictures.scaler,
     "ranks": static_pictures.ranks,

@@ -2,10 +2,12 @@
 
 from anybatch.memory.predicting.checkpointing import checkpointed, repeated_blocks
 from anybatch.memory.predicting.largest_fitting import LargestFitting, find_largest_fitting
-from anybatch.memory.predicting.memory_plan import Breakdown, Checkpointing, Plan, SizePeak
+from anybatch.memory.predicting.memory_plan import Plan
 from anybatch.memory.predicting.micro_batch_source import MicroBatchSource, micro_batch_source_of
 from anybatch.memory.predicting.notes import notes_for
+from anybatch.memory.predicting.plan_parts import Breakdown, Checkpointing, SizePeak
 from anybatch.memory.predicting.trials import Trials, start_trials
+from anybatch.memory.predicting.ways_to_fit import WayToFit, find_ways, model_bytes
 
 __all__ = [
     "Breakdown",
@@ -15,9 +17,12 @@ __all__ = [
     "Plan",
     "SizePeak",
     "Trials",
+    "WayToFit",
     "checkpointed",
     "find_largest_fitting",
+    "find_ways",
     "micro_batch_source_of",
+    "model_bytes",
     "notes_for",
     "repeated_blocks",
     "start_trials",

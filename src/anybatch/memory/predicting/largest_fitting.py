@@ -10,6 +10,8 @@ from anybatch.memory.predicting.trials import Trials
 
 MOST_OFF = 0.001
 """How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""
+MOST_OFF_REAL = 0.01
+"""The same for real steps, whose kernels round."""
 MOST_LENGTHS = 32
 """A budget is checked for this many row lengths at most, picked evenly, the longest among them."""
 
@@ -32,14 +34,15 @@ class LargestFitting:
 
 def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
     """The largest size that fits into `limit` bytes."""
-    source, whole, peaks = trials.source, trials.whole(), _predict(trials)
+    source, whole, peaks = trials.source, trials.whole(limit), _predict(trials)
     smallest = trials.smallest * (source.row_length or 1)
     if whole <= limit:
-        if peaks.envelope is None:
-            trials.peak((max(source.num_rows // 2, trials.smallest), source.longest))
+        if peaks.envelope is None or not _holds(trials, peaks, source.num_rows // 2 * (source.row_length or 1)):
+            for parts in (2, 8, 32):  # the whole batch in so many micro-batches, for the curve
+                trials.peak((max(source.num_rows // parts, trials.smallest), source.longest))
             peaks = _without_envelope(trials, peaks)
         size, shape, peak = source.num_rows * (source.row_length or 1), (source.num_rows, source.longest), whole
-        is_confirmed = trials.method == "fake tensors"
+        is_confirmed = True
     else:
         size = _largest(peaks, limit, smallest)
         if peaks.envelope is not None and size and not _holds(trials, peaks, size):
@@ -97,12 +100,13 @@ def _largest(peaks: Peaks, limit: int, smallest: int) -> int:
 
 
 def _holds(trials: Trials, peaks: Peaks, size: int) -> bool:
-    """True if a trial of the size chosen, where it costs no memory, gives what was predicted."""
+    """True if a trial of the size chosen gives what was predicted: kernels of the CPU change with size."""
     shape = peaks.worst(size)
-    if trials.method == "real steps" or peaks.envelope is None or shape[0] <= trials.smallest:
+    if peaks.envelope is None or shape[0] <= trials.smallest:
         return True
     tried = trials.peak(shape)
-    return abs(tried - peaks.envelope.peak(shape)) <= MOST_OFF * tried
+    most_off = MOST_OFF if trials.method == "fake tensors" else MOST_OFF_REAL
+    return abs(tried - peaks.envelope.peak(shape)) <= most_off * tried
 
 
 def _largest_tried(trials: Trials, limit: int) -> int:
@@ -116,25 +120,33 @@ def _largest_tried(trials: Trials, limit: int) -> int:
     if trials.method == "fake tensors":
         rows = largest_below(limit, tried, most)
     else:
-        rows = _climb(tried, limit, most, available_bytes(trials.setup.device))
+        rows = _climb(tried, min(limit, available_bytes(trials.setup.device) // 2), most, trials.standing)
     return (max(rows, trials.smallest) if rows else 0) * (source.row_length or 1)
 
 
-def _climb(tried: Callable[[int], int], limit: int, most: int, free: int) -> int:
-    """The largest size that fits, by real trials from small to large; none that could need more than is free here."""
+def _climb(tried: Callable[[int], int], limit: int, most: int, standing: int) -> int:
+    """The largest size that fits, by real trials from small to large; none is tried that could need more than `limit`.
+
+    Bytes of an op are linear in the rows and no less than what stands, so the peak is below a line through both.
+    """
     size, following = 0, min(1, most)
-    while size < most and tried(following) <= limit:
-        size, following = following, min(2 * following, most)
-        if 2 * tried(size) > free:
-            return size
-    return size + largest_below(limit, lambda more: tried(size + more), max(following - size - 1, 0))
+    while following > size and tried(following) <= limit:
+        size = following
+        bound = int(size * (limit - standing) / max(tried(size) - standing, 1))
+        following = min(2 * size, bound, most)
+    return size
 
 
 def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:
-    """Only the sizes that were tried at full length, without a prediction for those between them."""
-    one, longest = peaks.row_length, trials.source.longest
-    tried = sorted((rows * one, peak) for (rows, length), peak in trials.tried.items() if length == longest)
-    return replace(peaks, envelope=None, tried=tuple(tried))
+    """Only the sizes that were tried at full length, less what `peaks` adds for each micro-batch where all of them ran."""
+    one, longest, count = peaks.row_length, trials.source.longest, trials.source.num_rows
+    further = {rows: max(-(-count // rows) - 2, 0) * trials.is_together for rows, _ in trials.tried}
+    tried = [
+        (rows * one, peak - peaks.left_behind * further[rows])
+        for (rows, length), peak in trials.tried.items()
+        if length == longest
+    ]
+    return replace(peaks, envelope=None, tried=tuple(sorted(tried)))
 
 
 def _some_of(lengths: list[int]) -> tuple[int, ...]:

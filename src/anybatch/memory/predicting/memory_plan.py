@@ -5,53 +5,11 @@ from typing import Any, Literal
 
 from anybatch.faces import facts_table, html_block, html_table, sentences
 from anybatch.memory.predicting.peaks import Peaks
+from anybatch.memory.predicting.plan_parts import Breakdown, Checkpointing, SizePeak
+from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence
 from anybatch.sizes import show_bytes
 
 Method = Literal["fake tensors", "real steps"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
-    """What the memory at the peak is made of, in bytes."""
-
-    parameters: int
-    """Parameters and buffers."""
-    gradients: int
-    optimizer: int
-    activations: int
-    """What forward left for backward."""
-    inputs: int
-    temporaries: int
-    """All else that lives at that moment: what one op hands to the next."""
-
-    @property
-    def total(self) -> int:
-        """The peak."""
-        return sum(getattr(self, part.name) for part in fields(self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizePeak:
-    """The predicted peak of one micro-batch size."""
-
-    size: int
-    """Rows, or tokens."""
-    peak: int
-    fits: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpointing:
-    """What recomputing each block of the model in backward, instead of keeping what it saved, would change."""
-
-    blocks: str
-    """Which modules: their path, how many, of what kind."""
-    size: int
-    """The micro-batch that is compared."""
-    peak: int
-    """With checkpointing."""
-    saved: int
-    """Bytes less than without it; 0 where it does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +48,10 @@ class Plan:
     """True where the size chosen was itself tried, and its peak is not computed from others."""
     notes: tuple[str, ...]
     peaks: Peaks = field(repr=False)
+    sums: Literal["fp32", "param"] = "fp32"
+    """What gradients of bf16 and fp16 parameters are summed in."""
+    ways_to_fit: tuple[WayToFit, ...] = ()
+    """What could be changed, with the peak of `micro_batch`, or of one row where nothing fits."""
 
     def __repr__(self) -> str:
         size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
@@ -163,7 +125,9 @@ def _sentences(plan: Plan) -> list[str]:
         lines.append(checkpointing_sentence(plan.checkpointing, plan.unit))
     confirmed = "tried at the size chosen" if plan.is_confirmed else "not tried at the size chosen"
     lines.append(f"Predicted with {plan.method}, {confirmed}: {plan.reason}.")
-    return [*lines, *plan.notes]
+    if plan.sums == "param":
+        lines.append(f"Gradients are summed in the parameters' own dtype: off by {PRICE_OF_LOW_SUMS}.")
+    return [*lines, *plan.notes, last_sentence(plan.ways_to_fit, is_fitting=plan.fits)]
 
 
 def checkpointing_sentence(found: Checkpointing, unit: str) -> str:

@@ -22,7 +22,7 @@ class Peaks:
     """What each micro-batch beyond the second leaves until the end of the update."""
 
     def peak(self, size: int) -> int:
-        """The peak of an update in micro-batches of at most `size`; without an envelope, that of the next larger size tried."""
+        """The peak of an update in micro-batches of at most `size`; without an envelope, between those that were tried."""
         rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
         return self._of_two(size) + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
 
@@ -42,4 +42,13 @@ class Peaks:
             return known[size]
         if self.envelope is not None:
             return self.envelope.peak(self.worst(size))
-        return next((peak for tried, peak in self.tried if tried >= size), max(known.values()))
+        return self._on_chord(size)
+
+    def _on_chord(self, size: int) -> int:
+        """Between two sizes that were tried, on the line through both: peaks are convex in the size, so it lies above them."""
+        below = max(((tried, peak) for tried, peak in self.tried if tried < size), default=None)
+        above = min(((tried, peak) for tried, peak in self.tried if tried > size), default=None)
+        if above is None or below is None:
+            return (above or max(self.tried))[1]
+        share = (size - below[0]) / (above[0] - below[0])
+        return round(below[1] + share * (above[1] - below[1]))

@@ -7,11 +7,22 @@ import torch
 
 from anybatch.batches import Batch
 from anybatch.errors import PlanError, first_line
+from anybatch.memory.available import available_bytes
 from anybatch.memory.caching_allocator import reserved_for
 from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope
 from anybatch.memory.predicting.memory_plan import Method
 from anybatch.memory.predicting.micro_batch_source import MicroBatchSource
-from anybatch.memory.tracing import FakeProbe, MemoryKind, Probe, RealProbe, Timeline, TrialSetup, is_real
+from anybatch.memory.tracing import (
+    FakeProbe,
+    Moments,
+    Probe,
+    RealProbe,
+    Timeline,
+    TrialSetup,
+    bytes_of,
+    is_real,
+    optimizer_tensors,
+)
 from anybatch.norms import uses_batch_statistics
 from anybatch.objectives import Coupled
 from anybatch.torch_inside import BatchNormLayer
@@ -31,8 +42,8 @@ class Trials:
     is_together: bool
     """True where micro-batches do not stand alone, so that the whole batch has to be tried in each size."""
     tried: dict[PassShape, int] = field(default_factory=dict)
-    kinds: dict[PassShape, dict[MemoryKind, int]] = field(default_factory=dict)
-    """What fake tensors show the peak of a shape to be made of."""
+    kinds: dict[PassShape, Moments] = field(default_factory=dict)
+    """What fake tensors show the memory of a shape to be made of."""
     reserved: dict[PassShape, float] = field(default_factory=dict)
     """What a caching allocator would take from a GPU for a shape, out of what its tensors take."""
     seen: dict[PassShape, Timeline] = field(default_factory=dict)
@@ -58,7 +69,12 @@ class Trials:
         return self._smallest
 
     def left_behind(self) -> int:
-        """What each further micro-batch leaves until the end of the update: BatchNorm's statistics, waiting to be merged."""
+        """What each further micro-batch leaves until the end of the update.
+
+        BatchNorm's statistics, waiting to be merged; the random state that the second forward of a coupled loss starts from.
+        """
+        if isinstance(self.setup.parts[2], Coupled):
+            return torch.get_rng_state().nbytes
         if self.is_together or not any(isinstance(module, BatchNormLayer) for module in self.setup.parts[0].modules()):
             return 0
         shape = self.small_sizes[0], self.source.longest
@@ -74,18 +90,21 @@ class Trials:
         """An update in micro-batches of this shape: two of them, or as many as the batch has if they meet."""
         if shape in self.seen:
             return self.seen[shape]
-        self.seen[shape] = timeline = self.probe(*self._cut(shape))
+        parts = self._cut(shape)
+        self.seen[shape] = timeline = self.probe(*parts)
         self.tried[shape] = timeline.peak
+        if self.method == "fake tensors" and isinstance(self.setup.parts[2], Coupled):  # no op makes a random state
+            self.tried[shape] += self.left_behind() * len(parts)
         if self.probe is self.fake:
-            self.kinds[shape] = self.fake.recorder.breakdown()
+            self.kinds[shape] = self.fake.recorder.moments()
             cached = reserved_for(self.fake.recorder.allocations())
             self.reserved[shape] = cached.most_reserved / max(timeline.peak, 1)
         return timeline
 
     def fake_peak(
         self, shape: PassShape, *, is_whole: bool = False, is_known: bool = True
-    ) -> tuple[int, dict[MemoryKind, int]] | None:
-        """The peak that fake tensors show, and what it is made of; None where they cannot run.
+    ) -> tuple[int, Moments] | None:
+        """The peak that fake tensors show, and what memory is made of; None where they cannot run.
 
         With `is_known` False it is tried anew, for a model that has changed since.
         """
@@ -94,7 +113,7 @@ class Trials:
         if is_known and not is_whole and shape in self.kinds:
             return self.tried[shape], self.kinds[shape]
         parts = (self.source.micro_batch(shape),) if is_whole else self._cut(shape)
-        return self.fake(*parts).peak, self.fake.recorder.breakdown()
+        return self.fake(*parts).peak, self.fake.recorder.moments()
 
     def _cut(self, shape: PassShape) -> tuple[Batch, ...]:
         if self.is_together:
@@ -106,15 +125,25 @@ class Trials:
         """The peak of all shapes, from timelines of these; None where ops differ or the batch has to be tried whole."""
         return None if self.is_together else fit_envelope(shapes, [self.timeline(shape) for shape in shapes], needed)
 
-    def whole(self) -> int:
-        """The peak of the whole batch in one piece."""
+    def whole(self, limit: int) -> int:
+        """The peak of the whole batch in one piece; a real one is tried only where it is predicted to fit, here too."""
         shape = self.source.num_rows, self.source.longest
-        if self.method == "fake tensors" or isinstance(self.setup.parts[2], Coupled):
+        if self.method == "fake tensors":
             return self.probe(self.source.micro_batch(shape)).peak
         sizes: list[PassShape] = [(size, None) for size in self.small_sizes]
         timelines = [self.probe(self.source.micro_batch((size, self.source.longest))) for size, _ in sizes]
         line = fit_envelope(sizes, timelines)
-        return self.probe(self.source.micro_batch(shape)).peak if line is None else line.peak((shape[0], None))
+        most = timelines[-1].peak * shape[0] // sizes[-1][0] if line is None else line.peak((shape[0], None))
+        if most > min(limit, available_bytes(self.setup.device) // 2):
+            return most
+        return self.probe(self.source.micro_batch(shape)).peak
+
+    @property
+    def standing(self) -> int:
+        """Bytes that no micro-batch, however small, does without: weights, buffers, the optimizer's state, the batch."""
+        model, optimizer, _ = self.probe.parts
+        state = [] if optimizer is None else optimizer_tensors(optimizer)
+        return bytes_of([*model.parameters(), *model.buffers(), *state]) + self.setup.batch_bytes
 
 
 def start_trials(setup: TrialSetup, source: MicroBatchSource) -> Trials:
@@ -131,7 +160,7 @@ def start_trials(setup: TrialSetup, source: MicroBatchSource) -> Trials:
         fake, failure = None, f"fake tensors could not run this update ({first_line(error)})"
     hidden = fake.hidden if fake is not None and setup.device.type == "cpu" else None
     if fake is not None and hidden is None:
-        seen = {} if is_together else {(2, source.longest): (timeline, fake.recorder.breakdown())}
+        seen = {} if is_together else {(2, source.longest): (timeline, fake.recorder.moments())}
         return Trials(
             setup,
             source,

@@ -8,20 +8,25 @@ from anybatch.memory.tracing.meter import (
     optimizer_tensors,
     standing_tensors,
 )
+from anybatch.memory.tracing.moments import MemoryKind, Moment, Moments, highest
 from anybatch.memory.tracing.probe import FakeProbe, Probe, RealProbe, TrialSetup
-from anybatch.memory.tracing.recorder import MemoryKind, Timeline
+from anybatch.memory.tracing.recorder import Recorder, Timeline
 from anybatch.memory.tracing.trial_copies import Parts, is_real, keeping_random_states
 
 __all__ = [
     "FakeProbe",
     "MemoryKind",
+    "Moment",
+    "Moments",
     "Parts",
     "Probe",
     "RealProbe",
+    "Recorder",
     "Timeline",
     "TrialSetup",
     "bytes_of",
     "drop_gradients",
+    "highest",
     "is_real",
     "keeping_random_states",
     "measure_peak",

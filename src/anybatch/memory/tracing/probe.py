@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from anybatch.batches import Batch, MicroBatches, move, rows, tensors
 from anybatch.low_precision import is_low
 from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
-from anybatch.memory.tracing.recorder import MemoryKind, Recorder, Timeline
+from anybatch.memory.tracing.moments import MemoryKind
+from anybatch.memory.tracing.recorder import Recorder, Timeline
 from anybatch.memory.tracing.trial_copies import Parts, fake_batch, fake_copies, real_copies
 from anybatch.objectives import Coupled, Objective
+from anybatch.options import OnNonFinite
 from anybatch.passes import Accumulator, Running
 from anybatch.torch_inside import FakeTensorMode
 from anybatch.update import Update
@@ -45,6 +47,12 @@ class TrialSetup:
     """True where micro-batches are brought to the device one by one."""
     running: Running = field(default_factory=Running)
     """The options of `Update`, or of `Accumulator` where there is no optimizer."""
+
+    @property
+    def adds(self) -> bool:
+        """True where gradients are there already, which the caller's `Accumulator` adds to."""
+        model, optimizer, _ = self.parts
+        return optimizer is None and any(parameter.grad is not None for parameter in model.parameters())
 
 
 class Probe(Protocol):
@@ -79,6 +87,8 @@ class FakeProbe:
             ("parameters", one) for one in (*parameters, *model.buffers())
         ]
         standing += [("optimizer", one) for one in ([] if optimizer is None else optimizer_tensors(optimizer))]
+        with self._mode:
+            standing += [("gradients", one) for one in _gradients_there(self._setup, parameters)]
         self.recorder = Recorder(standing, uncounted=tensors(faked), batch_bytes=self._setup.batch_bytes)
         hooks = self.recorder.watch_gradients(parameters)
         try:
@@ -127,7 +137,8 @@ class RealProbe:
         drop_gradients(parameters)
         gc.collect()
         state = [] if optimizer is None else optimizer_tensors(optimizer)
-        standing = bytes_of([*parameters, *model.buffers(), *state]) + setup.batch_bytes
+        there_already = _gradients_there(setup, parameters)
+        standing = bytes_of([*parameters, *model.buffers(), *state, *there_already]) + setup.batch_bytes
         with without_warnings():
             seen = metered(lambda: self._runner.run(MicroBatches(there)), setup.device.type)
         changes = [nbytes for _, nbytes in seen.allocations]
@@ -153,10 +164,18 @@ class _Runner:
         return list(dict.fromkeys([*found, *objective.parameters()]))
 
 
+def _gradients_there(setup: TrialSetup, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Gradients as they are before the trial: zeros where some are there already, else none."""
+    for parameter in parameters if setup.adds else ():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
 def _runner(parts: Parts, running: Running) -> _Runner:
     model, optimizer, objective = parts
-    # whether a gradient is finite, and its noise, need its numbers; looking at them takes no memory
-    running = replace(running, batch_norm=running.batch_norm or "micro", on_nonfinite="ignore", noise=None)
+    # whether a gradient is finite, and its noise, need its numbers; looking takes no memory, dropping a second set of gradients
+    on_nonfinite: OnNonFinite = "drop" if running.drops else "ignore"
+    running = replace(running, batch_norm=running.batch_norm or "micro", on_nonfinite=on_nonfinite, noise=None)
     if optimizer is None:
         return _Runner(Accumulator(model, objective, micro_batch=1, running=running))
     return _Runner(Update(model, optimizer, objective, micro_batch=1, running=running, check="off"))

@@ -20,6 +20,10 @@ Parts = tuple[nn.Module, Optimizer | None, Any]
 """Model, optimizer and objective: copied together, so that what they share stays shared."""
 
 
+UNCOPYABLE = (TypeError, RuntimeError, AttributeError, NotImplementedError)
+"""What deepcopy raises of what it cannot copy."""
+
+
 class _Fakes(TorchFunctionMode):
     """Inside this block copying a tensor makes a fake one, on the CPU, wherever the tensor lies."""
 
@@ -92,13 +96,34 @@ def keeping_random_states() -> Iterator[None]:
 
 def _copied(parts: Parts, memo: dict[int, Any]) -> Parts:
     try:
-        return copy.deepcopy(parts, memo)
-    except (TypeError, RuntimeError) as error:
+        return copy.deepcopy(parts, dict(memo))
+    except UNCOPYABLE as error:
+        shared = _shared(parts)
+        if shared:
+            return copy.deepcopy(parts, {**memo, **shared})
         model, optimizer, _ = parts
         raise PlanError(
             f"planning tries an update on a copy, but this {type(model).__name__} with {type(optimizer).__name__} cannot be "
             f"copied by copy.deepcopy: {error}. Give plan() a model that can be, such as one made anew."
         ) from error
+
+
+def _shared(parts: Parts) -> dict[int, Any]:
+    """Attributes of modules that nobody can copy, such as locks: copies have the same ones. No tensor is copied to find out."""
+    model, _, objective = parts
+    loss = getattr(objective, "loss", None)
+    tops = [model, loss] if isinstance(loss, nn.Module) else [model]
+    known = {id(tensor): tensor for tensor in _large_tensors(parts)}
+    found: dict[int, Any] = {}
+    for module in (module for top in tops for module in top.modules()):
+        for value in vars(module).values():
+            if isinstance(value, dict | nn.Module | Tensor):
+                continue
+            try:
+                copy.deepcopy(value, dict(known))
+            except UNCOPYABLE:
+                found[id(value)] = value
+    return found
 
 
 def _large_tensors(parts: Parts) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """Results as pictures, each with its table."""
 
 from anybatch.report.charts.advice_charts import charts_of_advice, noise_charts
-from anybatch.report.charts.cell_pictures import RowCells, row_cells
+from anybatch.report.charts.cell_pictures import RowCells, row_cells, shares_picture
 from anybatch.report.charts.chart import Chart, Table
 from anybatch.report.charts.comparison_charts import charts_of_comparison, final_table, num_seeds
 from anybatch.report.charts.peak_charts import charts_of_plan
@@ -38,6 +38,7 @@ __all__ = [
     "proof_sentence",
     "rate_and_norm_charts",
     "row_cells",
+    "shares_picture",
     "stage_colour",
     "timeline_chart",
     "update_charts",

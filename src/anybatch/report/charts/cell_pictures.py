@@ -6,6 +6,8 @@ from html import escape
 
 from markupsafe import Markup
 
+from anybatch.records import MicroBatchSeen
+
 SIDE, GAP, ACROSS = 13, 3, 32
 """Pixels of a cell, between cells, and cells in a line."""
 MOST = 256
@@ -50,6 +52,26 @@ def row_cells(lanes: Sequence[RowCells], *, title: str) -> Markup:
     size = f'width="{width}" height="{max(top, SIDE)}" viewBox="0 0 {width} {max(top, SIDE)}"'
     head = f'<svg class="cells" role="img" aria-label="{escape(title, quote=True)}" {size}>'
     return Markup(head + "".join(parts) + "</svg>")
+
+
+def shares_picture(parts: Sequence[MicroBatchSeen], *, title: str) -> Markup | None:
+    """A cell per row of an update: each counts once where the shares are in proportion to the units."""
+    shares, units = sum(part.share for part in parts), sum(part.units for part in parts)
+    if not shares or not units:
+        return None
+    is_sum = all(part.share == 1 for part in parts)
+    lanes = []
+    for place, part in enumerate(parts):
+        counted = 1.0 if is_sum else part.share * units / (part.units * shares) if part.units else None
+        lanes.append(
+            RowCells(
+                label=f"micro-batch {place}",
+                num_rows=part.rows,
+                counted=counted,
+                note=f"{part.units:,g} of {units:,g} units, share {part.share:.3g}",
+            )
+        )
+    return row_cells(lanes, title=title)
 
 
 def _cell(x: int, y: int, counted: float | None) -> str:

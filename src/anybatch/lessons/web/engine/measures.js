@@ -11,6 +11,7 @@ export const MEASURES = {
   least: (found) => Math.min(...touched(found)),
   much: (found) => [...found.counts].filter((count) => count > 1 + 1e-9).length,
   little: (found) => [...found.counts].filter((count) => count !== 0 && count < 1 - 1e-9).length,
+  leaked: (found) => [...found.counts].filter((count, row) => count === 0 && found.later?.[row]).length,
   worst: (found) => found.worst,
   off: (found) => found.off,
   updates: (found) => found.updates.length,
@@ -19,6 +20,7 @@ export const MEASURES = {
   left: (found) => found.left,
   loss: (found) => found.epochs.at(-1).loss,
   accuracy: (found) => found.epochs.at(-1).accuracy,
+  seventh: (found) => found.epochs.at(-1).seventh, // what row 7 of those is told to be, as the probability of class 1
   loss_first: (found) => found.epochs[0].loss,
   accuracy_first: (found) => found.epochs[0].accuracy,
   spent: (found) => found.updates.findIndex((update) => update.rate === 0) / found.updates.length,

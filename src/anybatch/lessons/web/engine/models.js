@@ -43,11 +43,10 @@ export function crossEntropy(outputs, batch) {
   const probabilities = new Float64Array(logits.length);
   let value = 0;
   for (let i = 0; i < batch.n; i++) {
-    const a = logits[2 * i], b = logits[2 * i + 1], top = Math.max(a, b);
-    const ea = Math.exp(a - top), eb = Math.exp(b - top);
-    probabilities[2 * i] = ea / (ea + eb);
-    probabilities[2 * i + 1] = eb / (ea + eb);
-    value += (batch.unit[i] * (top + Math.log(ea + eb) - logits[2 * i + batch.y[i]])) / batch.units;
+    const a = logits[2 * i], b = logits[2 * i + 1], top = a > b ? a : b, e = Math.exp(a > b ? b - a : a - b);
+    probabilities[2 * i] = (a > b ? 1 : e) / (1 + e);
+    probabilities[2 * i + 1] = (a > b ? e : 1) / (1 + e);
+    value += (batch.unit[i] * (top + Math.log(1 + e) - logits[2 * i + batch.y[i]])) / batch.units;
   }
   return { outputs, batch, probabilities, value, isFreed: false };
 }
@@ -56,7 +55,12 @@ export function crossEntropy(outputs, batch) {
 export function gradients(loss, scale) {
   const { outputs, batch, probabilities } = loss;
   const sums = new Map(outputs.net.parameters.map((p) => [p, new Float64Array(p.data.length)]));
-  let g = probabilities.map((p, k) => (p - (k % 2 === batch.y[k >> 1] ? 1 : 0)) * ((scale * batch.unit[k >> 1]) / batch.units));
+  let g = new Float64Array(probabilities.length);
+  for (let i = 0; i < batch.n; i++) {
+    const weight = (scale * batch.unit[i]) / batch.units;
+    g[2 * i] = (probabilities[2 * i] - (1 - batch.y[i])) * weight;
+    g[2 * i + 1] = (probabilities[2 * i + 1] - batch.y[i]) * weight;
+  }
   for (let l = outputs.net.layers.length - 1; l >= 0; l--) g = outputs.net.layers[l].backward(outputs.kept[l], g, batch.n, sums, l === 0);
   return sums;
 }

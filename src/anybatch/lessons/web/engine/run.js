@@ -77,7 +77,7 @@ export function evaluate({ net, setting }) {
   const loss = crossEntropy(forward(net, batch), batch);
   let right = 0;
   for (let k = 0; k < batch.n; k++) right += loss.probabilities[2 * k + batch.y[k]] > 0.5 ? 1 : 0;
-  return { loss: loss.value, accuracy: right / batch.n };
+  return { loss: loss.value, accuracy: right / batch.n, seventh: loss.probabilities[13] };
 }
 
 const known = new Map();
@@ -116,7 +116,7 @@ function summary(self) {
   const counts = found.perEpoch[0] ?? new Float64Array(setting.rows);
   const errors = found.updates.map((update) => update.error);
   return {
-    setting, counts, updates: found.updates, passes: found.passes, zeros: found.zeros, windows: self.windows,
+    setting, counts, later: found.perEpoch[1] ?? null, updates: found.updates, passes: found.passes, zeros: found.zeros, windows: self.windows,
     error: null, grad: flat(net), left: net.counted.size, rate: self.optim.lr,
     worst: errors.length ? Math.max(...errors) : 0,
     off: errors.filter((one) => one > 1e-9).length,

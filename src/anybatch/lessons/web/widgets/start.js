@@ -22,6 +22,7 @@ function show(isFirst) {
   const { page } = readState();
   const current = lessons.find((lesson) => lesson.id === page) ?? lessons[0];
   for (const lesson of lessons) lesson.hidden = lesson !== current;
+  document.getElementById("early")?.remove(); // `hidden` says the same from now on
   for (const link of document.querySelectorAll("nav a")) {
     if (link.dataset.page === current.id) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -36,9 +37,12 @@ function show(isFirst) {
 // What is seen first comes to life at once, the rest one by one, so that the page answers in between.
 function settle(lesson, figures) {
   figures.splice(0, 1).forEach(bring);
-  if (figures.length) setTimeout(() => settle(lesson, figures.filter((figure) => !("alive" in figure.dataset))));
+  if (figures.length) later(() => settle(lesson, figures.filter((figure) => !("alive" in figure.dataset))));
   else lesson.dataset.settled = "";
 }
+
+// When the browser has nothing else to do; some browsers cannot tell.
+const later = (act) => (window.requestIdleCallback ?? setTimeout)(act);
 
 function bring(figure) {
   figure.dataset.alive = "";
@@ -46,7 +50,10 @@ function bring(figure) {
 }
 
 // Everything is printed, not only the lesson that is shown.
-addEventListener("beforeprint", () => document.querySelectorAll("[data-widget]:not([data-alive])").forEach(bring));
+addEventListener("beforeprint", () => {
+  document.querySelectorAll("[data-widget]:not([data-alive])").forEach(bring);
+  for (const folded of document.querySelectorAll("details")) folded.open = true;
+});
 addEventListener("hashchange", (event) => {
   const page = (address) => new URL(address).hash.slice(1).split("?")[0];
   const isLesson = lessons.some((lesson) => lesson.id === page(event.newURL));

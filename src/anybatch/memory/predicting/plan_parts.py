@@ -1,0 +1,47 @@
+"""What a plan is made of: the memory at the peak by kind, the peak of one size, what checkpointing would save."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """What the memory at the peak is made of, in bytes."""
+
+    parameters: int
+    """Parameters and buffers."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """What forward left for backward."""
+    inputs: int
+    temporaries: int
+    """All else that lives at that moment: what one op hands to the next."""
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizePeak:
+    """The predicted peak of one micro-batch size."""
+
+    size: int
+    """Rows, or tokens."""
+    peak: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """What recomputing each block of the model in backward, instead of keeping what it saved, would change."""
+
+    blocks: str
+    """Which modules: their path, how many, of what kind."""
+    size: int
+    """The micro-batch that is compared."""
+    peak: int
+    """With checkpointing."""
+    saved: int
+    """Bytes less than without it; 0 where it does not help."""
