@@ -1,5 +1,6 @@
 """What a forward or a step changes, and putting it back; out of memory; saved tensors kept elsewhere."""
 
+from anybatch.state.aside import kept_aside
 from anybatch.state.batch_state import BatchState
 from anybatch.state.buffers import MovingBuffers
 from anybatch.state.disk import TensorFile
@@ -13,6 +14,7 @@ from anybatch.state.torch_random import RandomState, random_state
 from anybatch.state.written_inputs import WriteWatch
 
 __all__ = [
+    "kept_aside",
     "BatchState",
     "DrawFinder",
     "Held",

@@ -8,13 +8,15 @@ from anybatch.memory.tracing.meter import (
     optimizer_tensors,
     standing_tensors,
 )
-from anybatch.memory.tracing.probe import FakeProbe, Probe, RealProbe, TrialSetup
+from anybatch.memory.tracing.probe import MICRO_BATCH_BYTES, NODE_BYTES, FakeProbe, Probe, RealProbe, TrialSetup
 from anybatch.memory.tracing.recorder import MemoryKind, Recorder, Timeline
-from anybatch.memory.tracing.trial_copies import Parts, is_real, keeping_random_states
+from anybatch.memory.tracing.trial_copies import Parts, is_real, is_watched, keeping_random_states
 
 __all__ = [
     "FakeProbe",
+    "MICRO_BATCH_BYTES",
     "MemoryKind",
+    "NODE_BYTES",
     "Parts",
     "Probe",
     "RealProbe",
@@ -24,6 +26,7 @@ __all__ = [
     "bytes_of",
     "drop_gradients",
     "is_real",
+    "is_watched",
     "keeping_random_states",
     "measure_peak",
     "metered",
