@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from anybatch.cli.commands.ranks_tables import ranks_plan_lines, ranks_plan_record
-from anybatch.cli.commands.run_ranks_plan import plan_ranks
 from anybatch.cli.main import run
+from anybatch.cli.plans.ranks_tables import ranks_plan_lines, ranks_plan_record
+from anybatch.cli.plans.run_ranks_plan import plan_ranks
 from anybatch.cli.rates import parse_bandwidth, parse_flops, parse_latency
 from anybatch.errors import SettingsError
 from anybatch.training.settings import Settings

@@ -43,7 +43,7 @@ def percent(value: float) -> str:
 
 
 def factor(value: float) -> str:
-    return "\u00d7 " + (f"{value:.0f}" if value >= 10 else f"{value:.2f}".rstrip("0").rstrip("."))
+    return "\u00d7 " + (f"{value:.0f}" if value >= 10 else f"{value + 1e-9:.2f}".rstrip("0").rstrip("."))
 
 
 SHOWN = {

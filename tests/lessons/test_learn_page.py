@@ -185,6 +185,35 @@ def test_a_break_rewrites_the_verdict_and_the_address_and_a_link_restores_it(ope
     assert "752 of 1,000 rows never count" in again.locator("#rows .bench .verdict").inner_text()
 
 
+def test_breaks_that_exclude_each_other_are_not_made_together_and_a_line_that_is_gone_is_struck_through(opened):
+    bench = opened("rows").page.locator("#rows .bench")
+    bench.get_by_label("zero before every micro-batch").check()
+    bench.get_by_label("never zero").check()
+    assert not bench.get_by_label("zero before every micro-batch").is_checked()
+    assert bench.locator(".listing del").all_inner_texts() == ["optimizer.zero_grad()"]
+
+
+def test_a_tail_that_leaks_is_told_from_one_that_is_lost(opened):
+    bench = opened("rows").page.locator("#rows .bench")
+    bench.get_by_label("no step for the tail; zero only after steps").check()
+    assert "40 of 1,000 rows miss their own batch" in bench.locator(".verdict").inner_text()
+    bench.get_by_label("no step for the tail; zero at the start of an epoch").check()
+    assert "40 of 1,000 rows never count" in bench.locator(".verdict").inner_text()
+
+
+def test_the_gradient_of_a_micro_batch_is_shown_before_it_is_added(opened):
+    stepper = opened("trace").page.locator("#trace .stepper")
+    bars = []
+    for _ in range(11):
+        stepper.get_by_role("button", name="Next", exact=True).click()
+        bars.append(
+            (stepper.locator(".stages .now").text_content(), stepper.locator(".gradbars code").all_inner_texts())
+        )
+    backward, accumulate = bars[-2:]
+    assert (backward[0], accumulate[0]) == ("backward", "accumulate")
+    assert backward[1] == bars[-3][1] != accumulate[1]
+
+
 def test_the_reader_commits_before_the_answer_is_shown(opened):
     page = opened("zero").page
     question = page.locator("#zero .predict").first
@@ -199,7 +228,7 @@ def test_the_stepper_walks_through_one_update(opened):
     seen = []
     for _ in range(23):
         stepper.get_by_role("button", name="Next", exact=True).click()
-        seen.append(stepper.locator(".stages .now").inner_text())
+        seen.append(stepper.locator(".stages .now").text_content())
     micro = ["load", "forward", "loss", "backward", "accumulate"]
     assert seen[0] == "zero"
     assert seen[1:] == micro * 4 + ["step", "zero"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import torch_inside as inside
+from anybatch.autograd_graph import leaves_of
 from anybatch.errors import ParallelError
 from anybatch.parallel import wrapping_of
 from anybatch.torch_inside import releases
@@ -174,6 +175,15 @@ def test_forwards_under_way_at_once_give_the_gradient_of_one():
     model(rows()).square().sum().backward()  # as ever after
     for got, wanted in zip(gradients(model), gradients(twin), strict=True):
         assert torch.allclose(got, 2 * wanted, rtol=1e-6)
+
+
+def test_the_leaves_of_a_forward_are_the_whole_parameters():
+    model = sharded()
+    parts = {id(part) for part in model.parameters()}
+    assert inside.whole_parameters(model) == []
+    leaves = {id(leaf) for leaf in leaves_of([model(rows()).sum()])}
+    assert {id(whole) for _, whole in inside.whole_parameters(model)} == leaves
+    assert {id(part) for part, _ in inside.whole_parameters(model)} == parts
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])

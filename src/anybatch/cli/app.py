@@ -7,6 +7,7 @@ import typer
 from anybatch import __version__
 from anybatch.cli import arguments as opt
 from anybatch.cli import doctor_options as doctor_opt
+from anybatch.cli.plans import plan
 from anybatch.cli.showing import advise, learn, report, self_test
 from anybatch.training import Settings, check_alone
 
@@ -174,46 +175,7 @@ def trace(
     return trace_command(task, settings, out=out, is_quiet=quiet)
 
 
-@app.command()
-def plan(
-    task: opt.TaskName,
-    memory: opt.PlanMemory = None,
-    batch_size: opt.BatchSize = None,
-    clip_norm: opt.ClipNorm = None,
-    precision: opt.PrecisionOption = "fp32",
-    ranks: opt.RanksOption = None,
-    bandwidth: opt.Bandwidth = None,
-    latency: opt.Latency = None,
-    flops: opt.Flops = None,
-    micro_batch: opt.MicroBatch = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    out: opt.Out = None,
-    is_json: opt.PlanJson = False,
-    quiet: opt.Quiet = False,
-) -> int:
-    """Say which micro-batch fits into a memory, and what an update needs, before anything runs.
-
-    The device need not be there: a laptop can plan for a card that it does not have. With --ranks: what synchronising
-    costs on many ranks, and how large the batch must be, on paper.
-
-    Example: anybatch plan stdlib --memory 64MiB
-
-    Example: anybatch plan stdlib --ranks 64 --bandwidth 25GB/s
-    """
-    if ranks is not None:
-        from anybatch.cli.commands import ranks_plan_command
-
-        settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
-        network = {"bandwidth": bandwidth or "25GB/s", "latency": latency or "10us"}
-        return ranks_plan_command(task, settings, ranks=ranks, **network, flops=flops, is_json=is_json)
-    opt.refuse_without_ranks(bandwidth=bandwidth, latency=latency, flops=flops, micro_batch=micro_batch)
-    from anybatch.cli.commands import plan_command
-
-    settings = Settings(
-        batch_size=batch_size, clip_norm=clip_norm, precision=precision, seed=seed, device=device, updates=1
-    )
-    return plan_command(task, settings, memory=memory, out=out, is_json=is_json, is_quiet=quiet)
+app.command()(plan)
 
 
 @app.command()

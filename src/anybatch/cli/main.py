@@ -115,7 +115,8 @@ def _fail_of(error: AnybatchError) -> int:
         print(short_traceback(error.__cause__), file=sys.stderr)
     from anybatch.lessons import lesson_of_error, see
 
-    return _fail(f"{error} {see(lesson_of_error(error))}", code)
+    ended = "" if str(error).endswith((".", "?", "!")) else "."
+    return _fail(f"{error}{ended} {see(lesson_of_error(error))}", code)
 
 
 def _fail(message: str, code: int) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,6 +19,9 @@ class RowNumbering(Protocol):
     def at(self, index: int) -> AbstractContextManager[object]:
         """The block in which the model runs on one micro-batch."""
 
+    def of(self, lent: Batch) -> "RowNumbering":
+        """For a micro-batch of another rank, as the only one: it counts for nothing, so its rows have any numbers."""
+
 
 class Unnumbered:
     """Nobody asks for rows: the model has no layer that was swapped."""
@@ -27,6 +30,9 @@ class Unnumbered:
 
     def at(self, index: int) -> AbstractContextManager[object]:
         return self._nothing
+
+    def of(self, lent: Batch) -> "Unnumbered":
+        return self
 
 
 UNNUMBERED = Unnumbered()
@@ -43,6 +49,9 @@ class NumberedRows:
     def at(self, index: int) -> AbstractContextManager[object]:
         """The block in which the model runs on one micro-batch."""
         return self.masks.at(self.row_numbers[index], self.devices)
+
+    def of(self, lent: Batch) -> "NumberedRows":
+        return replace(self, row_numbers=(tuple(range(num_rows(lent))),))
 
 
 def number_rows(masks: Masks, model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> NumberedRows:

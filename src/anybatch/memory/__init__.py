@@ -7,8 +7,10 @@ from anybatch.lazy import lazily
 if TYPE_CHECKING:
     from anybatch.memory.fit import Fit
     from anybatch.memory.fitted import Fitted
+    from anybatch.memory.from_config import plan_config
+    from anybatch.memory.large_models import parameters_on_meta
     from anybatch.memory.planning import plan
-    from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, SizePeak
+    from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, SizePeak, WayToFit
     from anybatch.memory.tracing import (
         bytes_of,
         drop_gradients,
@@ -27,11 +29,14 @@ __all__ = [
     "Fitted",
     "Plan",
     "SizePeak",
+    "WayToFit",
     "bytes_of",
     "drop_gradients",
     "measure_peak",
     "metered",
     "optimizer_tensors",
+    "parameters_on_meta",
     "plan",
+    "plan_config",
     "standing_tensors",
 ]

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from anybatch.batches import Batch, Dealt, Rows, Tokens, tensors
 from anybatch.errors import PlanError
-from anybatch.low_precision import is_low
 from anybatch.memory.available import available_bytes
 from anybatch.memory.predicting import (
     Breakdown,
@@ -22,12 +21,24 @@ from anybatch.memory.predicting import (
     Trials,
     checkpointed,
     find_largest_fitting,
+    find_ways,
     micro_batch_source_of,
+    model_bytes,
     notes_for,
     repeated_blocks,
     start_trials,
 )
-from anybatch.memory.tracing import Parts, TrialSetup, bytes_of, is_watched, keeping_random_states, optimizer_tensors
+from anybatch.memory.tracing import (
+    Moment,
+    Moments,
+    Parts,
+    TrialSetup,
+    bytes_of,
+    highest,
+    is_watched,
+    keeping_random_states,
+    optimizer_tensors,
+)
 from anybatch.memory.unwrapping import without_wrappers
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload, Sums
@@ -102,8 +113,8 @@ def plan(
         trials = start_trials(setup, source, undo)
         limit = int(room * (1 - margin))
         found = find_largest_fitting(trials, limit)
-        breakdown = _breakdown(trials, found)
-        saved = _try_checkpointing(trials, found) if checkpointing else None
+        moments = _moments(trials, found)
+        saved, recomputed = _try_checkpointing(trials, found) if checkpointing else (None, ())
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
         micro_batch=found.size,
@@ -116,7 +127,7 @@ def plan(
         margin=margin,
         device=str(there),
         sizes=_table(found, source, limit),
-        breakdown=breakdown,
+        breakdown=_breakdown(trials, found, moments),
         checkpointing=saved,
         method=trials.method,
         reason=trials.reason,
@@ -124,7 +135,14 @@ def plan(
         notes=notes_for(trials, setup, found.shape, bucket_bytes=bucket_bytes),
         peaks=found.peaks,
         sums="param" if running.sums == "param" else "fp32",
-        low_bytes=sum(one.nbytes for one in module.parameters() if is_low(one) and one.requires_grad),
+        ways_to_fit=find_ways(
+            moments,
+            recomputed,
+            "" if saved is None else saved.blocks,
+            model_bytes(trials.probe.parts, is_fp32_sum=running.sums != "param"),
+            limit=limit,
+            beside=max(found.peak - highest(moments).total, 0),
+        ),
     )
 
 
@@ -139,55 +157,56 @@ def _table(found: LargestFitting, source: MicroBatchSource, limit: int) -> tuple
     return tuple(replace(entry, fits=entry.peak <= limit) for entry in table)
 
 
-def _breakdown(trials: Trials, found: LargestFitting) -> Breakdown:
-    seen = trials.kinds.get(found.shape) if not found.is_whole else None
-    if seen is None:
-        tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
-        seen = None if tried is None else tried[1]
-    if seen is None:
-        return _known_parts(trials, found.peak)
-    rest = found.peak - sum(seen.values())  # what kernels allocate beside
-    return Breakdown(**{**seen, "temporaries": max(seen["temporaries"] + rest, 0)})
+def _moments(trials: Trials, found: LargestFitting) -> Moments:
+    """What memory is made of at the size found, moment by moment; without fake tensors what is known of one moment."""
+    tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
+    return (_known_parts(trials, found.peak),) if tried is None else tried[1]
 
 
-def _known_parts(trials: Trials, peak: int) -> Breakdown:
-    """The breakdown without fake tensors: what lives between updates is known, and the rest counts as activations."""
+def _breakdown(trials: Trials, found: LargestFitting, moments: Moments) -> Breakdown:
+    seen = highest(moments)
+    rest = found.peak - seen.total  # what kernels allocate beside
+    return Breakdown(**{**seen.kinds, "temporaries": max(seen.temporaries + rest, 0)})
+
+
+def _known_parts(trials: Trials, peak: int) -> Moment:
+    """The peak without fake tensors: what lives between updates is known, and the rest counts as activations."""
     model, optimizer, _ = trials.probe.parts
     parameters = bytes_of([*model.parameters(), *model.buffers()])
     gradients = bytes_of(one for one in model.parameters() if one.requires_grad)
     state = 0 if optimizer is None else bytes_of(optimizer_tensors(optimizer))
     rest = peak - parameters - gradients - state - trials.setup.batch_bytes
-    return Breakdown(
+    return Moment(
         parameters=parameters,
         gradients=gradients,
         optimizer=state,
         activations=max(rest, 0),
         inputs=trials.setup.batch_bytes,
-        temporaries=0,
     )
 
 
-def _try_checkpointing(trials: Trials, found: LargestFitting) -> Checkpointing | None:
+def _try_checkpointing(trials: Trials, found: LargestFitting) -> tuple[Checkpointing | None, Moments]:
     """The same update with the model's repeated blocks recomputed, on fake tensors; None where that cannot run."""
     repeated = None if trials.fake is None else repeated_blocks(trials.fake.parts[0])
     if repeated is None:
-        return None
+        return None, ()
     path, blocks = repeated
     without = trials.fake_peak(found.shape, is_whole=found.is_whole)
     try:
         with checkpointed(blocks):
             tried = trials.fake_peak(found.shape, is_whole=found.is_whole, is_known=False)
     except Exception:  # blocks that cannot be run a second time have nothing to save
-        return None
+        return None, ()
     if tried is None or without is None:
-        return None
+        return None, ()
     saved = without[0] - tried[0]
-    return Checkpointing(
+    checkpointing = Checkpointing(
         blocks=f"the {len(blocks)} {type(blocks[0]).__name__} of {path or 'the model'}",
         size=found.size or (trials.source.row_length or 1) * trials.smallest,
         peak=found.peak - saved,
         saved=max(saved, 0),
     )
+    return checkpointing, tried[1]
 
 
 def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:

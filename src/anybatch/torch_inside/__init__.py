@@ -27,6 +27,7 @@ from anybatch.torch_inside.inside_fsdp import (
     resharding_put_back,
     sharded_kind,
     sharded_parameters,
+    whole_parameters,
 )
 from anybatch.torch_inside.inside_names import (
     COPY_ELSEWHERE,
@@ -130,6 +131,7 @@ __all__ = [
     "storage_key",
     "sync_buffers_again",
     "sync_buffers_once",
+    "whole_parameters",
     "without_dynamo",
     "without_modes",
 ]

@@ -84,6 +84,12 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Parameter, 
     return [(taken.unsharded_param, taken.reduce_dtype) for group in fsdp_groups(roots) for taken in group.fsdp_params]
 
 
+def whole_parameters(root: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Of every parameter that was gathered before: this rank's part, and the whole, which is the leaf in a forward's graph."""
+    every = [taken for group in fsdp_groups([root]) for taken in group.fsdp_params]
+    return [(taken.sharded_param, taken._unsharded_param) for taken in every if hasattr(taken, "_unsharded_param")]
+
+
 @contextmanager
 def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
     """The block in which hooks of `fully_shard` only cast: they know one forward, and the second to end would free a unit."""

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
     from anybatch.cli.commands.run_pages import learn_command, self_test_command
-    from anybatch.cli.commands.run_plan import plan_command
-    from anybatch.cli.commands.run_ranks_plan import ranks_plan_command
     from anybatch.cli.commands.run_trace import trace_command
     from anybatch.cli.commands.run_train import train_command
     from anybatch.cli.commands.run_verify import verify_command
@@ -25,8 +23,6 @@ __all__ = [
     "compare_command",
     "doctor_command",
     "learn_command",
-    "plan_command",
-    "ranks_plan_command",
     "self_test_command",
     "trace_command",
     "train_command",

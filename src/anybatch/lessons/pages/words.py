@@ -32,7 +32,7 @@ def _block(block: str, claims: Mapping[str, Claim]) -> str:
         return _numbers(block, claims)
     if all(line.startswith("    ") for line in lines):
         code = "\n".join(line[4:] for line in lines)
-        return f"<pre><code>{html.escape(code)}</code></pre>"
+        return f'<pre tabindex="0"><code>{html.escape(code)}</code></pre>'
     if lines[0].startswith("- "):
         items = re.split(r"\n- ", block[2:])
         return "<ul>" + "".join(f"<li>{inline(' '.join(item.split()), claims)}</li>" for item in items) + "</ul>"

@@ -7,6 +7,7 @@ from anybatch.memory.predicting.micro_batch_source import MicroBatchSource, micr
 from anybatch.memory.predicting.notes import notes_for
 from anybatch.memory.predicting.plan_parts import Breakdown, Checkpointing, SizePeak
 from anybatch.memory.predicting.trials import Trials, start_trials
+from anybatch.memory.predicting.ways_to_fit import WayToFit, find_ways, model_bytes
 
 __all__ = [
     "Breakdown",
@@ -16,9 +17,12 @@ __all__ = [
     "Plan",
     "SizePeak",
     "Trials",
+    "WayToFit",
     "checkpointed",
     "find_largest_fitting",
+    "find_ways",
     "micro_batch_source_of",
+    "model_bytes",
     "notes_for",
     "repeated_blocks",
     "start_trials",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from anybatch.faces import facts_table, html_block, html_table, sentences
 from anybatch.memory.predicting.peaks import Peaks
 from anybatch.memory.predicting.plan_parts import Breakdown, Checkpointing, SizePeak
-from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence, ways_to_fit
+from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence
 from anybatch.sizes import show_bytes
 
 Method = Literal["fake tensors", "real steps"]
@@ -50,8 +50,8 @@ class Plan:
     peaks: Peaks = field(repr=False)
     sums: Literal["fp32", "param"] = "fp32"
     """What gradients of bf16 and fp16 parameters are summed in."""
-    low_bytes: int = 0
-    """Bytes of parameters in bf16 or fp16 that learn."""
+    ways_to_fit: tuple[WayToFit, ...] = ()
+    """What could be changed, with the peak of `micro_batch`, or of one row where nothing fits."""
 
     def __repr__(self) -> str:
         size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
@@ -81,12 +81,6 @@ class Plan:
     def needs_accumulation(self) -> bool:
         """True where the whole batch in one piece does not fit."""
         return self.whole_bytes > self.limit
-
-    @property
-    def ways_to_fit(self) -> tuple[WayToFit, ...]:
-        """What could be changed so that less memory is needed, and about how much would be."""
-        low_bytes = self.low_bytes if self.sums == "fp32" else 0
-        return ways_to_fit(self.breakdown, self.peak_bytes, self.checkpointing, low_bytes)
 
     def peak(self, size: int) -> int:
         """The predicted peak of an update in micro-batches of `size` rows, or at most `size` tokens.
@@ -138,9 +132,9 @@ def _sentences(plan: Plan) -> list[str]:
         lines.append(checkpointing_sentence(plan.checkpointing, plan.unit))
     confirmed = "tried at the size chosen" if plan.is_confirmed else "not tried at the size chosen"
     lines.append(f"Predicted with {plan.method}, {confirmed}: {plan.reason}.")
-    if plan.low_bytes and plan.sums == "param":
+    if plan.sums == "param":
         lines.append(f"Gradients are summed in the parameters' own dtype: off by {PRICE_OF_LOW_SUMS}.")
-    return [*lines, *plan.notes, last_sentence(() if plan.fits else plan.ways_to_fit, plan.limit)]
+    return [*lines, *plan.notes, last_sentence(plan.ways_to_fit, is_fitting=plan.fits)]
 
 
 def checkpointing_sentence(found: Checkpointing, unit: str) -> str:

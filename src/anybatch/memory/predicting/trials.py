@@ -16,7 +16,7 @@ from anybatch.memory.tracing import (
     MICRO_BATCH_BYTES,
     NODE_BYTES,
     FakeProbe,
-    MemoryKind,
+    Moments,
     Probe,
     RealProbe,
     Timeline,
@@ -45,8 +45,8 @@ class Trials:
     is_together: bool
     """True where micro-batches do not stand alone, so that the whole batch has to be tried in each size."""
     tried: dict[PassShape, int] = field(default_factory=dict)
-    kinds: dict[PassShape, dict[MemoryKind, int]] = field(default_factory=dict)
-    """What fake tensors show the peak of a shape to be made of."""
+    kinds: dict[PassShape, Moments] = field(default_factory=dict)
+    """What fake tensors show the memory of a shape to be made of."""
     reserved: dict[PassShape, float] = field(default_factory=dict)
     """What a caching allocator would take from a GPU for a shape, out of what its tensors take."""
     seen: dict[PassShape, Timeline] = field(default_factory=dict)
@@ -113,15 +113,15 @@ class Trials:
         if self.is_fake and self.setup.is_coupled:  # no op makes a random state
             self.tried[shape] += torch.get_rng_state().nbytes * len(parts)
         if self.probe is self.fake:
-            self.kinds[shape] = self.fake.recorder.breakdown()
+            self.kinds[shape] = self.fake.recorder.moments()
             cached = reserved_for(self.fake.recorder.allocations())
             self.reserved[shape] = cached.most_reserved / max(timeline.peak, 1)
         return timeline
 
     def fake_peak(
         self, shape: PassShape, *, is_whole: bool = False, is_known: bool = True
-    ) -> tuple[int, dict[MemoryKind, int]] | None:
-        """The peak that fake tensors show, and what it is made of; None where they cannot run.
+    ) -> tuple[int, Moments] | None:
+        """The peak that fake tensors show, and what memory is made of; None where they cannot run.
 
         With `is_known` False it is tried anew, for a model that has changed since.
         """
@@ -130,7 +130,7 @@ class Trials:
         if is_known and not is_whole and shape in self.kinds:
             return self.tried[shape], self.kinds[shape]
         parts = (self.source.micro_batch(shape),) if is_whole else self._cut(shape)
-        return self.fake(*parts).peak, self.fake.recorder.breakdown()
+        return self.fake(*parts).peak, self.fake.recorder.moments()
 
     def _cut(self, shape: PassShape) -> tuple[Batch, ...]:
         if self.is_together:
@@ -168,7 +168,7 @@ def start_trials(setup: TrialSetup, source: MicroBatchSource, undo: ExitStack) -
         fake, failure = None, f"fake tensors could not run this update ({first_line(error)})"
     hidden = fake.hidden if fake is not None and setup.device.type == "cpu" else None
     if fake is not None and hidden is None:
-        seen = {} if is_together else {(2, source.longest): (timeline, fake.recorder.breakdown())}
+        seen = {} if is_together else {(2, source.longest): (timeline, fake.recorder.moments())}
         return Trials(
             setup,
             source,

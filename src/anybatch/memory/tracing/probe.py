@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from anybatch.batches import Batch, MicroBatches, move, rows, tensors
 from anybatch.low_precision import is_low
 from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
-from anybatch.memory.tracing.recorder import MemoryKind, Recorder, Timeline
+from anybatch.memory.tracing.moments import MemoryKind
+from anybatch.memory.tracing.recorder import Recorder, Timeline
 from anybatch.memory.tracing.trial_copies import Parts, fake_batch, fake_copies, real_copies, undone
 from anybatch.norms import uses_batch_statistics
 from anybatch.objectives import Coupled, Objective

@@ -5,14 +5,14 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from anybatch.memory.tracing.moments import MemoryKind, Moments, sweep
 from anybatch.torch_inside import COPY_ELSEWHERE, TorchDispatchMode, is_in_backward, storage_key
 
-MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries"]
 ELSEWHERE = "meta"
 """The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""
 _ASK_DEVICE = torch.ops.prim.device.default
@@ -108,19 +108,22 @@ class Recorder(TorchDispatchMode):
         deaths = [(held.died, 1, number, -held.size) for number, held in enumerate(self._held) if held.died is not None]
         return [(number, size) for _, _, number, size in sorted(births + deaths)]
 
-    def breakdown(self) -> dict[MemoryKind, int]:
-        """What the memory at the peak was made of."""
-        moment = max(range(len(self.live)), key=self.live.__getitem__)
-        totals: dict[MemoryKind, int] = dict.fromkeys(MemoryKind.__args__, 0)  # type: ignore[attr-defined]
-        totals["inputs"] = self._batch_bytes
+    def moments(self) -> Moments:
+        """What the memory was made of, at each moment that may be the highest when some kind of it counts less."""
+        changes: dict[int, list[tuple[MemoryKind, int]]] = {}
         for held in self._held:
-            if held.born <= moment and (held.died is None or held.died >= moment):
-                totals[self._kind_of(held, moment)] += held.size
-        return totals
+            kind = self._kind_of(held)
+            changes.setdefault(held.born, []).append((kind, held.size))
+            if held.gradient_from is not None and (held.died is None or held.gradient_from <= held.died):
+                changes.setdefault(held.gradient_from, []).extend([(kind, -held.size), ("gradients", held.size)])
+                kind = "gradients"
+            if held.died is not None:
+                changes.setdefault(held.died + 1, []).append((kind, -held.size))
+        last = self._backward_ops[-1] if self._backward_ops else len(self.ops)
+        return sweep(changes, num_ops=len(self.ops), last_backward=last, inputs=self._batch_bytes)
 
-    def _kind_of(self, held: _Held, moment: int) -> MemoryKind:
-        if held.gradient_from is not None and held.gradient_from <= moment:
-            return "gradients"
+    def _kind_of(self, held: _Held) -> MemoryKind:
+        """What it is until it becomes a gradient."""
         if held.kind is not None:
             return held.kind
         # the first op of backward after its birth: a forward's storage that lives until then was saved for it

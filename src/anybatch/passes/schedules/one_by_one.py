@@ -11,6 +11,7 @@ from anybatch.batches import Batch
 from anybatch.objectives import Objective, loss_and_metrics
 from anybatch.parallel import Engine, Needs
 from anybatch.passes.batch_plan import BatchPlan, Layout, Pass
+from anybatch.passes.schedules.sharded_zeros import give_zeros
 from anybatch.passes.tools import Outcome, Part, Tools, part_of
 
 
@@ -53,6 +54,8 @@ class OneByOne:
             if dropped and plan.terms.each:
                 return Outcome(spoilt=dropped)
             parts += _left_out(plan, tools, has_metrics=has_metrics)
+            if tools.is_even:
+                give_zeros(plan, tools)
         return Outcome(parts=parts, dropped=dropped, dtype=starts[0].dtype)
 
 
@@ -76,9 +79,9 @@ def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]
     """What micro-batches that have no units, and so no loss, leave all the same, as their rows in the whole batch do.
 
     They are in the statistics of BatchNorm, may have metrics to count, and give zeros to parameters that no other rows use.
-    They run only where one of these asks for it. Where the last pass was synchronised by torch, parameters are left alone,
-    because ranks would no longer agree on which have a gradient; where passes are collectives, none runs but for metrics, and
-    a rank that has fewer than another runs what it ran last, which counts for nothing.
+    They run only where one of these asks for it. Where DDP synchronised the last pass, parameters are left alone, because ranks
+    would no longer agree on which have a gradient; where passes are collectives, none runs here but for metrics, and a rank
+    that has fewer than another runs what it ran last, which counts for nothing; zeros are `give_zeros`.
     """
     missing = plan.num_left_out - len(plan.left_out) if tools.is_even else 0
     if not plan.left_out and not missing:

@@ -1,4 +1,4 @@
-// The loop as text, and its breaks: functions from text to text.
+// The loop as text, and its breaks: functions from text to text. Of a group one can be made at a time.
 
 export const RIGHT = [
   "optimizer.zero_grad()",
@@ -17,15 +17,15 @@ const swap = (from, to) => (text) => text.replace(from, to);
 const indented = (text, by) => text.replace(/^ {4}/gm, by);
 
 export const BREAKS = {
-  tail: { title: "divide by N, also in the short tail", change: swap("(loss * share(i))", "(loss / N)") },
-  undivided: { title: "do not divide", change: swap("(loss * share(i))", "loss") },
+  tail: { title: "divide by N, also in the short tail", group: "weight", change: swap("(loss * share(i))", "(loss / N)") },
+  undivided: { title: "do not divide", group: "weight", change: swap("(loss * share(i))", "loss") },
   full: {
-    title: "step on full batches only, zero at the start of an epoch",
+    title: "no step for the tail; zero at the start of an epoch", group: "tail",
     change: (text) => swap("optimizer.zero_grad()\nfor epoch in range(epochs):\n", "for epoch in range(epochs):\n    optimizer.zero_grad()\n")(text).replace(" or i + 1 == len(loader)", ""),
   },
-  leak: { title: "step on full batches only, zero once at the very start", change: swap(" or i + 1 == len(loader)", "") },
-  early: { title: "zero before every micro-batch", change: swap(LOSS, "        optimizer.zero_grad()\n" + LOSS) },
-  never: { title: "never zero", change: (text) => text.replace("\n" + ZERO, "") },
+  leak: { title: "no step for the tail; zero only after steps", group: "tail", change: swap(" or i + 1 == len(loader)", "") },
+  early: { title: "zero before every micro-batch", group: "zero", change: swap(LOSS, "        optimizer.zero_grad()\n" + LOSS) },
+  never: { title: "never zero", group: "zero", change: (text) => text.replace("\n" + ZERO, "") },
   every: {
     title: "step after every micro-batch",
     change: (text) => {

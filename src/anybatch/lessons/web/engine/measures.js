@@ -11,6 +11,7 @@ export const MEASURES = {
   least: (found) => Math.min(...touched(found)),
   much: (found) => [...found.counts].filter((count) => count > 1 + 1e-9).length,
   little: (found) => [...found.counts].filter((count) => count !== 0 && count < 1 - 1e-9).length,
+  leaked: (found) => [...found.counts].filter((count, row) => count === 0 && found.later?.[row]).length,
   worst: (found) => found.worst,
   off: (found) => found.off,
   updates: (found) => found.updates.length,

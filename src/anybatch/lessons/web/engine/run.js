@@ -116,7 +116,7 @@ function summary(self) {
   const counts = found.perEpoch[0] ?? new Float64Array(setting.rows);
   const errors = found.updates.map((update) => update.error);
   return {
-    setting, counts, updates: found.updates, passes: found.passes, zeros: found.zeros, windows: self.windows,
+    setting, counts, later: found.perEpoch[1] ?? null, updates: found.updates, passes: found.passes, zeros: found.zeros, windows: self.windows,
     error: null, grad: flat(net), left: net.counted.size, rate: self.optim.lr,
     worst: errors.length ? Math.max(...errors) : 0,
     off: errors.filter((one) => one > 1e-9).length,

@@ -1,5 +1,5 @@
 // Break the loop, turn its knobs, and see what every row counted for.
-import { changedLines, listing } from "ab/code";
+import { listing } from "ab/code";
 import { bars, lines, strip } from "ab/charts";
 import { choice, h, percent, readState, slider, writeState } from "ab/dom";
 import { BREAKS, loop } from "ab/loops";
@@ -18,7 +18,8 @@ export default function bench(root, spec) {
   restore(state, root.id);
   const out = h("div", { class: "out" }), controls = h("div", { class: "knobs" });
   for (const name of spec.knobs ?? []) controls.append(knob(name, state, redraw));
-  const breaks = h("fieldset", { class: "breaks" }, h("legend", {}, "Break it"), spec.breaks.map((name) => toggle(name, state, redraw)));
+  const boxes = {};
+  const breaks = h("fieldset", { class: "breaks" }, h("legend", {}, "Break it"), spec.breaks.map((name) => toggle(name, state, boxes, redraw)));
   root.replaceChildren(...(spec.breaks.length ? [breaks] : []), controls, out);
   redraw();
 
@@ -27,7 +28,7 @@ export default function bench(root, spec) {
     const found = run(setting), right = state.breaks.length ? run({ ...setting, breaks: [], text: "", judged: false }) : found;
     const plain = loop({ ...setting, breaks: [] });
     out.replaceChildren(
-      listing(found.text, { changed: changedLines(found.text, plain) }),
+      listing(found.text, { original: plain }),
       h("p", { class: "verdict", role: "status", html: verdict(found, found === right ? null : right) }),
       h("h4", {}, "What each row counted for, in the first epoch"),
       rowsPicture({ counts: [...found.counts], micro: found.setting.micro, every: found.setting.every }),
@@ -56,12 +57,15 @@ function gradientPart(found, state) {
   return h("div", {}, h("h4", {}, "The gradient that the optimizer was handed, beside the one it should have had"),
     slider({ label: "update", min: 1, max: found.updates.length, value: at + 1, oninput: (k) => { state.update = k - 1; show(k - 1); } }),
     place, h("h4", {}, "How far off, update by update"),
-    strip(errors, `${found.off} of ${errors.length} updates are off, at most ${percent(found.worst)}`));
+    found.off ? strip(errors, `${found.off} of ${errors.length} updates are off, at most ${percent(found.worst)}`) : h("p", { class: "quiet" }, "0 in every update."));
 }
 
-function toggle(name, state, redraw) {
-  const input = h("input", { type: "checkbox", checked: state.breaks.includes(name), onchange() {
-    state.breaks = input.checked ? [...state.breaks, name] : state.breaks.filter((other) => other !== name);
+function toggle(name, state, boxes, redraw) {
+  const { group } = BREAKS[name], clashes = (other) => other === name || (group && BREAKS[other].group === group);
+  const input = boxes[name] = h("input", { type: "checkbox", checked: state.breaks.includes(name), onchange() {
+    const others = state.breaks.filter((other) => !clashes(other));
+    state.breaks = input.checked ? [...others, name] : others;
+    for (const [other, box] of Object.entries(boxes)) box.checked = state.breaks.includes(other);
     redraw();
   } });
   return h("label", {}, input, ` ${BREAKS[name].title}`);

@@ -29,13 +29,13 @@ export function bars(grad, truth, label) {
   return h("div", { class: "chart plain" }, s("svg", { viewBox: "0 0 594 120", preserveAspectRatio: "none", role: "img", "aria-label": label },
     s("path", { d: "M0 60H594", class: "grid" }),
     Array.from({ length: n }, (_, k) => [bar(truth[k], k, "truth", 2), bar(grad[k], k, "grad", 13)])),
-    h("ul", { class: "legend" }, h("li", {}, h("span", { class: "key truth" }), "the whole batch's gradient"), h("li", {}, h("span", { class: "key grad" }), "what .grad holds")));
+    h("ul", { class: "legend" }, h("li", {}, h("span", { class: "key truth" }), "the whole batch's gradient"), h("li", {}, h("span", { class: "key grad" }), "what .grad holds"), h("li", {}, `a pair for each of ${n} weights`)));
 }
 
 // One bar per update: how far its gradient was off; a full bar is 100 % or more.
 export function strip(errors, label) {
   const n = errors.length || 1;
-  return h("div", { class: "chart plain strip" }, s("svg", { viewBox: `0 0 ${n * 4} 40`, preserveAspectRatio: "none", role: "img", "aria-label": label },
+  return h("div", { class: "chart strip" }, h("div", { class: "axis" }, h("span", {}, "100 %"), h("span", {}, "0")), s("svg", { viewBox: `0 0 ${n * 4} 40`, preserveAspectRatio: "none", role: "img", "aria-label": label },
     s("path", { d: `M0 39.5H${n * 4}`, class: "grid" }),
     errors.map((e, k) => (e > 1e-9 ? s("rect", { x: k * 4, width: 3, y: 40 - Math.max(2, Math.min(1, e) * 40), height: Math.max(2, Math.min(1, e) * 40), class: "grad" }) : ""))));
 }

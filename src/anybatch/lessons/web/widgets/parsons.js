@@ -24,7 +24,7 @@ function mount(place, spec) {
     given += 1;
     if (given === spec.hints.length) hint.disabled = true;
   } }, "A hint") : "";
-  place.append(h("p", { class: "quiet" }, "Up and down arrows move a line, left and right indent it, the space bar takes it out or puts it in. Or drag it."), list,
+  place.append(h("p", { class: "quiet" }, "The arrow keys or buttons move a line and indent it; the space bar or − takes it out, and puts it in again. Or drag it."), list,
     h("div", { class: "buttons" }, h("button", { type: "button", class: "run", onclick: execute }, "Run it"), hint), hints, out);
   draw();
 
@@ -37,10 +37,12 @@ function mount(place, spec) {
     const label = `line ${k + 1}, ${line.isUsed ? `indented ${line.depth}` : "not used"}: ${line.text}`;
     const handle = h("button", { type: "button", class: "line", "aria-label": label, style: `--depth:${line.depth}`, draggable: "true", onkeydown: (event) => key(event, k) }, h("code", {}, line.text));
     handle.addEventListener("dragstart", (event) => { event.dataTransfer.setData("text/plain", String(k)); event.dataTransfer.effectAllowed = "move"; });
+    const up = h("button", { type: "button", class: "nudge", tabindex: "-1", "aria-hidden": "true", onclick: () => k > 0 && move(k, k - 1) }, "↑");
+    const down = h("button", { type: "button", class: "nudge", tabindex: "-1", "aria-hidden": "true", onclick: () => k < lines.length - 1 && move(k, k + 1) }, "↓");
     const less = h("button", { type: "button", class: "nudge", tabindex: "-1", "aria-hidden": "true", onclick: () => change(k, { depth: Math.max(0, line.depth - 1) }) }, "←");
     const more = h("button", { type: "button", class: "nudge", tabindex: "-1", "aria-hidden": "true", onclick: () => change(k, { depth: Math.min(4, line.depth + 1) }) }, "→");
     const use = h("button", { type: "button", class: "nudge", tabindex: "-1", "aria-hidden": "true", onclick: () => change(k, { isUsed: !line.isUsed }) }, line.isUsed ? "−" : "+");
-    return h("li", { class: line.isUsed ? "" : "unused", ondragover: (event) => event.preventDefault(), ondrop(event) { event.preventDefault(); move(Number(event.dataTransfer.getData("text/plain")), k); } }, handle, less, more, use);
+    return h("li", { class: line.isUsed ? "" : "unused", ondragover: (event) => event.preventDefault(), ondrop(event) { event.preventDefault(); move(Number(event.dataTransfer.getData("text/plain")), k); } }, handle, up, down, less, more, use);
   }
 
   function key(event, k) {

@@ -12,7 +12,8 @@ export default function predict(root, spec) {
       button.classList.toggle("right", n === spec.answer);
       button.classList.toggle("chosen", n === k);
     });
-    reveal.innerHTML = `<p><strong>${k === spec.answer ? "Yes." : `No: ${spec.options[spec.answer]}.`}</strong> ${spec.reveal}</p>`;
+    const answer = spec.options[spec.answer], told = /^(no|yes)\b/.test(answer) ? answer[0].toUpperCase() + answer.slice(1) : `No: ${answer}`;
+    reveal.innerHTML = `<p><strong>${k === spec.answer ? "Right." : `${told}.`}</strong> ${spec.reveal}</p>`;
     root.dispatchEvent(new CustomEvent("committed", { bubbles: true }));
   }
 }

@@ -15,7 +15,7 @@ function answer(option, button, out, buttons, spec) {
   buttons.forEach((other) => other.classList.remove("chosen"));
   button.classList.add("chosen");
   if (option.right) button.classList.add("right");
-  let said = `<p><strong>${option.right ? "Yes." : "Not so."}</strong> ${option.explain ?? ""}</p>`;
+  let said = `<p><strong>${option.right ? "Right." : "Not so."}</strong> ${option.explain ?? ""}</p>`;
   if (option.setting) {
     const setting = { ...spec.setting, ...option.setting }, found = run(setting), right = run({ ...setting, breaks: [] });
     said += `<p class="verdict">Run just now: ${verdict(found, right)}</p>`;

@@ -50,7 +50,10 @@ function bring(figure) {
 }
 
 // Everything is printed, not only the lesson that is shown.
-addEventListener("beforeprint", () => document.querySelectorAll("[data-widget]:not([data-alive])").forEach(bring));
+addEventListener("beforeprint", () => {
+  document.querySelectorAll("[data-widget]:not([data-alive])").forEach(bring);
+  for (const folded of document.querySelectorAll("details")) folded.open = true;
+});
 addEventListener("hashchange", (event) => {
   const page = (address) => new URL(address).hash.slice(1).split("?")[0];
   const isLesson = lessons.some((lesson) => lesson.id === page(event.newURL));

@@ -50,31 +50,35 @@ const list = (values, n = 4) => `[${Array.from(values).slice(0, n).map(short).jo
 function record(spec) {
   const self = machine({ ...spec.setting, judged: false }), frames = [], done = new Set();
   const { micro, every } = self;
-  let last = null, before = flat(self.net, "data");
-  const push = (stage, line, said, shape, values) => frames.push({
-    stage, line, said, shape, values, isEmpty: !self.net.parameters[0].grad, grad: flat(self.net).slice(0, 6), rows: [...self.net.counted.keys()],
-    inSum: new Set([...self.net.counted.keys()].map((row) => Math.floor(row / self.setting.micro))), columns: every, done: new Set(done), micro,
+  let last = null, before = flat(self.net, "data"), right = evaluate(self).accuracy, sum = null;
+  // what is in .grad now; the frame of a backward shows what was there before, because adding is the next one
+  const look = () => ({ isEmpty: !self.net.parameters[0].grad, all: flat(self.net), rows: [...self.net.counted.keys()] });
+  const push = (stage, line, said, shape, values, { isEmpty, all, rows } = (sum = look())) => frames.push({
+    stage, line, said, shape, values, isEmpty, grad: all.slice(0, 6), rows, columns: every, done: new Set(done), micro,
+    inSum: new Set(rows.map((row) => Math.floor(row / self.setting.micro))),
   });
-  push("", -1, "Nothing has run yet. The weights are as they were drawn, and <code>.grad</code> is empty.", "weights 2 × 10, bias 2", [["weight[0]", list(before)]]);
+  push("", -1, "Nothing has run yet. The weights are random, and <code>.grad</code> is empty.", "weights 2 × 10, bias 2", [["weight[0]", list(before)]]);
   for (const { node, names, holds } of execute(parse(self.text), self)) {
     const { line, text } = node, number = (names.i ?? 0) + 1;
     if (text.startsWith("for i")) {
       last = names.x;
       push("load", line, `<strong>Load</strong> micro-batch ${number}: rows ${last.first + 1} to ${last.last}.`, `1,000 × 10 in → x ${last.n} × 10, y ${last.n}`, [["x[0]", list(last.x)], ["y", `[${[...last.y].slice(0, 8).join(", ")}, …]`]]);
     } else if (text.startsWith("outputs")) {
-      push("forward", line, "<strong>Forward:</strong> the model turns each row into two numbers, one for each class.", `${last.n} × 10 in → ${last.n} × 2 out`, [["outputs[0]", list(names.outputs.logits, 2)]]);
+      push("forward", line, "<strong>Forward:</strong> the model turns each row into two numbers, one for each class.", `${last.n} × 10 in → ${last.n} × 2 out`, [["outputs[0]", list(names.outputs.logits.slice(0, 2))]]);
     } else if (text.startsWith("loss =")) {
       push("loss", line, "<strong>Loss:</strong> one number says how wrong all these rows are, on average.", `${last.n} × 2 in → 1 out`, [["loss", names.loss.value.toFixed(4)], ["p(class 1) of row 1", names.loss.probabilities[1].toFixed(3)]]);
     } else if (text.includes("backward")) {
-      push("backward", line, `<strong>Backward:</strong> the loss, times its share of the batch (${self.share(names.i).toFixed(2)}), is differentiated by every weight.`, "1 in → gradient 2 × 10 and 2", [["now in .grad", list(flat(self.net))]]);
-      push("accumulate", line, `<strong>Accumulate:</strong> <code>backward()</code> did not replace what <code>.grad</code> held. It added. ${number} of ${every} micro-batches are in.`, "2 × 10 + 2 × 10 → 2 × 10", [[".grad", list(flat(self.net))], ["|.grad|", Math.hypot(...flat(self.net)).toFixed(4)]]);
+      const old = sum, now = look(), own = now.all.map((value, k) => value - old.all[k]), rest = number % every;
+      push("backward", line, `<strong>Backward:</strong> the loss, times its share of the batch (${self.share(names.i).toFixed(2)}), is differentiated by every weight.`, "1 in → gradient 2 × 10 and 2", [["this micro-batch's gradient", list(own)]], old);
+      push("accumulate", line, `<strong>Accumulate:</strong> ${old.isEmpty ? "<code>.grad</code> was empty, and now holds this gradient." : "the same <code>backward()</code> did not replace what <code>.grad</code> held. It added."} ${number} of ${every} micro-batches are in: ${rest ? "no step yet" : "now the step"}, since ${number} % ${every} is ${rest}.`, "2 × 10 + 2 × 10 → 2 × 10", [...(old.isEmpty ? [] : [["before", list(old.all)]]), [".grad", list(now.all)], ["its length", Math.hypot(...now.all).toFixed(4)]]);
     } else if (text.startsWith("optimizer.step")) {
       const after = flat(self.net, "data"), now = evaluate(self);
       for (const row of self.net.counted.keys()) done.add(Math.floor(row / self.setting.micro));
-      push("step", line, `<strong>Step:</strong> the weights change, once for all ${self.net.counted.size} rows: weight − 0.1 × .grad.`, "2 × 10 and 2 × 10 → 2 × 10", [["weight[0] before", list(before)], ["weight[0] after", list(after)], ["accuracy on 1,000 new rows", `${(100 * now.accuracy).toFixed(1)} %`]]);
+      push("step", line, `<strong>Step:</strong> the weights change, once for all ${self.net.counted.size} rows: weight − 0.1 × .grad.`, "2 × 10 and 2 × 10 → 2 × 10", [["weight[0] before", list(before)], ["weight[0] after", list(after)], ["right on 1,000 new rows", `${(100 * right).toFixed(1)} % → ${(100 * now.accuracy).toFixed(1)} %`]]);
       before = after;
+      right = now.accuracy;
     } else if (text.includes("zero_grad")) {
-      push("zero", line, "<strong>Zero:</strong> <code>.grad</code> is cleared, so that the next batch starts from nothing.", "2 × 10 → nothing", [[".grad", "None"]]);
+      push("zero", line, names.i === undefined ? "<strong>Zero:</strong> <code>.grad</code> is cleared. It was empty already." : "<strong>Zero:</strong> <code>.grad</code> is cleared, so that the next batch starts from nothing.", names.i === undefined ? "nothing → nothing" : "2 × 10 → nothing", [[".grad", "None"]]);
       if (names.i !== undefined) break;
     } else if (text.startsWith("if") && !holds) continue;
   }

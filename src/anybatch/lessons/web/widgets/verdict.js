@@ -6,13 +6,15 @@ export function verdict(found, right) {
   if (found.error) return `<strong>Python stops: ${found.error.kind}.</strong> ${escape(found.error.message)}.`;
   if (!found.updates.length) return "<strong>No update at all:</strong> nothing is ever stepped, so nothing is learnt.";
   const said = [rows(found), updates(found), rates(found)].filter(Boolean);
-  if (!said.length) return `<strong>Exact:</strong> every row counts once in each of ${count(found.updates.length)} updates, and every gradient is the whole batch's. ${losses(found, null)}`;
+  if (!said.length) return `<strong>Exact:</strong> every row counts once in an epoch, and each of the ${count(found.updates.length)} updates has the gradient of its whole batch. ${losses(found, null)}`;
   return `<strong>${said.join("; ").replace("and yet;", "and yet")}.</strong> ${losses(found, right)}`;
 }
 
 function rows(found) {
   const total = count(found.counts.length), parts = [];
-  if (m.lost(found)) parts.push(`${count(m.lost(found))} of ${total} rows never count`);
+  const leaked = m.leaked(found), lost = m.lost(found) - leaked;
+  if (leaked) parts.push(`${count(leaked)} of ${total} rows miss their own batch and are added to the first of the next epoch`);
+  if (lost) parts.push(`${count(lost)} of ${total} rows never count`);
   if (m.much(found)) parts.push(`${count(m.much(found))} count too much (up to ${times(m.most(found))})`);
   if (m.little(found)) parts.push(`${count(m.little(found))} too little (down to ${times(m.least(found))})`);
   if (!parts.length && found.off) return "Every row counts once, and yet";

@@ -10,7 +10,7 @@ from anybatch.errors import SettingsError
 from anybatch.training import Settings, check_task_exists, find_task
 
 if TYPE_CHECKING:
-    from anybatch.cli.commands.ranks_tables import RanksPlan
+    from anybatch.cli.plans.ranks_tables import RanksPlan
 
 
 def ranks_plan_command(
@@ -22,7 +22,7 @@ def ranks_plan_command(
     network = {"bandwidth": parse_bandwidth(bandwidth), "latency": parse_latency(latency)}
     rate = None if flops is None else parse_flops(flops)
     found = plan_ranks(task, settings, ranks=ranks, **network, flops=rate)
-    from anybatch.cli.commands.ranks_tables import ranks_plan_lines, ranks_plan_record
+    from anybatch.cli.plans.ranks_tables import ranks_plan_lines, ranks_plan_record
 
     say(json.dumps(ranks_plan_record(found), indent=1) if is_json else "\n".join(ranks_plan_lines(found)))
     return 0
@@ -36,7 +36,7 @@ def plan_ranks(
     check_installed("torchdata")
     build = find_task(task)  # torch is loaded from here on
     from anybatch.batches import move
-    from anybatch.cli.commands.ranks_tables import RanksPlan
+    from anybatch.cli.plans.ranks_tables import RanksPlan
     from anybatch.projection import Network, time_pass
     from anybatch.training import assemble, first_batch
 

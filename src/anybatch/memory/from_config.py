@@ -1,0 +1,119 @@
+"""A plan of a model that is only a config file: built on the meta device, so that no weights are made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.errors import PlanError, first_line
+from anybatch.faces import did_you_mean, one_of
+from anybatch.memory.planning import plan
+from anybatch.memory.predicting import Plan
+from anybatch.objectives import huggingface
+from anybatch.options import Sums
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OPTIMIZERS = {
+    kind.__name__.lower(): kind
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor, torch.optim.Adagrad)
+}
+
+
+def plan_config(
+    path: Path,
+    *,
+    tokens: int,
+    rows: int = 8,
+    dtype: str = "bf16",
+    optimizer: str = "adamw",
+    memory: str | int | None = None,
+    device: str = "cuda",
+    sums: Sums = "fp32",
+    checkpointing: bool = False,
+) -> Plan:
+    """The plan of a language model of this transformers config: `rows` rows of `tokens` tokens, weights and state in `dtype`.
+
+    With `checkpointing` its blocks run again in backward, as `gradient_checkpointing_enable` makes them.
+    """
+    for name, value in (("tokens", tokens), ("rows", rows)):
+        if value < 1:
+            raise PlanError(f"--{name} {value}: expected 1 or more.")
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype {dtype}: {one_of(dtype, list(DTYPES))}")
+    if optimizer not in OPTIMIZERS:
+        raise PlanError(f"--optimizer {optimizer}: {one_of(optimizer, list(OPTIMIZERS))}")
+    model = model_on_meta(path, DTYPES[dtype])
+    if checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise PlanError(f"--checkpointing: {type(model).__name__} does not offer it. Leave the option out.")
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    drawn = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
+    return plan(
+        model,
+        OPTIMIZERS[optimizer](model.parameters(), lr=1e-4),
+        huggingface(),
+        {"input_ids": drawn, "labels": drawn},
+        memory=memory,
+        device=device,
+        sums=sums,
+        checkpointing=not checkpointing,
+    )
+
+
+def model_on_meta(path: Path, dtype: torch.dtype) -> nn.Module:
+    """The language model of a config file, in training; its parameters have shapes and no numbers."""
+    import transformers
+
+    described = _read(path)
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    kind = described.pop("model_type", None)
+    if kind not in known:
+        said = "has no model_type" if kind is None else f"has model_type {kind!r}"
+        raise PlanError(
+            f"--model {path} {said}, and transformers {transformers.__version__} knows no such model"
+            f"{did_you_mean(kind, known) or '. Give the config.json of a model of transformers.'}"
+        )
+    try:
+        config = transformers.AutoConfig.for_model(kind, **described)
+        config.use_cache = False
+        with torch.device("meta"):
+            model: nn.Module = _head(transformers, config)
+    except PlanError:
+        raise
+    except Exception as error:  # whatever transformers makes of numbers that do not go together
+        raise PlanError(
+            f"--model {path}: transformers made no model of it ({type(error).__name__}: {first_line(error)}). Look at the "
+            "values of the config."
+        ) from None
+    return model.to(dtype).train()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    what = "Give the config.json of a model of transformers."
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"--model {path} cannot be read ({error.strerror}). {what}") from None
+    except ValueError as error:
+        raise PlanError(f"--model {path} is no JSON ({first_line(error)}). {what}") from None
+    if not isinstance(described, dict):
+        raise PlanError(f"--model {path} holds a {type(described).__name__}; expected an object. {what}")
+    return described
+
+
+def _head(transformers: Any, config: Any) -> nn.Module:
+    """The model with the first head that has a loss over tokens: causal, from text to text, or masked."""
+    for auto in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModelForMaskedLM,
+    ):
+        if type(config) in auto._model_mapping:
+            model: nn.Module = auto.from_config(config)
+            return model
+    raise PlanError(
+        f"--model: {config.model_type} has no language model in transformers. Write a task file that builds the model, and "
+        "give that instead: anybatch plan TASK."
+    )
