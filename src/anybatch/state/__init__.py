@@ -14,7 +14,6 @@ from anybatch.state.torch_random import RandomState, random_state
 from anybatch.state.written_inputs import WriteWatch
 
 __all__ = [
-    "kept_aside",
     "BatchState",
     "DrawFinder",
     "Held",
@@ -32,6 +31,7 @@ __all__ = [
     "free_bytes",
     "free_memory",
     "is_out_of_memory",
+    "kept_aside",
     "of_statistics",
     "of_step",
     "once_more",
