@@ -34,7 +34,7 @@ learn: $(DEMO_READY)
 test: $(READY) $(ACCELERATOR) | $(CHROMIUM)
 	$(PYTEST)
 
-# With another torch, and with PYTHON=python3.13 another Python. torch as pip installs it is a CUDA build of some 4 GB, which needs no GPU.
+# With another torch, and with PYTHON=python3.13 another Python; with ROOM=parallel one room. torch as pip installs it is a CUDA build of some 4 GB, which needs no GPU.
 TORCH ?= 2.15.0
 OTHER := .venv-torch-$(TORCH)
 
@@ -42,8 +42,8 @@ test-torch: | $(CHROMIUM)
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	@echo "installing torch $(TORCH) and what the tests need into $(OTHER) (once)"
 	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[test,check]'
-	$(OTHER)/bin/python -m pytest -n 2 --no-loadscope-reorder
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[test,check,docs]'
+	$(OTHER)/bin/python -m pytest -n 2 --no-loadscope-reorder $(ROOM:%=tests/%)
 
 # Of one room: its tests, its examples, the structure, lint and types. Of all: every test that is not long.
 quick: $(READY)

@@ -46,7 +46,7 @@ def _chart(key: str, case: Mapping[str, Any], left: float, top: float) -> str:
         FITTED: [nearest * (1 + case["fitted"] / batch) for batch in batches],
     }
     values = [*dots.values(), *curves[PREDICTED], *curves[FITTED]]
-    low, high = math.log(min(values)) - 0.15, math.log(max(values)) + 0.15
+    low, high = math.log(min(values)) - 0.15, math.log(max(values)) + 0.35
     x0, y0, wide, tall = left + 46, top + 168, CELL - 66, 140
 
     def x(batch: float) -> float:

@@ -8,6 +8,10 @@ import transformers
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, SequentialSampler
 
@@ -54,8 +58,18 @@ def in_order(dataset: Any, batch_size: int, drop_last: bool, **_: Any) -> BatchS
     return BatchSampler(SequentialSampler(dataset), batch_size, drop_last)
 
 
-def fitted(cls: type, make_loss: Any, folder: Any, **options: Any) -> tuple[Any, Handed]:
-    model, handed = encoder(), Handed()
+def static_encoder() -> SentenceTransformer:
+    """One of sentence-transformers' own modules, whose checkpoints it reads again."""
+    words = Tokenizer(WordLevel({str(number): number for number in range(50)}, "0"))
+    words.pre_tokenizer = Whitespace()
+    torch.manual_seed(0)
+    return SentenceTransformer(modules=[StaticEmbedding(words, embedding_dim=8)], device="cpu")
+
+
+def fitted(
+    cls: type, make_loss: Any, folder: Any, *, make: Any = encoder, resume: Any = None, **options: Any
+) -> tuple[Any, Handed]:
+    model, handed = make(), Handed()
     trainer = cls(
         model,
         arguments(str(folder), SentenceTransformerTrainingArguments, batch_sampler=in_order, **options),
@@ -64,7 +78,7 @@ def fitted(cls: type, make_loss: Any, folder: Any, **options: Any) -> tuple[Any,
         callbacks=[handed],
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, handed
 
 

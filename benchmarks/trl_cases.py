@@ -30,7 +30,15 @@ def words(row: dict[str, Tensor]) -> str:
     return " ".join(WORDS[token] for token in row["input_ids"])
 
 
-def fitted(cls: type, config: type, rows: list[dict[str, Any]], model: nn.Module, folder: Any, **options: Any) -> Any:
+def fitted(
+    cls: type,
+    config: type,
+    rows: list[dict[str, Any]],
+    model: nn.Module,
+    folder: Any,
+    resume: Any = None,
+    **options: Any,
+) -> Any:
     handed = Handed()
     usual = {"max_length": None, "gradient_checkpointing": False, "bf16": False}
     trainer = cls(
@@ -42,7 +50,7 @@ def fitted(cls: type, config: type, rows: list[dict[str, Any]], model: nn.Module
         **({"ref_model": llama()} if issubclass(cls, trl.DPOTrainer) else {}),
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, handed
 
 

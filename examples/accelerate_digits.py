@@ -1,6 +1,6 @@
 """I use Accelerate: prepared_update and global_loader. Handwritten digits, on as many processes as it is launched with.
 
-accelerate launch --cpu --num_processes 2 examples/accelerate_digits.py [epochs]
+accelerate launch --multi_gpu --num_processes 2 examples/accelerate_digits.py [epochs]
 """
 
 import sys

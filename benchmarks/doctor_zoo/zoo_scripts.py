@@ -8,7 +8,7 @@ from pathlib import Path
 from anybatch.doctor import Diagnosis
 
 HERE = Path(__file__).parent
-FILES = ("first_wrong", "first_right", "second", "frameworks")
+FILES = ("first_wrong", "first_right", "second", "frameworks", "third")
 MARK = re.compile(r"# <- (\S+)")
 FRAMEWORKS = re.compile(r"^(?:from|import) (accelerate|lightning|transformers|deepspeed|trl)\b", re.MULTILINE)
 

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, default_collate
 from anybatch import Coupled, Objective
 
 LR = 0.05
+INPUTS = ("input_ids", "pixel_values", "input_features")
+OUTPUTS = ("logits", "start_logits", "log_probs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,9 @@ class Case:
     """One row of the table."""
 
     name: str
+    kind: str = "any"
+    """Who is asked: "any" loop; for a "head" of transformers and the like, the frameworks; "pairs" are
+    sentence-transformers' own, "SFT" and "DPO" TRL's."""
     rows: Sequence[Any]
     model: nn.Module
     loss: Callable[[nn.Module, Any], Tensor]
@@ -41,6 +46,8 @@ class Case:
     """The batches, by number, that hold an inf and must not be learnt from."""
     are_rows_coupled: bool = False
     """Rows look at each other, so that no row has a weight of its own."""
+    are_weights_seen: bool = True
+    """False of a model whose outputs are not the same to all: then no row's weight is compared."""
     limit: float = 5e-7
     """What the gradient's relative error may be to pass as exact."""
 
@@ -63,7 +70,7 @@ class Case:
     def has_target(self, number: int) -> bool:
         """False for a row whose targets are all ignored: it has no weight in any batch."""
         row = self.rows[number]
-        return not isinstance(row, dict) or bool((row["labels"] != -100).any())
+        return not isinstance(row, dict) or "labels" not in row or bool((row["labels"] != -100).any())
 
     @property
     def wanted_lr(self) -> float:
@@ -90,10 +97,23 @@ def linear_decay(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
 
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """What a model was called with."""
-    inputs: Tensor = args[0] if args else kwargs["input_ids"]
+    inputs: Tensor = args[0] if args else next(kwargs[name] for name in INPUTS if name in kwargs)
     return inputs
+
+
+def outputs_of(output: Any) -> Tensor:
+    """What a model answered, with a part for each row; fused heads of TRL give no logits."""
+    if isinstance(output, Tensor):
+        return output
+    found: Tensor = next(output[name] for name in OUTPUTS if output.get(name) is not None)
+    return found
+
+
+def first_of(row: Any) -> Tensor:
+    """What a row is told by."""
+    return torch.as_tensor(inputs_of((), row) if isinstance(row, dict) else row[0])
 
 
 def key_of(inputs: Tensor) -> tuple[float, ...]:
     """What tells one row from all others, however it is padded: tokens are above 0, and 0 is padding."""
-    return tuple((inputs if inputs.is_floating_point() else inputs[inputs > 0]).tolist())
+    return tuple((inputs.flatten() if inputs.is_floating_point() else inputs[inputs > 0]).tolist())

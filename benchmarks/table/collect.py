@@ -35,6 +35,8 @@ def collect(cases: Sequence[Case], told: Told) -> dict[str, dict[str, Cell]]:
         launches = [(1, alone)]
         for number, case in enumerate(cases):
             reason = contender.refuses(case)
+            if case.kind not in contender.kinds:
+                continue
             if reason is not None:
                 fill(contender, case, reason)
             elif case.ranks == 1:

@@ -66,7 +66,7 @@ def judge(case: Case, runs: Sequence[Run]) -> Outcome:
             nonfinite += 1
             continue
         errors.append(error)
-        if not case.are_rows_coupled and not case.is_scaled:
+        if case.are_weights_seen and not case.are_rows_coupled and not case.is_scaled:
             misweighted += count_misweighted(recorded, reference.rows, ranks=case.ranks)
     should = Counter(row for rows in wanted for row in rows)
     return Outcome(

@@ -1,6 +1,6 @@
 """The table as JSON, as Markdown, and in the page about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +9,16 @@ from benchmarks.table.judge import Outcome
 
 BEGIN, END = "<!-- the table: written by python -m benchmarks.exactness -->", "<!-- end of the table -->"
 Table = Mapping[str, Mapping[str, Cell]]
+FLOOR = "whole batch at once"
+LOOPS = (FLOOR, "textbook loop", "Accelerate", "HF Trainer", "Lightning", "DeepSpeed", "cached loss", "anybatch")
+
+
+def _beside(*frameworks: str) -> tuple[str, ...]:
+    return (FLOOR, *(column for name in frameworks for column in (name, f"{name} + anybatch")))
+
+
+PARTS = (LOOPS, _beside("HF Trainer", "Lightning", "Accelerate"), _beside("TRL", "sentence-transformers"))
+"""The columns of each table of the page."""
 
 
 def to_json(table: Table) -> dict[str, Any]:
@@ -51,17 +61,41 @@ def remarks(cell: Outcome) -> list[str]:
     return said
 
 
+def parts(table: Table) -> list[dict[str, dict[str, Cell]]]:
+    """The table as it is shown: ordinary loops beside anybatch, then frameworks beside themselves with anybatch in them."""
+    return [found for columns in PARTS if (found := _part(table, columns))]
+
+
+def _part(table: Table, columns: Sequence[str]) -> dict[str, dict[str, Cell]]:
+    """These columns, of the cases that anybatch has learnt in one of them."""
+    here = [name for name in columns if any(name in cells for cells in table.values())]
+    found = {case: {name: cells.get(name, "") for name in here} for case, cells in table.items()}
+    return {
+        case: cells
+        for case, cells in found.items()
+        if any(isinstance(cell, Outcome) for name, cell in cells.items() if name.endswith("anybatch"))
+    }
+
+
 def markdown(table: Table, versions: Mapping[str, str], day: str) -> str:
-    """A table with one line per case; what is exact in every respect stands in bold."""
-    columns = list(next(iter(table.values())))
-    lines = [f"| case | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
-    for case, cells in table.items():
-        lines.append(f"| {case} | {' | '.join(_entry(cells[column]) for column in columns)} |")
+    """Tables with one line per case; what is exact in every respect stands in bold."""
     named = ", ".join(f"{package} {version}" for package, version in versions.items())
-    return "\n".join([*lines, "", f"Measured on {day} on a CPU with {named}."])
+    return "\n".join(
+        [*(line for found in parts(table) for line in _lines(found)), f"Measured on {day} on a CPU with {named}."]
+    )
+
+
+def _lines(found: Table) -> list[str]:
+    columns = list(next(iter(found.values())))
+    lines = [f"| case | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    for case, cells in found.items():
+        lines.append(f"| {case} | {' | '.join(_entry(cells[column]) for column in columns)} |")
+    return [*lines, ""]
 
 
 def _entry(cell: Cell) -> str:
+    if not cell:
+        return ""
     if isinstance(cell, str):
         return f"({cell})"
     error = figure(cell.error)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.table.case import Case, inputs_of, key_of
+from benchmarks.table.case import Case, first_of, inputs_of, key_of, outputs_of
 from benchmarks.table.witness import Recorded
 
 
@@ -28,11 +28,10 @@ def whole_batch(case: Case, recorded: Recorded, rows: range) -> Wanted:
             parameter.copy_(weight)
     numbers, outputs = {}, []
     for number in rows:
-        row = case.rows[number]
-        numbers[key_of(torch.as_tensor(row["input_ids"] if isinstance(row, dict) else row[0]))] = number
+        numbers[key_of(first_of(case.rows[number]))] = number
 
     def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        logits = output if isinstance(output, Tensor) else output["logits"]
+        logits = outputs_of(output)
         logits.retain_grad()
         outputs.append((inputs_of(args, kwargs), logits))
 
@@ -40,13 +39,17 @@ def whole_batch(case: Case, recorded: Recorded, rows: range) -> Wanted:
     batch = case.collate([doubled(case.rows[number]) for number in rows])
     (case.precise_loss or case.loss)(twin, batch).backward()
     gradient = torch.cat(
-        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in twin.parameters()]
+        [
+            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+            for p in twin.parameters()
+            if p.requires_grad
+        ]
     )
     if case.clip_norm is not None:
         gradient = gradient * min(1.0, case.clip_norm / (float(gradient.norm()) + 1e-6))
     norms = {}
     for inputs, logits in outputs:
-        low = inputs.to(first_tensor(case.rows[0]).dtype)
+        low = inputs.to(first_of(case.rows[0]).dtype)
         for row, grad in zip(low, logits.grad, strict=True):
             if key_of(row) in numbers:
                 norms[numbers[key_of(row)]] = float(grad.norm())
@@ -69,9 +72,5 @@ def precise_twin(model: nn.Module) -> nn.Module:
 def doubled(row: Any) -> Any:
     """The row with its floating-point tensors in float64."""
     if isinstance(row, dict):
-        return row
+        return dict(zip(row, doubled(tuple(row.values())), strict=True))
     return tuple(part.double() if isinstance(part, Tensor) and part.is_floating_point() else part for part in row)
-
-
-def first_tensor(row: Any) -> Tensor:
-    return torch.as_tensor(row["input_ids"] if isinstance(row, dict) else row[0])

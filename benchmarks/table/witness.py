@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.table.case import Case, inputs_of, key_of
+from benchmarks.table.case import Case, first_of, inputs_of, key_of, outputs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,7 @@ class Witness:
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.case.rows):
-            first = row["input_ids"] if isinstance(row, dict) else row[0]
-            self._numbers[key_of(torch.as_tensor(first))] = number
+            self._numbers[key_of(first_of(row))] = number
         assert len(self._numbers) == len(self.case.rows), (
             "two rows are the same: neither could be told by what it holds"
         )
@@ -77,10 +76,11 @@ class Witness:
                 self._forget()
             self._is_new_pass = self._is_new_pass and not rows
             for index, number in rows:
-                self._rows[number] = self._rows.get(number, 0.0) + float(gradient[index].double().norm())
+                weight = float(gradient[index].double().norm()) if self.case.are_weights_seen else 0.0
+                self._rows[number] = self._rows.get(number, 0.0) + weight
                 self._times[number] = self._times.get(number, 0) + 1
 
-        (output if isinstance(output, Tensor) else output["logits"]).register_hook(before_backward)
+        outputs_of(output).register_hook(before_backward)
 
     def _before_step(self, *_: Any) -> None:
         self._weights = [parameter.detach().clone() for parameter in self.model.parameters()]

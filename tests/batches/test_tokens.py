@@ -39,6 +39,28 @@ def test_every_token_of_every_row_comes_out_once_and_padding_only_up_to_the_long
     assert sorted(row for rows in cut.row_numbers for row in rows) == list(range(len(lengths)))
 
 
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=24), more=st.integers(0, 40))
+def test_lengths_may_be_rounded_up_as_far_as_the_batch_is_padded(lengths, more):
+    width = max(lengths) + more
+    batch = padded(lengths, width)
+    cut = Tokens(4 * width, cost=FINE, round_to=8).cut(batch)
+    for part, rows in zip(cut, cut.row_numbers, strict=True):
+        longest = max(lengths[row] for row in rows)
+        rounded = min(-(-longest // 8) * 8, width)
+        for key, whole in batch.items():
+            assert torch.equal(part[key], whole[list(rows), :rounded])
+        assert part["input_ids"].numel() <= 4 * width
+    assert sorted(row for rows in cut.row_numbers for row in rows) == list(range(len(lengths)))
+
+
+def test_raw_samples_are_planned_by_rounded_lengths_and_rounding_by_nothing_is_refused():
+    samples = [{"input_ids": [1] * length} for length in (5, 9, 3)]
+    cut = Tokens(32, collate=list, round_to=8).cut(samples)
+    assert all(length % 8 == 0 for length in cut.cut.lengths)
+    with pytest.raises(SplitError, match=r"round_to=0\): expected a whole number"):
+        Tokens(32, round_to=0)
+
+
 def test_what_has_an_entry_per_token_is_trimmed_and_nothing_else():
     lengths = [2, 6, 2, 6]
     batch = padded(lengths) | {

@@ -94,7 +94,7 @@ def test_the_same_diagnosis_as_text_json_sarif_and_annotations():
     diagnosis = judge([_windows([[1.0] * 4] * 2)])
     text, told = describe(diagnosis), diagnosis.as_json()
     assert "error    not-divided  /a/train.py:7" in text
-    assert "1 error, no warnings, 1 note" in text
+    assert "1 error, no warnings, no notes" in text
     assert set(told["findings"][0]) == {"kind", "severity", "file", "line", "message", "evidence", "fix"}
     assert [part["weight"] for part in told["updates"][0]["micro_batches"]] == [1.0] * 4
     assert json.loads(json.dumps(told, allow_nan=False)) == told

@@ -1,6 +1,9 @@
 """transformers' Trainer: its updates have the whole batch's gradient, and all else is as it was."""
 
 import json
+import os
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 from anybatch import Fit, LossError, Tokens, UnitsError, UpdateError
 from anybatch.integrations.huggingface import SPLIT_FILE, ExactTrainer, exact
 from benchmarks.trainers import (
+    Handed,
     bert,
     class_loss,
     classified,
@@ -399,15 +403,28 @@ class FullySharded(exact(transformers.Trainer)):
 KINDS = {"stock": transformers.Trainer, "exact": exact(transformers.Trainer), "sharded": FullySharded}
 
 
-def on_two(count, made):
-    """What rank 0's optimizer was handed, and the rows that each rank ran."""
-    import os
-
+@contextmanager
+def as_launched():
+    """The variables of a rank that was launched, and no state of Accelerate's from before."""
     import accelerate
 
-    rank = torch.distributed.get_rank()
+    rank, before = torch.distributed.get_rank(), dict(os.environ)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield
+    finally:
+        for name in {*os.environ} - {*before}:
+            del os.environ[name]
+
+
+def on_two(count, made):
+    with as_launched():
+        return _on_two(count, made)
+
+
+def _on_two(count, made):
+    """What rank 0's optimizer was handed, and the rows that each rank ran."""
     rows = texts(count, seed=count)
     numbers = {tuple(row["input_ids"].tolist()): at for at, row in enumerate(rows)}
     ran = []
@@ -419,10 +436,7 @@ def on_two(count, made):
     model.register_forward_pre_hook(hook, with_kwargs=True)
     trainer, handed = trained(KINDS[made], model, rows, ddp_backend="gloo", gradient_accumulation_steps=2)
     assert (made == "sharded") == type(trainer.model_wrapped).__name__.startswith("FSDP")
-    found = errors(handed, llama(), windows_of(rows), next_token_loss)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    return max(found), ran
+    return max(errors(handed, llama(), windows_of(rows), next_token_loss)), ran
 
 
 @pytest.mark.parametrize(
@@ -441,3 +455,37 @@ def test_the_trainer_alone_repeats_rows():
     (error, first), (_, second) = on_ranks(2, on_two, 61, "stock")
     assert error > 1e-3
     assert len(first) + len(second) > 61
+
+
+ENGINE = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+    "gradient_clipping": 0.0, "zero_optimization": {"stage": 0},
+}  # fmt: skip
+
+
+def under_deepspeed(made):
+    """What DeepSpeed's engine handed to the optimizer, which it steps itself, inside backward."""
+
+    class Seen(KINDS[made]):
+        def create_optimizer(self, *args):
+            is_new = self.optimizer is None
+            optimizer = super().create_optimizer(*args)
+            if is_new:
+                optimizer.register_step_pre_hook(
+                    lambda *_: given.on_pre_optimizer_step(None, None, None, model=self.model)
+                )
+            return optimizer
+
+    given, rows = Handed(), texts(19)
+    with as_launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained(Seen, llama(), rows, ddp_backend="gloo", gradient_accumulation_steps=2, deepspeed=ENGINE)
+    return max(errors(given, llama(), windows_of(rows), next_token_loss))
+
+
+def test_under_deepspeed_itself_two_ranks_are_exact():
+    assert max(on_ranks(2, under_deepspeed, "exact")) <= EXACT
+
+
+def test_deepspeed_under_the_trainer_alone_is_not():
+    assert min(on_ranks(2, under_deepspeed, "stock")) > 0.1

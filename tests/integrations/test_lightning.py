@@ -9,12 +9,13 @@ import lightning
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from anybatch import GlobalBatches, LossError, UnitsError, UpdateError, rows
+from anybatch import GlobalBatches, LossError, UnitsError, Update, UpdateError, rows, supervised
 from anybatch.integrations.lightning import ExactDDPStrategy, ExactFSDP2Strategy, ExactStrategy
 from benchmarks.trainers import vector_of
 from tests.processes.ranks import on_ranks
@@ -309,17 +310,33 @@ def test_on_two_ranks_a_tail_of_one_row_is_exact_too(kind, count):
     assert max(on_ranks(2, on_two, kind, count)) <= EXACT
 
 
-def test_fabric_takes_an_update_of_what_it_set_up():
-    from lightning.fabric import Fabric
-
-    from anybatch import Update, supervised
-
+def set_up_by_fabric() -> tuple[Any, nn.Module, Any, Update]:
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
     plain = net()
-    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    update = Update(model, optimizer, supervised(nn.CrossEntropyLoss(WEIGHT)), micro_batch=5)
+    return fabric, plain, {"model": model, "optimizer": optimizer}, update
+
+
+def test_a_killed_run_of_fabric_resumes_from_what_fabric_saved(tmp_path):
+    fabric, whole, state, update = set_up_by_fabric()
+    first, *rest = DataLoader(data(), batch_size=24)
+    update(first)
+    fabric.save(tmp_path / "state.ckpt", state)
+    for batch in rest:
+        update(batch)
+    fabric, resumed, state, update = set_up_by_fabric()
+    fabric.load(tmp_path / "state.ckpt", state)
+    for batch in rest:
+        update(batch)
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_fabric_takes_an_update_of_what_it_set_up():
+    _, plain, _, update = set_up_by_fabric()
     x, y = (torch.stack(column) for column in zip(*data(24), strict=True))
-    Update(model, optimizer, supervised(nn.CrossEntropyLoss(WEIGHT)), micro_batch=5)((x, y))
+    update((x, y))
     twin = net().double()
     weighted_loss(twin, (x, y)).backward()
     wanted = torch.cat([vector_of(parameter) for parameter in twin.parameters()])

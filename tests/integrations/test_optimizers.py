@@ -5,6 +5,7 @@ import pytest
 import schedulefree
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from anybatch import Update, supervised
 
@@ -48,3 +49,20 @@ def test_five_updates_of_a_cut_batch_are_those_of_the_whole(name):
     assert float((cut - whole).norm() / whole.norm()) <= limit
     shorter = weights_after(make, 4, [(x[:21], y[:21]) for x, y in batches])
     assert float((shorter - whole).norm() / whole.norm()) > 10 * limit, "one row less is seen"
+
+
+class Compiled(torch.optim.SGD):
+    """As torchao's: its step is one graph, and torch compiles none while a mode watches."""
+
+    __module__ = "torchao.optim.adam"
+
+    def step(self, closure=None):
+        assert _get_current_dispatch_mode() is None
+        return super().step(closure)
+
+
+def test_a_step_that_torch_compiles_is_not_watched():
+    torch.manual_seed(1)
+    batches = [(torch.randn(22, 6), torch.randint(0, 3, (22,))) for _ in range(4)]
+    whole, cut = (weights_after(lambda p: Compiled(p, lr=0.1), size, batches) for size in (22, 4))
+    assert float((cut - whole).norm() / whole.norm()) <= 2e-6

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 import trl
 from datasets import Dataset
 
@@ -38,6 +39,17 @@ def test_the_whole_batch_at_once_is_as_far_off_for_rewards(tmp_path):
     """Why the limit of rewards is another: one batch of 12 and one of 7, neither of them cut."""
     options = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}
     assert 5e-7 < error_of(REWARD, tmp_path, lambda cls: cls, **options) <= EXACT_REWARD
+
+
+@pytest.mark.parametrize("kind", [SFT, DPO], ids=lambda kind: kind[0].__name__)
+def test_a_killed_run_resumes_bit_for_bit(kind, tmp_path):
+    cls, config, rows, model, _ = kind
+    saving = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "optim": "adamw_torch"}
+    ended = []
+    for resume in (None, str(tmp_path / "checkpoint-3")):
+        trainer, _ = fitted(exact(cls), config, rows, model(), tmp_path, resume=resume, **saving)
+        ended.append(trainer.model.state_dict())
+    assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
 
 
 def test_losses_that_are_no_mean_over_pairs_are_refused_by_name(tmp_path):

@@ -65,9 +65,10 @@ def test_the_measured_peak_stays_inside_and_that_of_one_micro_batch_fewer_would_
     chosen = update.accumulator.split.choice
     assert max(peaks[1:]) <= limit
     assert 1 < chosen.size < 512
-    larger = update_with(Rows(-(-512 // (-(-512 // chosen.size) - 1))))
+    more = -(-512 // (-(-512 // chosen.size) - 1))
+    larger = update_with(Rows(more))
     larger(batch_of(512))
-    assert measure_peak(larger, batch_of(512))[1] > limit
+    assert measure_peak(larger, batch_of(512))[1] + chosen.plan.outside(more) > limit
 
 
 def test_a_batch_is_predicted_once_and_again_only_where_it_grows(num_plans):
@@ -217,9 +218,27 @@ def test_a_model_with_a_lock_is_predicted_on_a_copy_that_shares_it():
     )
 
 
-def test_what_cannot_be_copied_at_all_is_measured_while_it_runs_and_stays_below_the_limit():
-    limit = 150_000
+def test_what_cannot_be_copied_at_all_is_tried_in_place_and_left_as_it_was():
     model = Locked(sees=False)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    planned = plan(model, optimizer, CLASSES, batch_of(64), memory=400_000)
+    assert planned.method == "real steps"
+    twin = wide()
+    seen = plan(twin, torch.optim.AdamW(twin.parameters()), CLASSES, batch_of(64), memory=400_000)
+    assert planned.peak(8) == pytest.approx(seen.peak(8), rel=0.03)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_cannot_be_tried_at_all_is_measured_while_it_runs_and_stays_below_the_limit(monkeypatch):
+    def refuses(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("one of a kind")
+
+    monkeypatch.setattr(fit_module, "plan", refuses)
+    limit = 150_000
+    model = wide()
     fit = Fit(limit, margin=0)
     update = Update(model, torch.optim.AdamW(model.parameters()), CLASSES, micro_batch=fit, check="off")
     peaks = [measure_peak(update, batch_of(96, seed))[1] for seed in range(8)]

@@ -50,7 +50,8 @@ def test_the_prediction_from_fake_tensors_is_the_measured_peak(size):
     batch = rows()
     planned = plan(model, optimizer, CLASSES, batch, memory="1GiB", checkpointing=False)
     assert planned.method == "fake tensors"
-    assert planned.peak(size) == pytest.approx(measured(model, optimizer, CLASSES, batch, size), rel=2e-3)
+    inside = planned.peak(size) - planned.outside(size)
+    assert inside == pytest.approx(measured(model, optimizer, CLASSES, batch, size), rel=2e-3)
 
 
 def test_attention_keeps_a_matrix_that_is_predicted_and_the_whole_batch_is_tried_as_one():
@@ -64,7 +65,8 @@ def test_attention_keeps_a_matrix_that_is_predicted_and_the_whole_batch_is_tried
     assert planned.peak(planned.micro_batch) <= 6 * 2**20 < planned.peak(planned.micro_batch + 1)
     assert planned.breakdown.total == planned.peak_bytes
     assert measured(model, optimizer, CLASSES, batch, planned.micro_batch) <= 6 * 2**20
-    assert planned.whole_bytes == pytest.approx(measured(model, optimizer, CLASSES, batch, 16), rel=2e-3)
+    inside = planned.whole_bytes - planned.outside(16)
+    assert inside == pytest.approx(measured(model, optimizer, CLASSES, batch, 16), rel=2e-3)
 
 
 def test_a_line_per_op_gives_the_peak_and_a_line_through_two_peaks_does_not():
@@ -84,7 +86,7 @@ def test_a_line_through_two_peaks_is_off_on_a_real_model():
     planned = plan(model, optimizer, CLASSES, batch, memory="1GiB", checkpointing=False)
     truth = measured(model, optimizer, CLASSES, batch, 1024)
     secant = planned.peak(2) + (1024 - 2) * (planned.peak(3) - planned.peak(2))
-    assert planned.peak(1024) == pytest.approx(truth, rel=2e-3)
+    assert planned.peak(1024) - planned.outside(1024) == pytest.approx(truth, rel=2e-3)
     assert abs(secant / truth - 1) > 0.2
 
 
@@ -97,7 +99,8 @@ def test_convolutions_are_tried_in_small_and_batch_norm_statistics_of_all_micro_
     assert planned.method == "real steps"
     assert "a convolution" in planned.reason
     for size in (1, 4, 16):
-        assert planned.peak(size) == pytest.approx(measured(model, optimizer, CLASSES, batch, size), rel=0.03)
+        truth = measured(model, optimizer, CLASSES, batch, size)
+        assert planned.peak(size) - planned.outside(size) == pytest.approx(truth, rel=0.03)
 
 
 class Reads(nn.Module):
@@ -215,7 +218,7 @@ def test_a_second_set_of_gradients_counts_where_single_micro_batches_are_dropped
     update(batch)
     truth = measure_peak(update, batch)[1]
     assert planned.method == "fake tensors"
-    assert planned.peak(8) == pytest.approx(truth, rel=5e-3)
+    assert planned.peak(8) - planned.outside(8) == pytest.approx(truth, rel=5e-3)
     without = plan(model, optimizer, CLASSES, batch, memory="1GiB", checkpointing=False)
     assert without.peak(8) < 0.9 * truth
 

@@ -11,8 +11,8 @@ from anybatch.records import Results, Run, StageTime, UpdateDone, WindowSeen
 def test_doubling_is_told_with_the_factor_that_runs_were_off_by():
     told = advise(Tradeoff(noise=48, batch=64), micro_batch=16).sentences
     assert told[1].startswith("Doubling 64 to 128: about 21 % fewer updates, 57 % more samples")
-    assert "read 16 rows to 140 rows" in told[0]
-    assert "10 % and 80 % to 35 % and 31 %" in told[1]
+    assert "read 10 rows to 240 rows" in told[0]
+    assert "7 % and 87 % to 39 % and 21 %" in told[1]
     assert told[2] == "How long updates take was not measured, so nothing is said of time."
 
 
@@ -31,7 +31,7 @@ def test_accumulation_that_brings_nothing_is_called_so_and_one_that_pays_too():
     paying = advise(Tradeoff(noise=5000, batch=256, fixed=0.1, row=0.001, least=16), micro_batch=16)
     assert "Accumulation pays here" in paying.sentences[2]
     doubtful = advise(Tradeoff(noise=60, batch=64, fixed=0.02, row=0.001, least=16), micro_batch=16)
-    assert "unless the noise is 3 times" in doubtful.sentences[2]
+    assert "unless the noise is 5 times" in doubtful.sentences[2]
     whole = advise(Tradeoff(noise=60, batch=64, fixed=0.02, row=0.001, least=16), micro_batch=64)
     assert "Accumulation" not in whole.sentences[2]
 

@@ -25,7 +25,7 @@ def test_the_command_prints_a_table_and_leaves_a_page_and_a_json(tmp_path):
     found = json.loads((tmp_path / "found" / "self-test.json").read_text())
     assert found["has_passed"]
     assert found["device"] == "cpu"
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])  # which may end in "+cu132"
     names = [check["name"] for check in found["checks"]]
     assert set(EXACT) <= set(names)
     page = (tmp_path / "found" / "self-test.html").read_text()

@@ -16,7 +16,11 @@ Pair = tuple[Tensor, Tensor]
 
 def cases() -> list[Case]:
     pairs = contrastive()
-    return [batch_norm(), pairs, replace(pairs, name="InfoNCE, 64 pairs, by 16", micro_batch=16)]
+    by_16 = replace(pairs, name="InfoNCE, 64 pairs, by 16", micro_batch=16)
+    tail = replace(
+        by_16, name="InfoNCE, 232 pairs = 3 x 64 + 40", rows=pairs.rows[:232], is_scheduled=True, kind="pairs"
+    )
+    return [batch_norm(), pairs, by_16, tail, replace(tail, name="two ranks, InfoNCE, 232 pairs", ranks=2)]
 
 
 def batch_norm() -> Case:

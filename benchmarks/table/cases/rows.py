@@ -13,15 +13,18 @@ Pair = tuple[Tensor, Tensor]
 
 
 def cases() -> list[Case]:
-    tail = uneven_tail()
+    tail, weighted = uneven_tail(), class_weights()
     return [
         tail,
         replace(tail, name="two epochs of them", epochs=2),
         replace(tail, name="clipping on the short tail", clip_norm=0.25),
         replace(tail, name="linear LR to 0 over 16 updates", is_scheduled=True),
         an_inf(),
-        class_weights(),
+        weighted,
         replace(tail, name="two ranks, 1,000 rows", ranks=2),
+        replace(
+            weighted, name="two ranks, class weights, 61 rows", rows=weighted.rows[:61], batch=32, ranks=2, kind="head"
+        ),
     ]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from anybatch import Coupled
 from benchmarks.table.case import Case
 
 
@@ -34,6 +35,8 @@ class Contender:
     module: str
     title: str
     package: str | None = None
+    kinds: tuple[str, ...] = ("any",)
+    """The kinds of cases that are its own; of others it has no cell."""
     refuses: Refuses = lambda case: None
     """Why it cannot be asked, if so."""
     needs_launcher: bool = False
@@ -49,7 +52,11 @@ def _one_process(case: Case) -> str | None:
 
 
 def _contrastive(case: Case) -> str | None:
-    return None if case.name.startswith("InfoNCE") else "contrastive losses only"
+    return None if isinstance(case.objective, Coupled) else "contrastive losses only"
+
+
+def _cached(case: Case) -> str | None:
+    return _one_process(case) or _contrastive(case)
 
 
 def _no_fp16(case: Case) -> str | None:
@@ -57,21 +64,24 @@ def _no_fp16(case: Case) -> str | None:
 
 
 def _no_contrast(case: Case) -> str | None:
-    return "a contrastive loss is no mean over rows: Update with Coupled" if case.name.startswith("InfoNCE") else None
+    return "a contrastive loss is no mean over rows: Update with Coupled" if not _contrastive(case) else None
 
 
+HEADS, PAIRS, TRL = ("any", "head"), ("any", "pairs"), ("SFT", "DPO")
 CONTENDERS = [
-    Contender(module="at_once", title="whole batch at once", refuses=_one_process),
+    Contender(module="at_once", title="whole batch at once", kinds=(*HEADS, *TRL, "pairs"), refuses=_one_process),
     Contender(module="textbook", title="textbook loop"),
-    Contender(module="with_accelerate", title="Accelerate", package="accelerate"),
-    Contender(module="hf_trainer", title="HF Trainer", package="transformers"),
-    Contender(module="with_lightning", title="Lightning", package="lightning"),
+    Contender(module="with_accelerate", title="Accelerate", package="accelerate", kinds=HEADS),
+    Contender(module="hf_trainer", title="HF Trainer", package="transformers", kinds=HEADS),
+    Contender(module="with_lightning", title="Lightning", package="lightning", kinds=HEADS),
     Contender(module="with_deepspeed", title="DeepSpeed", package="deepspeed", refuses=_no_fp16, needs_launcher=True),
-    Contender(
-        module="cached_loss", title="sentence-transformers", package="sentence-transformers", refuses=_contrastive
-    ),
-    Contender(module="exact_trainer", title="HF Trainer + anybatch", package="transformers", refuses=_no_contrast),
-    Contender(module="exact_lightning", title="Lightning + anybatch", package="lightning", refuses=_no_contrast),
-    Contender(module="exact_accelerate", title="Accelerate + anybatch", package="accelerate"),
+    Contender(module="cached_loss", title="cached loss", package="sentence-transformers", refuses=_cached),
+    Contender(module="trl_trainer", title="TRL", package="trl", kinds=TRL),
+    Contender(module="sentence_trainer", title="sentence-transformers", kinds=PAIRS, refuses=_contrastive),
+    Contender(module="exact_trainer", title="HF Trainer + anybatch", kinds=HEADS, refuses=_no_contrast),
+    Contender(module="exact_trl", title="TRL + anybatch", kinds=TRL),
+    Contender(module="exact_lightning", title="Lightning + anybatch", kinds=HEADS, refuses=_no_contrast),
+    Contender(module="exact_accelerate", title="Accelerate + anybatch", kinds=HEADS),
+    Contender(module="exact_sentences", title="sentence-transformers + anybatch", kinds=PAIRS, refuses=_contrastive),
     Contender(module="with_anybatch", title="anybatch", package="anybatch"),
 ]

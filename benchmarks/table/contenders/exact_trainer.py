@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from anybatch.integrations.huggingface import exact
 from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
-from benchmarks.table.contenders.hf_trainer import train
+from benchmarks.table.contenders.hf_trainer import is_own, train
 
 
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
@@ -23,7 +23,7 @@ def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
 
     cls = exact(
         transformers.Trainer,
-        units=None if isinstance(model, transformers.PreTrainedModel) else units,
+        units=units if is_own(case) else None,
         batch_norm="exact" if case.are_rows_coupled else None,
     )
     return train(case, model, optimizer, cls)

@@ -2,9 +2,13 @@
 
 ANYBATCH = """
 or, with anybatch, where the loader yields the whole batch of {batch} rows:
-    update = anybatch.Update(model, optimizer, objective, micro_batch={rows})
+    update = anybatch.Update(model, optimizer, anybatch.supervised(criterion), micro_batch={rows})
     for batch in loader:
         update(batch)"""
+
+_FLUSH = """    in_this_update = min({n}, len(loader) - i // {n} * {n})
+    (loss / in_this_update).backward()
+    if (i + 1) % {n} == 0 or i + 1 == len(loader):"""
 
 OWN = {
     "cleared-before-use": "clear only after the step:\n    optimizer.step()\n    optimizer.zero_grad()",
@@ -15,15 +19,9 @@ OWN = {
     "not-divided": "divide the loss:\n    (loss / {n}).backward()",
     "divided-twice": "divide once; where a framework divides already, leave the loss as it is:\n    (loss / {n}).backward()",
     "other-divisor": "divide by the number of micro-batches that this update really has:\n    (loss / {n}).backward()",
-    "tail-dropped": (
-        "step on the last micro-batch of the epoch too, and divide by how many there are:\n"
-        "    if (i + 1) % {n} == 0 or i + 1 == len(loader):"
-    ),
-    "tail-leaks": (
-        "step on the last micro-batch of the epoch too, so that nothing is carried into the next:\n"
-        "    if (i + 1) % {n} == 0 or i + 1 == len(loader):"
-    ),
-    "left-at-end": "step once more after the last micro-batch:\n    if (i + 1) % {n} == 0 or i + 1 == len(loader):",
+    "tail-dropped": f"step on the last micro-batch of the epoch too, and divide by how many there are:\n{_FLUSH}",
+    "tail-leaks": f"step on the last micro-batch of the epoch too, so that nothing is carried into the next:\n{_FLUSH}",
+    "left-at-end": f"step once more after the last micro-batch:\n{_FLUSH}",
     "uneven-micro-batches": (
         "weight each micro-batch by what its mean divides by, over the whole update:\n"
         "    loss = criterion(outputs, targets)  # with reduction='sum'\n    (loss / units_of_all_micro_batches).backward()"
@@ -62,7 +60,7 @@ OWN = {
     "windows-differ": "step all optimizers after the same micro-batches.",
     "loss-logged-divided": "log the loss as it was before the division:\n    print(loss.item() * {n})",
     "eval-left-on": "switch back after validation:\n    model.train()",
-    "learning-rate": "try anybatch.scale_lr, or raise the rate by hand and warm up.",
+    "learning-rate": "raise it by the rule, and warm up:\n    anybatch.scale_lr(optimizer, batch={batch}, base_batch={rows})",
 }
 WITHOUT_LINES = (
     "negatives-missing",

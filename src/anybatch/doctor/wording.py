@@ -71,24 +71,38 @@ def _seen(loop: WatchedLoop, num_ranks: int) -> list[str]:
     ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     lines = [
         f"{ENDED.get(loop.reason, 'The script ended')}: {len(loop.passes)} backward passes and {len(updates)} "
-        f"updates seen{ranks}."
+        f"updates seen{ranks}.{_cut_short(loop)}",
+        "An update is one optimizer.step(); the weights of the losses that it learns from should add up to 1.",
     ]
     for update in updates[:SHOWN]:
         parts = update["micro_batches"]
         shares = ", ".join("?" if part["weight"] is None else f"{part['weight']:.3g}" for part in parts[:8])
         total = update["weights_add_up_to"]
-        told = (
-            "" if total is None else f", weights {shares}{', ...' if len(parts) > 8 else ''} that add up to {total:.2f}"
-        )
-        old = f", and {update['stale']} old" if update["stale"] else ""
+        told = "" if total is None else f", weights {shares}{', ...' if len(parts) > 8 else ''}: together {total:.2f}"
+        old = f" and {update['stale']} of before, not cleared" if update["stale"] else ""
         noun = "micro-batch" if len(parts) == 1 else "micro-batches"
-        lines.append(f"  update {update['update']}: {len(parts)} {noun}{old}{told}; {_between(update['events'])}")
+        lines.append(f"  update {update['update']}: {len(parts)} {noun}{old}{told}{_between(update['events'])}")
     return lines
 
 
+def _cut_short(loop: WatchedLoop) -> str:
+    """The epochs that `--short-epochs` ended."""
+    whole = {line["loader"]: line.get("whole") or 0 for line in loop.epochs if line["event"] == "epoch"}
+    cut = [
+        line for line in loop.epochs if line["event"] == "epoch-end" and line["fetched"] < whole.get(line["loader"], 0)
+    ]
+    if not cut:
+        return ""
+    return f" Epochs of {whole[cut[0]['loader']]:,} micro-batches were cut to {cut[0]['fetched']} (--short-epochs)."
+
+
 def _between(events: list[dict[str, object]]) -> str:
+    """Besides one clearing, which is as it should be."""
     counts = Counter(str(event["what"]) for event in events)
-    return ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items()) or "nothing else"
+    if counts["zero"] < 2:
+        del counts["zero"]
+    told = ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items())
+    return f"; between: {told}" if told else ""
 
 
 def _short(file: str) -> str:

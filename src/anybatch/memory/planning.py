@@ -1,5 +1,6 @@
 """`plan()`: the largest micro-batch that fits, before anything runs."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -34,6 +35,7 @@ from anybatch.memory.tracing import (
     TrialSetup,
     bytes_of,
     highest,
+    is_watched,
     keeping_random_states,
     optimizer_tensors,
 )
@@ -101,11 +103,14 @@ def plan(
         again = partial(again, margin=margin, checkpointing=checkpointing)
         in_fp32 = again(running=replace(running, sums="fp32"))
         return in_fp32 if in_fp32.fits else again(running=replace(running, sums="param"))
-    with keeping_random_states():
+    with keeping_random_states(), ExitStack() as undo:
         source = micro_batch_source_of(batch, split if isinstance(split, Tokens) else None)
         is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
-        setup = TrialSetup(parts, there, 0 if is_elsewhere else source.nbytes, is_elsewhere, running)
-        trials = start_trials(setup, source)
+        own = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+        is_in_place = own <= {there.type} and not bucket_bytes and not is_watched(module)
+        batch_bytes = 0 if is_elsewhere else source.nbytes
+        setup = TrialSetup(parts, there, batch_bytes, is_elsewhere, running, is_in_place)
+        trials = start_trials(setup, source, undo)
         limit = int(room * (1 - margin))
         found = find_largest_fitting(trials, limit)
         moments = _moments(trials, found)

@@ -160,6 +160,15 @@ class SizeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FittingChange:
+    """A change that would take less, its predicted peak in bytes, and whether it fits."""
+
+    change: str
+    peak: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
     """What an update needs, as `plan` predicted it. Memory is in bytes."""
 
@@ -180,6 +189,9 @@ class PlanRecord:
     """What the peak at the size chosen is made of."""
     checkpointing: Scalars | None
     """What gradient checkpointing would change; None where it was not tried."""
+    sums: str = "fp32"
+    """The precision in which gradients are summed."""
+    ways_to_fit: tuple[FittingChange, ...] = ()
     method: str
     reason: str
     is_confirmed: bool

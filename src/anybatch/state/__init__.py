@@ -1,5 +1,6 @@
 """What a forward or a step changes, and putting it back; out of memory; saved tensors kept elsewhere."""
 
+from anybatch.state.aside import kept_aside
 from anybatch.state.batch_state import BatchState
 from anybatch.state.buffers import MovingBuffers
 from anybatch.state.disk import TensorFile
@@ -30,6 +31,7 @@ __all__ = [
     "free_bytes",
     "free_memory",
     "is_out_of_memory",
+    "kept_aside",
     "of_statistics",
     "of_step",
     "once_more",

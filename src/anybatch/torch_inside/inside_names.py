@@ -79,7 +79,10 @@ read_layout = torch.serialization._get_layout
 
 def num_writes(tensor: Tensor) -> int:
     """How often a tensor was written to in place; 0 of what was made in inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def inside_compiled(model: nn.Module) -> nn.Module | None:

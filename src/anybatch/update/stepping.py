@@ -37,10 +37,14 @@ class Stepping:
         self._draws = True
         """False once a step was seen that drew nothing: the random state need not lie beside those after it."""
         self._needs = StepNeeds(is_resumable=False, by_ops=False, blocks=())
+        self._is_compiled = type(optimizer).__module__.startswith("torchao.")
+        """Its step is one graph, which torch refuses to compile while a mode watches; its state cannot be copied."""
 
     def step(self, act: Act) -> int:
         """Do `act`, which steps the optimizer once; 1 where it had to be done again, else 0."""
         moving = self._moving()
+        if self._is_compiled:
+            return self._plainly(act, moving)
         count = min((self._num_steps.get(parameter, 0) for parameter in moving), default=FIRST_ONES)
         if count >= FIRST_ONES:
             return self._later(act, moving)

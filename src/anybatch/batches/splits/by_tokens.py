@@ -42,6 +42,8 @@ class Tokens:
     micro-batches that ran, for as long as training goes on; with `learn=50`, during 50 batches, and then it stays. What was
     learnt is in `state_dict()`, and in checkpoints. `groups` are rows that belong together, as in `Rows`. Up to a share `slack`
     of the cost is given up where that halves the largest micro-batch, once or more; with 0 the cut is the cheapest there is.
+    With `round_to=32` micro-batches are padded to a multiple of 32, as far as the batch is, for kernels and compilers that want
+    few lengths; `collate`, if given, has to pad so by itself.
 
     >>> mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]])
     >>> cut = Tokens(12, cost=Cost(fixed=6)).cut({"input_ids": mask * 7, "attention_mask": mask})
@@ -62,12 +64,15 @@ class Tokens:
         groups: Groups | None = None,
         learn: bool | int = False,
         slack: float = 0.02,
+        round_to: int = 1,
     ) -> None:
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
             raise SplitError(
                 f"Tokens({budget!r}): the budget must be a whole number of tokens, 1 or more: what one micro-batch may hold, "
                 "padding included."
             )
+        if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
+            raise SplitError(f"Tokens(round_to={round_to!r}): expected a whole number of tokens, such as 8, 32 or 64.")
         if not 0 <= slack < 1:
             raise SplitError(f"Tokens(slack={slack!r}): expected a share of the cost, from 0 to below 1, such as 0.01.")
         if not isinstance(learn, int) or learn < 0 or (learn and cost is not None):
@@ -77,6 +82,7 @@ class Tokens:
             )
         self.budget = budget
         self.slack = slack
+        self.round_to = round_to
         self.groups = groups
         self.length = length
         self.collate = collate
@@ -151,7 +157,14 @@ class Tokens:
         return shrunk
 
     def measure(self, batch: Batch) -> RowLengths:
-        """How long each row is."""
+        """How long each row is, or what that is rounded up to."""
+        rows = self._measured(batch)
+        if self.round_to == 1:
+            return rows
+        rounded = [-(-length // self.round_to) * self.round_to for length in rows.lengths]
+        return replace(rows, lengths=[length if self.collate else min(length, rows.width) for length in rounded])
+
+    def _measured(self, batch: Batch) -> RowLengths:
         if self.collate is not None:
             lengths = [int((self.length or sample_length)(sample)) for sample in samples_of(batch, "Tokens")]
             return RowLengths(lengths=lengths, width=max(lengths))

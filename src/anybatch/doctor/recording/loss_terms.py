@@ -19,6 +19,14 @@ MEAN, SUM = 1, 2
 """How torch's criteria number their reductions."""
 
 
+def number_of(tensor: Tensor) -> float:
+    """The one number of a tensor, read past the watch on `float()` and `item()`, which is for the user's reads."""
+    found: Any = tensor.tolist()
+    while isinstance(found, list):
+        (found,) = found
+    return float(found)
+
+
 def saved_by(node: Any, name: str) -> Any:
     """What a node of the graph keeps, such as "target"; None where it keeps nothing of that name."""
     return getattr(node, SAVED + name, None)
@@ -35,7 +43,7 @@ class TermHook:
 
     def _arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[0]
-        self.weight = None if gradient is None or gradient.numel() != 1 else float(gradient.detach())
+        self.weight = None if gradient is None or gradient.numel() != 1 else number_of(gradient)
 
     def close(self) -> dict[str, Any] | None:
         """What was seen, for the log; None of a node that no gradient came to."""
@@ -55,11 +63,14 @@ def _reducing(root: Any) -> Iterator[Any]:
     seen: set[Any] = set()
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
-        if node is None or node in seen or "AccumulateGrad" in node.name():
+        if node is None or node in seen:
             continue
         seen.add(node)
-        if _is_criterion(node):
+        name = node.name()
+        if _is_criterion(node, name):
             yield node
+            continue
+        if "AccumulateGrad" in name:
             continue
         children = [child for child, _ in node.next_functions if child is not None]
         if not any(_num_out(child) > 1 for child in children):
@@ -96,15 +107,15 @@ def _num_out(node: Any) -> int:
     return math.prod(outputs[0].shape) if outputs else 1
 
 
-def _is_criterion(node: Any) -> bool:
-    return bool(node.name().startswith(CRITERIA)) and saved_by(node, "reduction") in (MEAN, SUM)
+def _is_criterion(node: Any, name: str) -> bool:
+    return name.startswith(CRITERIA) and saved_by(node, "reduction") in (MEAN, SUM)
 
 
 def _facts(node: Any) -> dict[str, Any]:
     name = node.name().partition("Backward")[0]
     reduction = saved_by(node, "reduction")
     if name.startswith("NllLoss"):
-        return {"role": name, "kind": "sum" if reduction == SUM else "mean", **_nll(node)}
+        return {"role": name, "kind": "sum" if reduction == SUM else "mean"} | _nll(node)
     if reduction in (MEAN, SUM):
         own = saved_by(node, "self")
         return {"role": name, "kind": "sum" if reduction == SUM else "mean", "counts": _counts(tuple(own.shape), 1.0)}
@@ -130,16 +141,15 @@ def _counts(sizes: tuple[int, ...], share: float) -> list[float]:
 
 
 def _nll(node: Any) -> dict[str, Any]:
-    target, own = saved_by(node, "target"), saved_by(node, "self")
-    total = saved_by(node, "total_weight")
-    units = float(total) if total is not None and total.numel() else 0.0
+    target, total = saved_by(node, "target"), saved_by(node, "total_weight")
+    units = number_of(total) if total is not None and total.numel() else 0.0
     is_weighted = not units or saved_by(node, "weight") is not None
-    counted = float((target != _signed(saved_by(node, "ignore_index"))).sum()) if is_weighted else units
+    counted = number_of((target != _signed(saved_by(node, "ignore_index"))).sum()) if is_weighted else units
     rows = int(target.shape[0]) if target.dim() else 1
-    square = own.dim() == 2 and own.shape[0] == own.shape[1] and rows > 1
-    is_pairs = square and bool((target.sort().values == torch.arange(rows, device=target.device)).all())
-    counts = list(dict.fromkeys([units or counted, counted, float(rows)]))
-    return {"counts": counts, **({"pairs": rows} if is_pairs else {})}
+    is_square = rows > 1 and tuple(saved_by(node, "self").shape) == (rows, rows)
+    is_pairs = is_square and bool((target.sort().values == torch.arange(rows, device=target.device)).all())
+    counts = [units] if units == counted == rows else list(dict.fromkeys([units or counted, counted, float(rows)]))
+    return {"counts": counts, "pairs": rows} if is_pairs else {"counts": counts}
 
 
 def _signed(number: int) -> int:
@@ -169,7 +179,7 @@ def _kept(node: Any) -> tuple[float | None, dict[str, Any]]:
             for side in ("other", "self"):
                 mask = saved_by(node, side)
                 if _is_mask(mask):
-                    return float(mask.sum()), marks
+                    return number_of(mask.sum()), marks
         elif not name.startswith(
             ("View", "Reshape", "Neg", "Squeeze", "Unsqueeze", "ToCopy", "UnsafeView", "Sum", "Div")
         ):

@@ -61,19 +61,29 @@ def cleared_above(place: CodePlace, most: int = 40) -> CodePlace:
 
 
 def here() -> CodePlace:
-    """The innermost line of the user's."""
+    """The innermost line of the user's, worked out once for a chain of calls: a loop comes by again and again."""
     via: CodeType | None = None
-    chain: list[tuple[CodeType, int]] = []
+    codes: list[CodeType] = []
+    lines: list[int] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         whose = _whose(code.co_filename)
         if whose == "user":
-            chain.append((code, frame.f_lineno))
-        elif whose == "library" and not chain:
+            codes.append(code)
+            lines.append(frame.f_lineno)
+        elif whose == "library" and not codes:
             via = code
         frame = frame.f_back
-    return _place(via, tuple(chain))
+    key = (id(via), *map(id, codes), *lines)
+    known = _KNOWN.get(key)
+    if known is None:
+        known = _KNOWN[key] = (_place(via, codes, lines), (via, codes))
+    return known[0]
+
+
+_KNOWN: dict[tuple[int, ...], tuple[CodePlace, object]] = {}
+"""By the identity of the code that led there, which is kept alive: to hash code takes longer than all else."""
 
 
 @cache
@@ -81,12 +91,10 @@ def _whose(filename: str) -> str:
     return "user" if is_users(filename) else "ours" if filename.startswith(_OURS) else "library"
 
 
-@cache
-def _place(via: CodeType | None, chain: tuple[tuple[CodeType, int], ...]) -> CodePlace:
-    """Worked out once for a chain of calls, because a loop comes by again and again."""
+def _place(via: CodeType | None, codes: list[CodeType], lines: list[int]) -> CodePlace:
     through = "" if via is None else via.co_name
-    if not chain:
+    if not codes:
         return CodePlace("", 0, "", through, "")
-    inner, line = chain[0]
-    mark = f"{zlib.crc32(repr([(code.co_filename, number) for code, number in chain]).encode()):08x}"
-    return CodePlace(os.path.abspath(inner.co_filename), line, inner.co_name, through, mark)
+    files = [code.co_filename for code in codes]
+    mark = f"{zlib.crc32(repr(list(zip(files, lines, strict=True))).encode()):08x}"
+    return CodePlace(os.path.abspath(files[0]), lines[0], codes[0].co_name, through, mark)

@@ -90,7 +90,11 @@ class Tape:
         )
 
     def write(self, event: str, place: CodePlace | None = None, **facts: Any) -> None:
-        """One event; what happened since the last update is one line of the log."""
+        """One event."""
+        self.add(event, place, facts)
+
+    def add(self, event: str, place: CodePlace | None, facts: dict[str, Any]) -> None:
+        """One event, as a dict that becomes ours; what happened since the last update is one line of the log."""
         if self.is_ended or self._file.closed:
             return
         if place is not None:
@@ -241,7 +245,11 @@ class Tape:
     def _now(self) -> list[Signature]:
         """What is gone has not been cleared."""
         return [
-            before if (parameter := reference()) is None else _signature(parameter)
+            before
+            if (parameter := reference()) is None
+            else (id(gradient), num_writes(gradient))
+            if type(gradient := parameter.grad) is Tensor
+            else _signature(parameter)
             for reference, before in zip(self.parameters, self.signatures, strict=True)
         ]
 

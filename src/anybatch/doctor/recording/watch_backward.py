@@ -19,6 +19,9 @@ from anybatch.doctor.recording.watch_reading import ReadingWatch
 WALKED = 2
 """Backward passes of a place in the code whose whole graph is walked for its leaves."""
 MOST_NODES = 20_000
+OF_THE_BATCH = ("batch", "rows", "mark", "is_eval")
+OF_ONE_PASS = ("scale", "norms", "norm_forwards")
+"""What was seen on the way to a pass: as long as the batch is the same, and once."""
 KEPT = 6
 """Graphs alive at once that are told."""
 
@@ -88,33 +91,27 @@ class BackwardWatch:
         terms = [term for term in (hook.close() for hook in hooks) if term is not None]
         touched, dtypes = self._touched(tape.forget_changes())
         current = tape.current
-        scale = current.pop("scale", None)
-        forward = current.get("sync", current.get("fsdp"))
+        forward = current.pop("sync", current.get("fsdp"))
         value: Any = loss.tolist() if loss.dim() == 0 else None
-        facts = {
-            "loss": value,
-            "mark": current.get("mark"),
-            "scale": scale,
-            "sync": None if forward is None else [forward, flag if flag is not None else forward],
-            "batch": current.get("batch"),
-            "rows": current.get("rows"),
-            "norms": current.pop("norms", None),
-            "norm_forwards": current.pop("norm_forwards", None),
-            "is_eval": current.get("is_eval") or None,
-            "retained": is_retained or None,
+        event = {
+            "serial": tape.num_passes,
+            "terms": terms,
+            "touched": touched,
+            "dtypes": dtypes,
+            "probe": tape.take_arrived(),
         }
-        tape.write(
-            "backward",
-            place,
-            serial=tape.num_passes,
-            terms=terms,
-            touched=touched,
-            dtypes=dtypes,
-            probe=tape.take_arrived(),
-            **{name: fact for name, fact in facts.items() if fact is not None},
-        )
+        if value is not None:
+            event["loss"] = value
+        if forward is not None:
+            event["sync"] = [forward, flag if flag is not None else forward]
+        if is_retained:
+            event["retained"] = True
+        event |= {name: current[name] for name in OF_THE_BATCH if current.get(name)}
+        for name in OF_ONE_PASS:
+            if name in current:
+                event[name] = current.pop(name)
+        tape.add("backward", place, event)
         tape.num_passes += 1
-        current.pop("sync", None)
         if value is not None:
             self.reading.backward_of(loss, value)
         self._note_alive(loss, place, nodes)

@@ -49,8 +49,9 @@ class _Steps:
         self.tape.look()
 
     def zeroed(self, _: Any, *__: Any, **___: Any) -> None:
-        self.tape.look("zero_grad")
-        self.tape.write("zero", place=here())
+        place = here()
+        self.tape.look("zero_grad", place)
+        self.tape.write("zero", place=place)
 
     def begin(self, optimizer: Optimizer) -> None:
         tape = self.tape

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from anybatch.doctor.finding import Finding, Severity
 from anybatch.doctor.fixes import fix_for
@@ -151,8 +152,8 @@ def _sum_error(update: LoopUpdate) -> float | None:
 def _learning_rate(case: LoopCase, update: LoopUpdate) -> Iterator[Finding]:
     kind = str(case.loop.optimizers.get(case.optimizer, {}).get("kind", ""))
     rate, n = (update.lr or (0.0,))[0], case.size
-    if n < 2 or not rate:
-        return
+    if n < 2 or not rate or not case.is_usually_whole:
+        return  # one that is not divided has a larger step already
     is_adam = "adam" in kind.lower()
     rule, better = ("the square-root rule", rate * math.sqrt(n)) if is_adam else ("the linear rule", rate * n)
     rows = f" of {case.rows} rows" if case.rows else ""
@@ -163,7 +164,8 @@ def _learning_rate(case: LoopCase, update: LoopUpdate) -> Iterator[Finding]:
         "a warm-up. Advice, not an error."
     )
     spot = spot_of(case.loop.optimizers.get(case.optimizer, {}).get("place"))
-    yield case.finding("learning-rate", "note", spot, text, {"lr": rate, "suggested": better, "micro_batches": n})
+    found = case.finding("learning-rate", "note", spot, text, {"lr": rate, "suggested": better, "micro_batches": n})
+    yield replace(found, fix=found.fix.replace(")", ', rule="sqrt")')) if is_adam else found
 
 
 def _untold(case: LoopCase) -> Iterator[Finding]:

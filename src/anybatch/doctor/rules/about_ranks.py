@@ -26,10 +26,12 @@ def rank_rules(case: LoopCase) -> Iterator[Finding]:
             )
             yield case.finding("ddp-backward-only", "error", torn[0].spot, text, facts)
         elif not any(forward):
-            text = (
-                f"No micro-batch of update {update.number} is synchronised: every rank steps on its own gradients, "
-                "and the ranks drift apart."
+            came = (
+                "FSDP2 keeps the gradients of such passes aside, and the step has none: nothing is learnt."
+                if update.is_empty
+                else "every rank steps on its own gradients, and the ranks drift apart."
             )
+            text = f"No micro-batch of update {update.number} is synchronised: {came}"
             yield case.finding("ddp-never", "error", update.spot, text, facts)
         elif len(case.lanes[case.updates.index(update)]) > 1 and all(forward):
             text = (

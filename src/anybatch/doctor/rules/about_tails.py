@@ -32,7 +32,7 @@ def lost_rules(loop: WatchedLoop, cases: list[LoopCase]) -> Iterator[Finding]:
     elif tails:
         yield _dropped(case, tails)
     left = [one for one in lost if one.is_left]
-    if left and loop.reason == "finished" and not early:
+    if left and loop.reason == "finished" and not early and not tails:  # the last tail has the same cause as the others
         told = (
             f"{_rows(left)} never reached a step: {plural(len(left), 'micro-batch')} left in the gradients when the "
             "script ended."
@@ -56,9 +56,11 @@ def _cleared(case: LoopCase, lost: list[Lost], total: int) -> Finding:
 def _dropped(case: LoopCase, lost: list[Lost]) -> Finding:
     spot = case.updates[0].spot if case.updates else lost[0].spot
     epochs = len({one.loss_pass.batch[:2] for one in lost if one.loss_pass.batch is not None}) or 1
+    told, facts = _in_a_whole_epoch(case, lost[0])
     text = (
-        f"{_rows(lost)} never reached a step: an epoch ends with {plural(max(1, len(lost) // epochs), 'micro-batch')} that "
-        f"no full update of {max(case.size, 2)} takes, cleared when the next epoch begins."
+        f"{told or f'{_rows(lost)} never reached a step: an epoch'} ends with "
+        f"{plural(facts.get('micro_batches', max(1, len(lost) // epochs)), 'micro-batch')} that no full update of "
+        f"{max(case.size, 2)} takes, cleared when the next epoch begins."
     )
     only = case.without_tail
     return case.finding(
@@ -66,8 +68,21 @@ def _dropped(case: LoopCase, lost: list[Lost]) -> Finding:
         "warning" if only else "error",
         spot,
         text + only,
-        {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line},
+        {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line, **facts},
     )
+
+
+def _in_a_whole_epoch(case: LoopCase, lost: Lost) -> tuple[str, dict[str, int]]:
+    """What an epoch that was not cut short would lose, from what its loader says; nothing where it does not say."""
+    batch = lost.loss_pass.batch
+    begun = [line for line in case.loop.epochs if line["event"] == "epoch" and batch and line["loader"] == batch[0]]
+    rows, size, whole = (int((begun or [{}])[0].get(name) or 0) for name in ("dataset", "batch_size", "whole"))
+    rest = whole % case.size if case.size > 1 else 0
+    missed = rows - (whole - rest) * size
+    if not size or not rest or not 0 < missed <= rest * size:
+        return "", {}
+    told = f"{missed:,} of {rows:,} rows never reach a step: an epoch of {whole:,} micro-batches"
+    return told, {"rows": missed, "of_rows": rows, "micro_batches": rest}
 
 
 def _rows(lost: list[Lost]) -> str:

@@ -1,17 +1,14 @@
 """The largest size that fits: read off the envelope and confirmed, or found by trying."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from anybatch.memory.available import available_bytes
 from anybatch.memory.predicting.envelope import PassShape, largest_below
 from anybatch.memory.predicting.peaks import Peaks
+from anybatch.memory.predicting.real_sizes import RealSizes
 from anybatch.memory.predicting.trials import Trials
 
 MOST_OFF = 0.001
 """How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""
-MOST_OFF_REAL = 0.01
-"""The same for real steps, whose kernels round."""
 MOST_LENGTHS = 32
 """A budget is checked for this many row lengths at most, picked evenly, the longest among them."""
 
@@ -34,8 +31,43 @@ class LargestFitting:
 
 def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
     """The largest size that fits into `limit` bytes."""
-    source, whole, peaks = trials.source, trials.whole(limit), _predict(trials)
+    return _by_fake_steps(trials, limit) if trials.is_fake else _by_real_steps(trials, limit)
+
+
+def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
+    source, one = trials.source, trials.source.row_length or 1
+    found = RealSizes(trials, limit)
+    found.climb()
+    whole, is_tried = found.whole()
+    is_whole = whole <= limit
+    peaks = Peaks(
+        num_rows=source.num_rows,
+        tried=_tried(trials, one, found.left_behind),
+        envelope=found.envelope,
+        row_length=one,
+        left_behind=found.left_behind,
+        outside_once=trials.outside()[0],
+        outside_each=trials.outside()[1],
+    )
+    smallest = trials.smallest * one
+    size = source.num_rows * one if is_whole else _largest(peaks, limit, smallest, found.largest * one)
+    shape: PassShape = (max(size // one, trials.smallest), source.longest)
+    return LargestFitting(
+        size=size,
+        shape=shape,
+        peak=whole if is_whole else peaks.peak(size or smallest),
+        whole=whole,
+        least=peaks.peak(smallest),
+        is_whole=is_whole,
+        is_confirmed=is_tried if is_whole else shape in trials.tried,
+        peaks=peaks,
+    )
+
+
+def _by_fake_steps(trials: Trials, limit: int) -> LargestFitting:
+    source, whole, peaks = trials.source, trials.whole(), _predict(trials)
     smallest = trials.smallest * (source.row_length or 1)
+    most = max(source.num_rows * (source.row_length or 1) - 1, smallest)
     if whole <= limit:
         if peaks.envelope is None or not _holds(trials, peaks, source.num_rows // 2 * (source.row_length or 1)):
             for parts in (2, 8, 32):  # the whole batch in so many micro-batches, for the curve
@@ -44,7 +76,7 @@ def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
         size, shape, peak = source.num_rows * (source.row_length or 1), (source.num_rows, source.longest), whole
         is_confirmed = True
     else:
-        size = _largest(peaks, limit, smallest)
+        size = 0 if peaks.envelope is None else _largest(peaks, limit, smallest, most)
         if peaks.envelope is not None and size and not _holds(trials, peaks, size):
             peaks = _without_envelope(trials, peaks)
         if peaks.envelope is None:
@@ -66,7 +98,7 @@ def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
 
 def _predict(trials: Trials) -> Peaks:
     """An envelope from two numbers of rows, and three lengths where they differ."""
-    source, few = trials.source, trials.small_sizes
+    source, few = trials.source, (2, 3)
     lengths: tuple[int, ...] = ()
     tried: tuple[tuple[int, int], ...] = ()
     if source.lengths is None or source.row_length is None:
@@ -87,66 +119,53 @@ def _predict(trials: Trials) -> Peaks:
         lengths=lengths,
         row_length=source.row_length or 1,
         left_behind=trials.left_behind(),
+        outside_once=trials.outside()[0],
+        outside_each=trials.outside()[1],
     )
 
 
-def _largest(peaks: Peaks, limit: int, smallest: int) -> int:
-    """The largest size whose prediction fits, short of the whole batch; 0 if the smallest does not."""
-    if peaks.envelope is None or peaks.peak(smallest) > limit:
-        return 0
+def _largest(peaks: Peaks, limit: int, smallest: int, most: int) -> int:
+    """The largest size up to `most` whose prediction fits; 0 if none does.
+
+    What each micro-batch leaves makes the smallest sizes larger than those after them: the last power of two that fits begins.
+    """
     one = 1 if peaks.lengths else peaks.row_length
-    most = peaks.num_rows * peaks.row_length // one - 1
-    return max(one * largest_below(limit, lambda size: peaks.peak(max(size * one, smallest)), most), smallest)
+    powers = [smallest * 2**power for power in range((most // smallest).bit_length())]
+    start = max((size for size in powers if peaks.peak(size) <= limit), default=0)
+    steps = (min(2 * start, most + 1) - start) // one - 1
+    return start + one * largest_below(limit, lambda step: peaks.peak(start + step * one), steps) if start else 0
 
 
 def _holds(trials: Trials, peaks: Peaks, size: int) -> bool:
-    """True if a trial of the size chosen gives what was predicted: kernels of the CPU change with size."""
+    """True if a trial of the size chosen gives what was predicted."""
     shape = peaks.worst(size)
     if peaks.envelope is None or shape[0] <= trials.smallest:
         return True
     tried = trials.peak(shape)
-    most_off = MOST_OFF if trials.method == "fake tensors" else MOST_OFF_REAL
-    return abs(tried - peaks.envelope.peak(shape)) <= most_off * tried
+    return abs(tried - peaks.envelope.peak(shape)) <= MOST_OFF * tried
 
 
 def _largest_tried(trials: Trials, limit: int) -> int:
-    """The largest size, by trying: by bisection where it costs no memory, else from small to large."""
+    """The largest size, by trying, which costs no memory."""
     source = trials.source
 
     def tried(rows: int) -> int:
         return trials.peak((max(rows, trials.smallest), source.longest))
 
-    most = source.num_rows - 1
-    if trials.method == "fake tensors":
-        rows = largest_below(limit, tried, most)
-    else:
-        rows = _climb(tried, min(limit, available_bytes(trials.setup.device) // 2), most, trials.standing)
+    rows = largest_below(limit, tried, source.num_rows - 1)
     return (max(rows, trials.smallest) if rows else 0) * (source.row_length or 1)
 
 
-def _climb(tried: Callable[[int], int], limit: int, most: int, standing: int) -> int:
-    """The largest size that fits, by real trials from small to large; none is tried that could need more than `limit`.
-
-    Bytes of an op are linear in the rows and no less than what stands, so the peak is below a line through both.
-    """
-    size, following = 0, min(1, most)
-    while following > size and tried(following) <= limit:
-        size = following
-        bound = int(size * (limit - standing) / max(tried(size) - standing, 1))
-        following = min(2 * size, bound, most)
-    return size
-
-
 def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:
-    """Only the sizes that were tried at full length, less what `peaks` adds for each micro-batch where all of them ran."""
-    one, longest, count = peaks.row_length, trials.source.longest, trials.source.num_rows
-    further = {rows: max(-(-count // rows) - 2, 0) * trials.is_together for rows, _ in trials.tried}
-    tried = [
-        (rows * one, peak - peaks.left_behind * further[rows])
-        for (rows, length), peak in trials.tried.items()
-        if length == longest
-    ]
-    return replace(peaks, envelope=None, tried=tuple(sorted(tried)))
+    """Only the sizes that were tried at full length."""
+    return replace(peaks, envelope=None, tried=_tried(trials, peaks.row_length, peaks.left_behind))
+
+
+def _tried(trials: Trials, one: int, left_behind: int) -> tuple[tuple[int, int], ...]:
+    """Sizes and peaks, less what `Peaks` adds for each further micro-batch where all of them ran."""
+    further = {rows: max(-(-trials.source.num_rows // rows) - 2, 0) * trials.is_together for rows, _ in trials.tried}
+    at_length = [(rows, peak) for (rows, length), peak in trials.tried.items() if length == trials.source.longest]
+    return tuple(sorted((rows * one, peak - left_behind * further[rows]) for rows, peak in at_length))
 
 
 def _some_of(lengths: list[int]) -> tuple[int, ...]:

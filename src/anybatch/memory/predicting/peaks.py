@@ -20,11 +20,20 @@ class Peaks:
     """The size of one row, where rows do not differ in length."""
     left_behind: int = 0
     """What each micro-batch beyond the second leaves until the end of the update."""
+    outside_once: int = 0
+    """Of the peak, what lies outside torch's allocator whatever the size."""
+    outside_each: int = 0
+    """The same for each micro-batch."""
 
     def peak(self, size: int) -> int:
         """The peak of an update in micro-batches of at most `size`; without an envelope, between those that were tried."""
         rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
         return self._of_two(size) + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
+
+    def outside(self, size: int) -> int:
+        """Of the peak, what lies outside torch's allocator."""
+        rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
+        return self.outside_once + self.outside_each * -(-self.num_rows // rows)
 
     def worst(self, size: int) -> PassShape:
         """The largest micro-batch of this size."""
@@ -40,7 +49,7 @@ class Peaks:
         known = dict(self.tried)
         if size in known:
             return known[size]
-        if self.envelope is not None:
+        if self.envelope is not None and (not self.tried or size > self.tried[-1][0]):
             return self.envelope.peak(self.worst(size))
         return self._on_chord(size)
 
@@ -48,7 +57,10 @@ class Peaks:
         """Between two sizes that were tried, on the line through both: peaks are convex in the size, so it lies above them."""
         below = max(((tried, peak) for tried, peak in self.tried if tried < size), default=None)
         above = min(((tried, peak) for tried, peak in self.tried if tried > size), default=None)
-        if above is None or below is None:
-            return (above or max(self.tried))[1]
+        if below is None and above is not None:
+            return above[1]
+        if above is None:  # beyond all that was tried
+            below, above = self.tried[-2:] if len(self.tried) > 1 else ((0, 0), self.tried[-1])
+        assert below is not None
         share = (size - below[0]) / (above[0] - below[0])
         return round(below[1] + share * (above[1] - below[1]))

@@ -1,18 +1,20 @@
 """Trying sizes: which way an update can be tried, and what was found."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 
 from anybatch.batches import Batch
 from anybatch.errors import PlanError, first_line
-from anybatch.memory.available import available_bytes
 from anybatch.memory.caching_allocator import reserved_for
 from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope
 from anybatch.memory.predicting.memory_plan import Method
 from anybatch.memory.predicting.micro_batch_source import MicroBatchSource
 from anybatch.memory.tracing import (
+    MICRO_BATCH_BYTES,
+    NODE_BYTES,
     FakeProbe,
     Moments,
     Probe,
@@ -23,9 +25,10 @@ from anybatch.memory.tracing import (
     is_real,
     optimizer_tensors,
 )
-from anybatch.norms import uses_batch_statistics
-from anybatch.objectives import Coupled
 from anybatch.torch_inside import BatchNormLayer
+
+NORM_BYTES = 800
+"""What the statistics of one BatchNorm and one micro-batch take outside torch's allocator."""
 
 
 @dataclass(slots=True)
@@ -50,18 +53,16 @@ class Trials:
     _smallest: int = 0
 
     @property
-    def small_sizes(self) -> tuple[int, int]:
-        """The two sizes that lines are drawn through; real kernels round small sizes up."""
-        if self.method == "fake tensors":
-            return 2, 3
-        return (4, 8) if self.source.num_rows >= 8 else (2, 4)
+    def is_fake(self) -> bool:
+        """True where trials take no memory."""
+        return self.method == "fake tensors"
 
     @property
     def smallest(self) -> int:
         """The fewest rows that a micro-batch can have: 1, or 2 where BatchNorm has no variance over one."""
         if self._smallest == 0:
             self._smallest = 1
-            if not self.is_together:  # whole batches row by row are the slowest trial there is
+            if not (self.is_together and self.is_fake):  # whole batches row by row are the slowest trial there is
                 try:
                     self.peak((1, self.source.longest))
                 except ValueError:
@@ -71,14 +72,30 @@ class Trials:
     def left_behind(self) -> int:
         """What each further micro-batch leaves until the end of the update.
 
-        BatchNorm's statistics, waiting to be merged; the random state that the second forward of a coupled loss starts from.
+        BatchNorm's statistics, waiting to be merged; the random state that the second forward of a coupled loss starts from;
+        the graph of each in lockstep; and what lies outside torch's allocator.
         """
-        if isinstance(self.setup.parts[2], Coupled):
-            return torch.get_rng_state().nbytes
-        if self.is_together or not any(isinstance(module, BatchNormLayer) for module in self.setup.parts[0].modules()):
-            return 0
-        shape = self.small_sizes[0], self.source.longest
-        return max(self.probe(*[self.source.micro_batch(shape)] * 3).peak - self.peak(shape), 0)
+        outside = self.outside()[1]
+        if self.setup.is_coupled:
+            return torch.get_rng_state().nbytes + outside
+        if self.is_together or not self._num_norms():
+            return outside
+        shape = 2, self.source.longest
+        more = self.probe(*[self.source.micro_batch(shape)] * 3).peak - self.peak(shape)
+        return more + (NORM_BYTES * self._num_norms() if outside else 0)
+
+    def outside(self) -> tuple[int, int]:
+        """Bytes outside torch's allocator: those of one graph, and those of each micro-batch."""
+        if self.setup.device.type != "cpu":
+            return 0, 0
+        graph = NODE_BYTES * self.probe.num_nodes
+        if self.setup.is_exact:
+            return 0, graph + MICRO_BATCH_BYTES
+        norms = 0 if self.is_together else NORM_BYTES * self._num_norms()
+        return graph - 2 * norms, MICRO_BATCH_BYTES + norms
+
+    def _num_norms(self) -> int:
+        return sum(isinstance(module, BatchNormLayer) for module in self.setup.parts[0].modules())
 
     def peak(self, shape: PassShape) -> int:
         """The peak of an update in micro-batches of this shape, tried once."""
@@ -93,8 +110,8 @@ class Trials:
         parts = self._cut(shape)
         self.seen[shape] = timeline = self.probe(*parts)
         self.tried[shape] = timeline.peak
-        if self.method == "fake tensors" and isinstance(self.setup.parts[2], Coupled):  # no op makes a random state
-            self.tried[shape] += self.left_behind() * len(parts)
+        if self.is_fake and self.setup.is_coupled:  # no op makes a random state
+            self.tried[shape] += torch.get_rng_state().nbytes * len(parts)
         if self.probe is self.fake:
             self.kinds[shape] = self.fake.recorder.moments()
             cached = reserved_for(self.fake.recorder.allocations())
@@ -125,18 +142,9 @@ class Trials:
         """The peak of all shapes, from timelines of these; None where ops differ or the batch has to be tried whole."""
         return None if self.is_together else fit_envelope(shapes, [self.timeline(shape) for shape in shapes], needed)
 
-    def whole(self, limit: int) -> int:
-        """The peak of the whole batch in one piece; a real one is tried only where it is predicted to fit, here too."""
-        shape = self.source.num_rows, self.source.longest
-        if self.method == "fake tensors":
-            return self.probe(self.source.micro_batch(shape)).peak
-        sizes: list[PassShape] = [(size, None) for size in self.small_sizes]
-        timelines = [self.probe(self.source.micro_batch((size, self.source.longest))) for size, _ in sizes]
-        line = fit_envelope(sizes, timelines)
-        most = timelines[-1].peak * shape[0] // sizes[-1][0] if line is None else line.peak((shape[0], None))
-        if most > min(limit, available_bytes(self.setup.device) // 2):
-            return most
-        return self.probe(self.source.micro_batch(shape)).peak
+    def whole(self) -> int:
+        """The peak of the whole batch in one piece, tried."""
+        return self.probe(self.source.micro_batch((self.source.num_rows, self.source.longest))).peak
 
     @property
     def standing(self) -> int:
@@ -146,9 +154,9 @@ class Trials:
         return bytes_of([*model.parameters(), *model.buffers(), *state]) + self.setup.batch_bytes
 
 
-def start_trials(setup: TrialSetup, source: MicroBatchSource) -> Trials:
-    """Fake tensors if they can run and see what kernels allocate; else real steps of a real copy."""
-    is_together, is_exact = _meets(setup)
+def start_trials(setup: TrialSetup, source: MicroBatchSource, undo: ExitStack) -> Trials:
+    """Fake tensors if they can run and see what kernels allocate; else real steps, in place, which `undo` undoes."""
+    is_together = _meets(setup)
     first = source.micro_batch((2, source.longest))
     fake, failure = None, ""
     try:
@@ -173,34 +181,29 @@ def start_trials(setup: TrialSetup, source: MicroBatchSource) -> Trials:
             kinds={shape: kinds for shape, (_, kinds) in seen.items()},
             seen={shape: timeline for shape, (timeline, _) in seen.items()},
         )
-    why_not = _why_not_real(setup, source, is_exact=is_exact)
+    why_not = _why_not_real(setup, source)
     if why_not is None:
         reason = failure or f"the CPU's kernels for {hidden} allocate memory that fake tensors do not show"
-        return Trials(setup, source, RealProbe(setup, first), fake, "real steps", reason, is_together)
+        return Trials(setup, source, RealProbe(setup, undo), fake, "real steps", reason, is_together)
     if fake is None:
         raise PlanError(f"the memory of this update cannot be predicted: {failure}, and {why_not}.")
     reason = f"{why_not}, though the CPU's kernels for {hidden} allocate some 3 to 30 % more than fake tensors show"
     return Trials(setup, source, fake, fake, "fake tensors", reason, is_together)
 
 
-def _meets(setup: TrialSetup) -> tuple[bool, bool]:
-    """Whether what all micro-batches left meets before the step, and whether it does so in layers, in lockstep.
-
-    Sparse gradients do: those of all rows stand side by side until they are joined.
+def _meets(setup: TrialSetup) -> bool:
+    """Whether what all micro-batches left meets before the step: coupled losses, layers in lockstep, and sparse gradients,
+    those of all rows standing side by side until they are joined.
     """
-    model, _, objective = setup.parts
-    is_exact = setup.running.batch_norm == "exact" and any(
-        isinstance(module, BatchNormLayer) and uses_batch_statistics(module) for module in model.modules()
-    )
-    is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    return isinstance(objective, Coupled) or is_sparse or is_exact, is_exact
+    is_sparse = any(getattr(module, "sparse", False) is True for module in setup.parts[0].modules())
+    return setup.is_coupled or is_sparse or setup.is_exact
 
 
-def _why_not_real(setup: TrialSetup, source: MicroBatchSource, *, is_exact: bool) -> str | None:
+def _why_not_real(setup: TrialSetup, source: MicroBatchSource) -> str | None:
     if not is_real(setup.parts, source.batch):
         return "a real step needs a model and a batch that hold numbers"
     if setup.device.type == "cuda" and not torch.cuda.is_available():
         return f"there is no {setup.device} here for a real step"
-    if is_exact:
+    if setup.is_exact:
         return "batch_norm='exact' runs in threads, whose allocations the profiler does not see in a real step"
     return None

@@ -9,15 +9,17 @@ from anybatch.memory.tracing.meter import (
     standing_tensors,
 )
 from anybatch.memory.tracing.moments import MemoryKind, Moment, Moments, highest
-from anybatch.memory.tracing.probe import FakeProbe, Probe, RealProbe, TrialSetup
+from anybatch.memory.tracing.probe import MICRO_BATCH_BYTES, NODE_BYTES, FakeProbe, Probe, RealProbe, TrialSetup
 from anybatch.memory.tracing.recorder import Recorder, Timeline
-from anybatch.memory.tracing.trial_copies import Parts, is_real, keeping_random_states
+from anybatch.memory.tracing.trial_copies import Parts, is_real, is_watched, keeping_random_states
 
 __all__ = [
     "FakeProbe",
+    "MICRO_BATCH_BYTES",
     "MemoryKind",
     "Moment",
     "Moments",
+    "NODE_BYTES",
     "Parts",
     "Probe",
     "RealProbe",
@@ -28,6 +30,7 @@ __all__ = [
     "drop_gradients",
     "highest",
     "is_real",
+    "is_watched",
     "keeping_random_states",
     "measure_peak",
     "metered",

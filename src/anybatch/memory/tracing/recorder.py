@@ -71,6 +71,11 @@ class Recorder(TorchDispatchMode):
         """What was recorded."""
         return Timeline(tuple(self.ops), tuple(self.live))
 
+    @property
+    def num_forward_ops(self) -> int:
+        """How many ops ran before the first of a backward pass: about as many as the graph then has nodes."""
+        return self._backward_ops[0] if self._backward_ops else 0
+
     def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
         """From the moment backward has added to `.grad`, its memory counts as gradients; returns the hooks, to remove."""
         return [

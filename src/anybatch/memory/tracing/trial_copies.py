@@ -12,9 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.batches import Batch, map_tensors, tensors
 from anybatch.errors import PlanError
+from anybatch.memory.tracing.meter import optimizer_tensors
 from anybatch.memory.tracing.recorder import ELSEWHERE
-from anybatch.state import outer_random
-from anybatch.torch_inside import FakeTensor, FakeTensorMode
+from anybatch.proof import PythonState, functions_of
+from anybatch.state import Snapshot, TensorFile, kept_aside, outer_random, tables_of
+from anybatch.torch_inside import FakeTensor, FakeTensorMode, buffers_of, gradient_hooks_of
 
 Parts = tuple[nn.Module, Optimizer | None, Any]
 """Model, optimizer and objective: copied together, so that what they share stays shared."""
@@ -51,6 +53,43 @@ def real_copies(parts: Parts, device: torch.device) -> Parts:
     model, optimizer, objective = _copied(parts, {})
     model.to(device)
     return model, optimizer, objective
+
+
+@contextmanager
+def undone(parts: Parts) -> Iterator[None]:
+    """The block after which parameters, buffers, gradients, the optimizer and what Python code can reach are as they were.
+
+    Copies lie aside: on disk, or from an accelerator on the host. Gradients are None inside.
+    """
+    model, optimizer, objective = parts
+    tensors = list(dict.fromkeys(_large_tensors(parts)))
+    state = [] if optimizer is None else list(optimizer_tensors(optimizer))
+    file = TensorFile()
+    before = Snapshot(
+        tensors=[(one.detach(), kept_aside(one.detach(), file)) for one in (*tensors, *state)],
+        optimizer=None if optimizer is None else tables_of(optimizer),
+    )
+    gradients = [(one, one.grad) for one in tensors]
+    python = PythonState(model, *functions_of(objective), owned=[*model.modules()])
+    slots = [(module, dict(buffers_of(module))) for module in model.modules()]
+    for one in tensors:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for module, buffers in slots:
+            buffers_of(module).update(buffers)
+        for one in tensors:
+            one.grad = None  # makes room for what is read back
+        before.put_back()
+        for one, gradient in gradients:
+            one.grad = gradient
+        python.put_back()
+
+
+def is_watched(model: nn.Module) -> bool:
+    """True where somebody has hooks on parameters, which trials in place would call."""
+    return any(any(gradient_hooks_of(parameter)) for parameter in model.parameters())
 
 
 def fake_batch(batch: Batch, mode: FakeTensorMode, *, is_elsewhere: bool) -> Batch:

@@ -1,0 +1,94 @@
+"""Sizes tried by real steps, from one row upwards: none that could be above the limit."""
+
+from anybatch.memory.available import available_bytes
+from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope, largest_below
+from anybatch.memory.predicting.trials import Trials
+from anybatch.memory.tracing import bytes_of
+
+LEAST_SLACK = 0.02
+"""How far above its line the next size is held to be possible, at least; more where the last one was farther off."""
+GROWTH = 4
+"""The next size is at most so many times the last one: kernels of the CPU change with size."""
+WORTH_TRYING = 1.05
+"""How much larger a size has to be to be tried."""
+
+
+class RealSizes:
+    """The peaks of growing sizes, each tried only where the line through the last two says that it fits.
+
+    Of one size alone nothing is known but that what an op has beside weights, state and gradients grows no faster than rows.
+    """
+
+    def __init__(self, trials: Trials, limit: int) -> None:
+        self._trials = trials
+        self._longest = trials.source.longest
+        self._smallest = trials.smallest  # tried now: the first trial makes the optimizer's state
+        self._fixed = trials.standing + bytes_of(one for one in trials.probe.parts[0].parameters() if one.requires_grad)
+        self._limit = min(limit, self._fixed + int(0.9 * available_bytes(trials.setup.device)))
+        self._sizes = [self._smallest]
+        self._slack = LEAST_SLACK
+        self.left_behind = trials.left_behind()
+
+    @property
+    def largest(self) -> int:
+        """The most rows that were tried, and were below the limit."""
+        return self._sizes[-1]
+
+    def climb(self) -> None:
+        """Try sizes for as long as they fit, short of the whole batch."""
+        while (following := self._following()) >= WORTH_TRYING * self._sizes[-1]:
+            expected, peak = self._line(following), self._peak(following)
+            if peak > self._limit:
+                break
+            if len(self._sizes) > 1:
+                self._slack = max(LEAST_SLACK, peak / expected - 1)
+            self._sizes.append(following)
+
+    def whole(self) -> tuple[int, bool]:
+        """The peak of the whole batch in one piece, and whether it was tried: only where it is expected to fit."""
+        trials, count = self._trials, self._trials.source.num_rows
+        if trials.is_together:
+            expected = self._line(count)
+        else:
+            pieces = [trials.probe(trials.source.micro_batch((rows, self._longest))) for rows in self._sizes[-2:]]
+            line = fit_envelope([(rows, None) for rows in self._sizes[-2:]], pieces) if len(pieces) == 2 else None
+            grown = self._fixed + (pieces[-1].peak - self._fixed) * count / self._sizes[-1]
+            expected = grown if line is None else line.peak((count, None))
+        if expected * (1 + self._slack) <= self._limit:
+            return trials.whole(), True
+        return round(expected * (1 + self._slack)), False
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """For sizes beyond those that were tried; None where the last two ran in other steps."""
+        if len(self._sizes) < 2 or self._trials.is_together:
+            return None
+        shapes: list[PassShape] = [(rows, None) for rows in self._sizes[-2:]]
+        return fit_envelope(shapes, [self._trials.timeline((rows, self._longest)) for rows in self._sizes[-2:]])
+
+    def _following(self) -> int:
+        """The next size to try; where even one row less than the batch fits, halves of it are the last."""
+        last, count = self._sizes[-1], self._trials.source.num_rows
+        bound = largest_below(self._limit, lambda rows: round(self._at_most(max(rows, last))), count - 1)
+        return min(GROWTH * last, count // 2 if bound == count - 1 else bound)
+
+    def _peak(self, rows: int) -> int:
+        return self._trials.peak((rows, self._longest))
+
+    def _at_most(self, rows: int) -> float:
+        """What this many rows may take, of those that are not tried yet."""
+        slack = self._slack if rows > self._sizes[-1] else 0.0
+        return self._line(rows) * (1 + slack) if len(self._sizes) > 1 else self._grown(rows)
+
+    def _line(self, rows: int) -> float:
+        envelope = self.envelope
+        if envelope is not None:
+            return envelope.peak((rows, None))
+        if len(self._sizes) < 2:
+            return self._grown(rows)
+        few, more = self._sizes[-2:]
+        return self._peak(more) + (self._peak(more) - self._peak(few)) * (rows - more) / (more - few)
+
+    def _grown(self, rows: int) -> float:
+        last = self._sizes[-1]
+        return self._fixed + (self._peak(last) - self._fixed) * rows / last
