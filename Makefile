@@ -42,7 +42,7 @@ test-torch: | $(CHROMIUM)
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	@echo "installing torch $(TORCH) and what the tests need into $(OTHER) (once)"
 	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[test,check]'
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[test,check,docs]'
 	$(OTHER)/bin/python -m pytest -n 2 --no-loadscope-reorder $(ROOM:%=tests/%)
 
 # Of one room: its tests, its examples, the structure, lint and types. Of all: every test that is not long.

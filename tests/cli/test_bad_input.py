@@ -121,7 +121,7 @@ def test_a_task_that_raises_shows_its_own_traceback_and_nothing_of_ours(capsys, 
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1].startswith("anybatch: task() of ")
-    assert lines[-1].endswith("mine.py raised KeyError: 'no such column' see: anybatch learn trace")
+    assert lines[-1].endswith("mine.py raised KeyError: 'no such column'. see: anybatch learn trace")
     assert lines[-2] == "KeyError: 'no such column'"
     assert sum("in task" in line or "in build" in line for line in lines) == 2
     assert not any("anybatch/" in line.replace(str(tmp_path), "") for line in lines)

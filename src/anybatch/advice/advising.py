@@ -10,6 +10,12 @@ WARM = 3
 """Updates that are left out of times: the first warms up, and the next two are looked at from inside."""
 
 
+UNMEASURED_RUN = (
+    "this run did not measure noise; train with --noise 8, or ask `anybatch advise TASK`. With one micro-batch to a batch, a "
+    'coupled loss or batch_norm="exact" there is none to measure'
+)
+
+
 def advise_run(results: Results) -> AdviceRecord:
     """What the noise that a training run measured says of its batch."""
     plan = results.run.plan
@@ -22,7 +28,7 @@ def advise_run(results: Results) -> AdviceRecord:
         Tradeoff(noise=median(seen) if seen else float("nan"), batch=batch, fixed=fixed, row=row, least=least),
         micro_batch=micro_batch,
         ranks=ranks,
-        reason="" if seen else "this run did not measure noise; train with --noise 8, or ask `anybatch advise TASK`",
+        reason="" if seen else UNMEASURED_RUN,
     )
 
 
