@@ -28,7 +28,7 @@ def charts_of_advice(advice: AdviceRecord) -> Iterator[Chart]:
         lines,
         title="To the same loss, by batch",
         caption=f"As multiples of what your batch of {number(advice.batch)} rows takes; predicted from a noise scale of "
-        f"{number(_two_digits(advice.noise_scale))} rows, off by 2 to {number(advice.factor)} in most runs.",
+        f"{number(_two_digits(advice.noise_scale))} rows, off by up to {number(advice.factor)} either way in runs.",
         table=Table(
             columns=("batch", *(line.name for line in lines[:-1])),
             rows=tuple(
