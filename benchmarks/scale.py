@@ -5,7 +5,7 @@ python -m benchmarks.scale
 
 from pathlib import Path
 
-from anybatch.cli.commands.ranks_tables import batch_table, ranks_table, sharding_table, update_table
+from anybatch.cli.plans.ranks_tables import batch_table, ranks_table, sharding_table, update_table
 from anybatch.projection.network import Network, PassSeconds, Projection
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "scale.svg"

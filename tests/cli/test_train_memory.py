@@ -15,9 +15,9 @@ from anybatch import Task, supervised
 
 
 def task():
-    inputs = torch.randn(2048, 4, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(2048, 16, 4, generator=torch.Generator().manual_seed(1))
     model = nn.Sequential(nn.Linear(4, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 1))
-    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    data = TensorDataset(inputs, inputs.sum(2, keepdim=True))
     return Task(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),

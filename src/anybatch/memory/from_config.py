@@ -105,12 +105,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _head(transformers: Any, config: Any) -> nn.Module:
     """The model with the first head that has a loss over tokens: causal, from text to text, or masked."""
-    for auto in (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForSeq2SeqLM,
-        transformers.AutoModelForMaskedLM,
+    for auto, known in (
+        (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+        (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+        (transformers.AutoModelForMaskedLM, transformers.MODEL_FOR_MASKED_LM_MAPPING),
     ):
-        if type(config) in auto._model_mapping:
+        if type(config) in known:
             model: nn.Module = auto.from_config(config)
             return model
     raise PlanError(

@@ -57,7 +57,7 @@ def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
         shape=shape,
         peak=whole if is_whole else peaks.peak(size or smallest),
         whole=whole,
-        least=peaks.peak(smallest),
+        least=_least(peaks, smallest),
         is_whole=is_whole,
         is_confirmed=is_tried if is_whole else shape in trials.tried,
         peaks=peaks,
@@ -89,7 +89,7 @@ def _by_fake_steps(trials: Trials, limit: int) -> LargestFitting:
         shape=shape,
         peak=peak,
         whole=whole,
-        least=peaks.peak(smallest),
+        least=_least(peaks, smallest),
         is_whole=whole <= limit,
         is_confirmed=is_confirmed,
         peaks=peaks,
@@ -134,6 +134,12 @@ def _largest(peaks: Peaks, limit: int, smallest: int, most: int) -> int:
     start = max((size for size in powers if peaks.peak(size) <= limit), default=0)
     steps = (min(2 * start, most + 1) - start) // one - 1
     return start + one * largest_below(limit, lambda step: peaks.peak(start + step * one), steps) if start else 0
+
+
+def _least(peaks: Peaks, smallest: int) -> int:
+    """The lowest peak; of a small model that is not always the smallest size, because every micro-batch leaves something."""
+    whole = peaks.num_rows * peaks.row_length
+    return min(peaks.peak(smallest * 2**power) for power in range((whole // smallest).bit_length()))
 
 
 def _holds(trials: Trials, peaks: Peaks, size: int) -> bool:
