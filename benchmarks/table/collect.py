@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import anybatch
 from benchmarks.table.case import Case
 from benchmarks.table.contenders import CONTENDERS, Contender
 from benchmarks.table.judge import Outcome, judge
@@ -86,4 +87,7 @@ def load_runs(folder: Path, number: int, ranks: int) -> list[Run]:
 def versions() -> dict[str, str]:
     """Of all that takes part."""
     packages = ["torch", *(contender.package for contender in CONTENDERS if contender.package is not None)]
-    return {package: importlib.metadata.version(package) for package in packages}
+    found = {package: importlib.metadata.version(package) for package in packages}
+    return found | (
+        {"anybatch": anybatch.__version__} if "anybatch" in found else {}
+    )  # what runs, not what was installed once
