@@ -325,6 +325,7 @@ def test_a_card_that_was_known_is_kept_for_later_in_this_browser(opened):
     cards.get_by_role("button", name="Easy").click()
     assert cards.locator(".question").inner_text() != first
     page.reload()
+    page.wait_for_selector("article#recall[data-settled]", timeout=600_000)
     assert "13 of 14 cards are due" in page.locator("#recall .cards").inner_text()
 
 
