@@ -139,7 +139,7 @@ def _sentences(plan: Plan) -> list[str]:
 
 def checkpointing_sentence(found: Checkpointing, unit: str) -> str:
     """What gradient checkpointing would save."""
-    size = f"a micro-batch of {found.size} {unit}"
+    size = f"a micro-batch of {found.size} {unit if found.size != 1 else unit.removesuffix('s')}"
     if found.saved <= 0:
         return f"Checkpointing {found.blocks} would save nothing at {size}."
     return (
