@@ -170,3 +170,13 @@ def test_accumulation_by_accelerate_too_is_refused():
     model = net()
     with pytest.raises(UpdateError, match="gradient_accumulation_steps=4"):
         prepared_update(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), OBJECTIVE, micro_batch=5)
+
+
+def test_an_accelerate_that_hides_its_loaders_is_refused_by_name(monkeypatch):
+    accelerator = fresh()
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    monkeypatch.delattr(accelerator, "_dataloaders")
+    with pytest.raises(ParallelError, match=r"does not say which loaders it prepared"):
+        prepared_update(accelerator, model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=2)

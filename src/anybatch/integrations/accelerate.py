@@ -53,9 +53,13 @@ def prepared_update(
             f"this model is spread over {ranks} of {accelerator.num_processes} processes, so that their gradients would never "
             "meet. Give Update what accelerator.prepare(model) returned."
         )
-    for loader in getattr(
-        accelerator, "_dataloaders", ()
-    ):  # what it prepared has no public name; without it none is looked at
+    prepared = getattr(accelerator, "_dataloaders", None)  # there is no public name for them
+    if prepared is None:
+        raise ParallelError(
+            "this version of accelerate does not say which loaders it prepared (Accelerator._dataloaders), so that rows dealt "
+            "twice would not be seen. Use accelerate 1.15, or give the prepared model and optimizer to Update yourself."
+        )
+    for loader in prepared:
         _check_loader(loader, accelerator.num_processes)
     options = {"scaler": accelerator.scaler} | options
     return Update(model, optimizer, objective, micro_batch=micro_batch, scheduler=scheduler, **options)

@@ -98,9 +98,17 @@ def plan(
         )
     if running.sums == "auto":
         again = partial(
-            plan, model, optimizer, objective, batch, memory=room + bucket_bytes, device=device, split=split
+            plan,
+            model,
+            optimizer,
+            objective,
+            batch,
+            memory=room + bucket_bytes,
+            device=device,
+            split=split,
+            margin=margin,
+            checkpointing=checkpointing,
         )
-        again = partial(again, margin=margin, checkpointing=checkpointing)
         in_fp32 = again(running=replace(running, sums="fp32"))
         return in_fp32 if in_fp32.fits else again(running=replace(running, sums="param"))
     with keeping_random_states(), ExitStack() as undo:

@@ -157,7 +157,7 @@ class PassNorms:
 
 
 def _square(values: Tensor) -> Tensor:
-    """The sum of squares, in fp32 at least; a dot product takes half as long as a norm."""
+    """The sum of squares, in fp32 at least."""
     if values.dtype in (torch.float32, torch.float64):
         flat = values.reshape(-1)
         return torch.dot(flat, flat)

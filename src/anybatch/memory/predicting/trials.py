@@ -28,7 +28,7 @@ from anybatch.memory.tracing import (
 from anybatch.torch_inside import BatchNormLayer
 
 NORM_BYTES = 800
-"""What the statistics of one BatchNorm and one micro-batch take outside torch's allocator."""
+"""What the statistics of one BatchNorm and one micro-batch take outside torch's allocator: estimated, not counted."""
 
 
 @dataclass(slots=True)
