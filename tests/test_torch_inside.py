@@ -337,6 +337,15 @@ def test_pre_hooks_of_holds_the_old_form_of_spectral_norm(inside: ModuleType):
     assert {"weight_u", "weight_v"} <= inside.buffers_of(layer).keys()
 
 
+def test_call_hooks_of_shows_what_is_called_around_a_forward(inside: ModuleType):
+    layer = nn.Linear(2, 2)
+    assert not any(inside.call_hooks_of(layer))
+    handles = [layer.register_forward_hook(print), layer.register_forward_pre_hook(len)]
+    assert [list(hooks.values()) for hooks in inside.call_hooks_of(layer)] == [[print], [len]]
+    for handle in handles:
+        handle.remove()
+
+
 def test_gradient_hooks_of_shows_both_kinds_and_nothing_without_any(inside: ModuleType):
     weight = nn.Parameter(torch.zeros(2))
     assert not any(inside.gradient_hooks_of(weight))

@@ -1,6 +1,6 @@
 """What a batch is: its rows, cutting it into micro-batches, what those cost, dealing them to ranks. No autograd here."""
 
-from anybatch.batches.cost import Cost, Cut
+from anybatch.batches.cost import Cost, Cut, best_cut
 from anybatch.batches.counting import num_rows, rows, take_rows
 from anybatch.batches.dealing import Dealt, GlobalBatches, RepeatsWatch, deal_rows, repeated_rows
 from anybatch.batches.joining import join_rows, reorder_rows
@@ -53,6 +53,7 @@ __all__ = [
     "Windows",
     "Workload",
     "as_split",
+    "best_cut",
     "check_row_dim",
     "children",
     "deal_rows",

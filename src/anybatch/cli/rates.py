@@ -47,18 +47,6 @@ def parse_latency(text: str) -> float:
     return float(found[1]) * {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
 
 
-def show_seconds(seconds: float) -> str:
-    """Seconds in the unit that reads best.
-
-    >>> show_seconds(0.0421), show_seconds(1e-05), show_seconds(0)
-    ('42.1 ms', '10.0 us', '0')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds * 1e9:.0f} ns" if seconds > 0 else "0"
-
-
 def show_megabytes(number: float) -> str:
     """Bytes in decimal units, as networks count them.
 

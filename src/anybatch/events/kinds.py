@@ -99,11 +99,11 @@ class Retry(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize(Event):
-    """Micro-batches are larger from now on: memory had run out, and batches have gone well since."""
+    """Batches are cut or run otherwise from now on: larger after memory had run out, or with checkpointing on or off."""
 
     stage = "resize"
     split: str
-    """What batches are cut by, in words."""
+    """What batches are cut by, or how they run, in words."""
 
 
 Observer = Callable[[Event], None]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from anybatch.memory.from_config import plan_config
     from anybatch.memory.large_models import parameters_on_meta
     from anybatch.memory.planning import plan
-    from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, SizePeak, WayToFit
+    from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, RankedWay, SizePeak, WayToFit
     from anybatch.memory.tracing import (
         bytes_of,
         drop_gradients,
@@ -28,6 +28,7 @@ __all__ = [
     "Fit",
     "Fitted",
     "Plan",
+    "RankedWay",
     "SizePeak",
     "WayToFit",
     "bytes_of",

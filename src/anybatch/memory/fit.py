@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.batches import (
     Auto,
@@ -27,6 +27,7 @@ from anybatch.memory.fitted import Fitted
 from anybatch.memory.measured_rows import MeasuredRows
 from anybatch.memory.planning import MARGIN, plan
 from anybatch.memory.predicting import Plan
+from anybatch.memory.ranking import WayContest, fastest_split
 from anybatch.memory.tracing import optimizer_tensors
 from anybatch.parallel import is_sharded
 from anybatch.sizes import parse_bytes, show_bytes
@@ -38,7 +39,9 @@ class Fit:
     `memory` is all that the update may take, weights and optimizer included: "6GiB", or bytes; None: what the device has
     free when the first batch comes. `most` also bounds the micro-batch, and says how to cut: `Rows(n)`, or
     `Tokens(budget, ...)`; without it, a batch with `attention_mask` is cut by tokens and any other by rows. With `fastest`,
-    sizes within what fits are tried on real updates and the fastest is kept; "auto" stands for `Fit(fastest=True)`.
+    sizes within what fits are tried on real updates and the fastest is kept; "auto" stands for `Fit(fastest=True)`. Where the
+    batch has to be cut and measured passes say that checkpointing with larger micro-batches is faster, it is tried on real
+    updates too, and stays if it is: on while a batch runs, and off between batches.
 
     Predicting takes seconds, once: it is repeated only for batches with more rows, or longer ones, than any before. Where
     an update cannot be predicted, rows double from batch to batch: below `memory`, measured while they run, or where that is
@@ -85,13 +88,15 @@ class Fit:
         if last is None:
             return None
         split = last.split
+        own = split.size if isinstance(split, Doubling | MeasuredRows) else last.size
         return Fitted(
             kind=last.kind,
-            size=split.size if isinstance(split, Doubling | MeasuredRows) else last.size,
+            size=split.most if isinstance(split, WayContest) else own,
             measured=split.peak if isinstance(split, MeasuredRows) else 0,
             plan=last.plan,
             reason=last.reason,
-            fastest=split.choice if isinstance(split, Auto) else None,
+            fastest=split.choice if isinstance(split, Auto | WayContest) else None,
+            way=split.way if isinstance(split, WayContest) else None,
             retries=last.retries,
         )
 
@@ -137,6 +142,10 @@ class Fit:
     def sums(self) -> Literal["fp32", "param"]:
         """What gradients are summed in where `sums="auto"` leaves it to the plan."""
         return "fp32" if self._last is None or self._last.plan is None else self._last.plan.sums
+
+    def news(self) -> list[str]:
+        """What has changed in how batches run since this was asked last, in words."""
+        return self._last.split.news() if self._last is not None and isinstance(self._last.split, WayContest) else []
 
     @property
     def watching(self) -> Callable[[], AbstractContextManager[object]] | None:
@@ -193,6 +202,7 @@ class Fit:
                 split=tokens,
                 margin=self.margin,
                 checkpointing=False,
+                ranking=self.fastest,
                 running=workload.running,
             )
         except (
@@ -205,13 +215,13 @@ class Fit:
                 ) from error
             most = self.most.size if isinstance(self.most, Rows) else None
             return _Fitting(shape, self._growing(workload, most), "rows", 1, reason=first_line(error))
-        if not found.fits and self.memory is not None:
+        if not found.fits and found.fastest is None and self.memory is not None:
             raise MemoryLimitError(
                 f"an update with a single row is predicted to need {show_bytes(found.least_bytes)}, and {self!r} allows "
                 f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use shorter rows, "
                 "an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
             )
-        return self._within(found, tokens, shape)
+        return self._within(found, tokens, shape, workload.model)
 
     def _growing(self, workload: Workload, most: int | None) -> Split:
         """Rows that grow from batch to batch: measured while they run, where there is a limit to stay below."""
@@ -225,15 +235,20 @@ class Fit:
 
         return MeasuredRows(int(self.memory * (1 - self.margin)), standing, most)
 
-    def _within(self, found: Plan, tokens: Tokens | None, shape: "_Shape") -> "_Fitting":
+    def _within(self, found: Plan, tokens: Tokens | None, shape: "_Shape", model: nn.Module) -> "_Fitting":
         """The split for what was predicted; where free memory seems not to suffice for a row, a row is tried."""
+        split: Rows | Tokens
         if tokens is None:
             most = self.most.size if isinstance(self.most, Rows) else found.rows
-            rows = Rows(max(min(found.micro_batch, most), 1))
-            return _Fitting(shape, Auto(most=rows) if self.fastest else rows, "rows", rows.size, found)
-        bound = tokens.budget if self.most is tokens else found.whole_size
-        budget = tokens.with_budget(max(min(found.micro_batch, bound), found.whole_size // found.rows))
-        return _Fitting(shape, Auto(most=budget) if self.fastest else budget, "tokens", budget.budget, found)
+            size = max(min(found.micro_batch, most), 1)
+            split = Rows(size)
+        else:
+            most = tokens.budget if self.most is tokens else found.whole_size
+            size = max(min(found.micro_batch, most), found.whole_size // found.rows)
+            split = tokens.with_budget(size)
+        chosen = fastest_split(found, model, split, most) if self.fastest else split
+        size = chosen.most if isinstance(chosen, WayContest) else size
+        return _Fitting(shape, chosen, "rows" if tokens is None else "tokens", size, found)
 
 
 @dataclass(frozen=True, slots=True)

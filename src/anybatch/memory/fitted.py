@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from anybatch.batches import Choice
-from anybatch.memory.predicting import Plan
+from anybatch.memory.predicting import Plan, RankedWay
 from anybatch.sizes import show_bytes
 
 
@@ -26,6 +26,8 @@ class Fitted:
     """How often memory ran out all the same, and the micro-batch was halved."""
     measured: int = 0
     """What the last batch took in bytes, where it could not be predicted and was measured instead."""
+    way: RankedWay | None = None
+    """How batches run, where that is with checkpointing."""
 
     def describe(self) -> str:
         """In words: what was chosen, and why."""
@@ -37,8 +39,11 @@ class Fitted:
             text = f"{size}, {how}, because it could not be predicted: {self.reason}"
         else:
             peak = self.plan.peak_bytes if self.size == self.plan.micro_batch else self.plan.peak(self.size)
+            size = f"{size} at most"
+            if self.way is not None:
+                peak, size = self.way.peak, f"{size}, {self.way.way}"
             room = f"{show_bytes(self.plan.memory)} less {self.plan.margin:.0%}"
-            text = f"{size} at most, predicted to need {show_bytes(peak)} of {room} ({self.plan.method})"
+            text = f"{size}, predicted to need {show_bytes(peak)} of {room} ({self.plan.method})"
         if self.retries:
             text += f"; memory ran out {self.retries} times all the same"
         return f"{text}. " + self.fastest.describe() if self.fastest is not None else f"{text}."

@@ -19,15 +19,15 @@ from anybatch.memory.predicting import (
     Plan,
     SizePeak,
     Trials,
-    checkpointed,
     find_largest_fitting,
     find_ways,
     micro_batch_source_of,
     model_bytes,
     notes_for,
-    repeated_blocks,
+    recomputing_of,
     start_trials,
 )
+from anybatch.memory.ranking import Ranking, rank_ways, why_unmeasured
 from anybatch.memory.tracing import (
     Moment,
     Moments,
@@ -44,6 +44,7 @@ from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload, Sums
 from anybatch.passes import Running
 from anybatch.sizes import parse_bytes
+from anybatch.torch_inside import is_compiled_in_place
 
 MARGIN = 0.05
 """The share of the memory that a plan leaves free, unless told otherwise."""
@@ -66,6 +67,7 @@ def plan(
     sums: Sums = "fp32",
     margin: float = MARGIN,
     checkpointing: bool = True,
+    ranking: bool = True,
     running: Running | None = None,
 ) -> Plan:
     """The peak memory of an update for any micro-batch size, and the largest that fits into `memory`.
@@ -77,6 +79,10 @@ def plan(
     those of `Update`; `running` gives them as one value instead. In `DistributedDataParallel` each rank plans for its own rows,
     and its buckets are taken off `memory`; a model sharded by `fully_shard` has to be planned before. Parameters, buffers,
     gradients, the optimizer and random states stay as they are.
+
+    Where the batch has to be cut, `ranking` has the ways that fit by the time of an update's passes: smaller micro-batches,
+    gradient checkpointing, on an accelerator saved tensors on the host. Real passes are measured for it, for some seconds and
+    inside `memory`, where the model lies on `device`; `ranking=False` measures none.
     """
     if not 0 <= margin < 1:
         raise PlanError(f"plan(margin={margin!r}): expected a share of the memory to leave free, from 0 to below 1.")
@@ -108,6 +114,7 @@ def plan(
             split=split,
             margin=margin,
             checkpointing=checkpointing,
+            ranking=ranking,
         )
         in_fp32 = again(running=replace(running, sums="fp32"))
         return in_fp32 if in_fp32.fits else again(running=replace(running, sums="param"))
@@ -123,6 +130,12 @@ def plan(
         found = find_largest_fitting(trials, limit)
         moments = _moments(trials, found)
         saved, recomputed = _try_checkpointing(trials, found) if checkpointing else (None, ())
+        ranked = Ranking()
+        if ranking:
+            why_not = why_unmeasured(trials, is_wrapped=module is not model or is_compiled_in_place(module))
+            ranked = rank_ways(
+                trials, found, limit, tokens=split if isinstance(split, Tokens) else None, why_not=why_not
+            )
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
         micro_batch=found.size,
@@ -151,6 +164,8 @@ def plan(
             limit=limit,
             beside=max(found.peak - highest(moments).total, 0),
         ),
+        ranking=ranked.ways,
+        not_ranked=ranked.left_out,
     )
 
 
@@ -195,13 +210,12 @@ def _known_parts(trials: Trials, peak: int) -> Moment:
 
 def _try_checkpointing(trials: Trials, found: LargestFitting) -> tuple[Checkpointing | None, Moments]:
     """The same update with the model's repeated blocks recomputed, on fake tensors; None where that cannot run."""
-    repeated = None if trials.fake is None else repeated_blocks(trials.fake.parts[0])
-    if repeated is None:
+    if trials.fake is None:
         return None, ()
-    path, blocks = repeated
     without = trials.fake_peak(found.shape, is_whole=found.is_whole)
     try:
-        with checkpointed(blocks):
+        recomputing = recomputing_of(trials.fake.parts[0])
+        with recomputing.on():
             tried = trials.fake_peak(found.shape, is_whole=found.is_whole, is_known=False)
     except Exception:  # blocks that cannot be run a second time have nothing to save
         return None, ()
@@ -209,7 +223,7 @@ def _try_checkpointing(trials: Trials, found: LargestFitting) -> tuple[Checkpoin
         return None, ()
     saved = without[0] - tried[0]
     checkpointing = Checkpointing(
-        blocks=f"the {len(blocks)} {type(blocks[0]).__name__} of {path or 'the model'}",
+        blocks=recomputing.blocks,
         size=found.size or (trials.source.row_length or 1) * trials.smallest,
         peak=found.peak - saved,
         saved=max(saved, 0),

@@ -38,7 +38,7 @@ from anybatch.passes.running import (
     says_what_to_write,
 )
 from anybatch.passes.schedules import schedule_for, why_unmeasured
-from anybatch.passes.timing import UNTIMED, laps_of
+from anybatch.passes.timing import laps_of
 from anybatch.passes.tools import TRUSTING, Dropping, Schedule, StartGradient, Tools
 from anybatch.state import (
     BatchState,
@@ -274,7 +274,7 @@ class Accumulator:
             events=events,
             finite=Dropping(self.model, tracking_layers(self.model)) if drops else TRUSTING,
             barrier=barrier,
-            laps=UNTIMED if meter.is_measuring else laps_of(self.split, batch, plan.cut, device),
+            laps=laps_of(self.split, batch, plan.cut, device, is_timed=not meter.is_measuring),
             meter=meter,
             ranks=ranks,
             is_even=needs.even_passes,

@@ -47,7 +47,7 @@ def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Param
     # sharded gradients can be seen only when they are synchronised, by all ranks at once
     is_seen_together = accumulator.engine.is_even
     found: Culprit | None = None
-    with gradients.undone(), accumulator.norms.alone():
+    with gradients.undone(), accumulator.norms.alone(), tools.laps.watched():
         for one in plan.passes:
             with tools.sync.passing(is_last=is_seen_together):
                 loss, *_ = tools.loss_of(plan, one)

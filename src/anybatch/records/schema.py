@@ -192,6 +192,8 @@ class PlanRecord:
     sums: str = "fp32"
     """The precision in which gradients are summed."""
     ways_to_fit: tuple[FittingChange, ...] = ()
+    ranking: tuple[Scalars, ...] = ()
+    """The ways that fit, the fastest first."""
     method: str
     reason: str
     is_confirmed: bool

@@ -39,6 +39,10 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffe
 """The table of a module's buffers, to put back the very tensor that was there."""
 pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 """What a module calls before its forward: the old form of spectral norm among it."""
+call_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks"
+)
+"""What a module calls before and after its forward."""
 gradient_hooks_of: Callable[[Any], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """What backward calls with each gradient of a tensor, before and after it is added to `.grad`."""
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"

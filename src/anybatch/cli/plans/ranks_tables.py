@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anybatch.cli.rates import show_megabytes, show_seconds
+from anybatch.cli.rates import show_megabytes
 from anybatch.cli.tables import table
 from anybatch.projection import Network, PassSeconds, Projection, Sharding
+from anybatch.sizes import show_seconds
 
 EFFICIENCIES = (0.8, 0.9, 0.95, 0.99)
 

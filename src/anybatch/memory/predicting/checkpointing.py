@@ -1,12 +1,66 @@
-"""What gradient checkpointing would save: the repeated blocks of a model, recomputed in backward."""
+"""Gradient checkpointing of a model that somebody else wrote: whether it offers it, and turning it on without a trace."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from anybatch.errors import PlanError
+from anybatch.torch_inside import NormLayer, call_hooks_of
+
+_ABSENT = object()
+_Change = tuple[dict[str, Any], str, Any, Any]
+"""A table of attributes, a name in it, and what stands there outside and inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputing:
+    """The blocks of one model, which keep their inputs only inside `on()` and run again in backward; as before after it."""
+
+    blocks: str
+    """Which they are, in words."""
+    _changes: tuple[_Change, ...]
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """The block in which the model recomputes."""
+        try:
+            for table, name, _, inside in self._changes:
+                _write(table, name, inside)
+            yield
+        finally:
+            for table, name, outside, _ in self._changes:
+                _write(table, name, outside)
+
+
+def recomputing_of(model: nn.Module) -> Recomputing:
+    """How this model is checkpointed: by its own `gradient_checkpointing_enable`, or each block of its largest list as a whole.
+
+    A model that repeats nothing, recomputes already, or would notice that a block runs twice is refused with the reason.
+    """
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise PlanError("it is on already")
+    repeated = repeated_blocks(model)
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if repeated is None and enable is None:
+        raise PlanError("the model has no list of blocks that have children, and no gradient_checkpointing_enable()")
+    path, blocks = repeated or ("", [])
+    _check_blocks(path, blocks)
+    named = (
+        f"the {len(blocks)} {type(blocks[0]).__name__} of {path or 'the model'}" if blocks else "the model's own way"
+    )
+    if callable(enable):
+        try:
+            return Recomputing(named, _changes_by(model, partial(_enable, enable)))
+        except ValueError as error:  # transformers' models that do not support it
+            if not blocks:
+                raise PlanError(str(error)) from error
+    return Recomputing(named, _changes_by(model, partial(_wrap, blocks)))
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]] | None:
@@ -20,7 +74,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]] | None:
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         kinds: dict[type, list[nn.Module]] = {}
-        for child in module:
+        for child in dict.fromkeys(module):
             if next(child.children(), None) is not None:
                 kinds.setdefault(type(child), []).append(child)
         for blocks in kinds.values():
@@ -30,17 +84,49 @@ def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]] | None:
     return None if best is None else (best[1], best[2])
 
 
-@contextmanager
-def checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
-    """Inside this block each of these modules keeps its inputs only, and runs again in backward."""
-    before: list[tuple[nn.Module, Any]] = [(block, block.__dict__.get("forward")) for block in blocks]
+def _check_blocks(path: str, blocks: list[nn.Module]) -> None:
+    for index, block in enumerate(blocks):
+        for name, module in block.named_modules(prefix=f"{path}.{index}".lstrip(".")):
+            if isinstance(module, NormLayer) and module.track_running_stats:
+                raise PlanError(f"{name} ({type(module).__name__}) would count its running statistics twice")
+            if any(call_hooks_of(module)):
+                raise PlanError(f"{name} has hooks on its forward, which would be called twice")
+
+
+def _enable(enable: Callable[..., object]) -> None:
+    takes_options = "gradient_checkpointing_kwargs" in signature(enable).parameters
+    enable(**({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if takes_options else {}))
+
+
+def _wrap(blocks: list[nn.Module]) -> None:
+    for block in blocks:
+        vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _changes_by(model: nn.Module, switch_on: Callable[[], object]) -> tuple[_Change, ...]:
+    """What `switch_on` changes in attributes and tables of the modules; everything is put back before this returns."""
+    tables = [table for module in model.modules() for table in (vars(module), *_dicts_in(module))]
+    before = [dict(table) for table in tables]
     try:
-        for block in blocks:
-            block.__dict__["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
-        yield
+        switch_on()
     finally:
-        for block, forward in before:
-            if forward is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.__dict__["forward"] = forward
+        changes = tuple(
+            (table, name, was.get(name, _ABSENT), table.get(name, _ABSENT))
+            for table, was in zip(tables, before, strict=True)
+            for name in {**was, **table}
+            if was.get(name, _ABSENT) is not table.get(name, _ABSENT)
+        )
+        for table, name, outside, _ in changes:
+            _write(table, name, outside)
+    return changes
+
+
+def _dicts_in(module: nn.Module) -> list[dict[str, Any]]:
+    return [value for value in vars(module).values() if isinstance(value, dict)]
+
+
+def _write(table: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        table.pop(name, None)
+    else:
+        table[name] = value

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from anybatch.faces import facts_table, html_block, html_table, sentences
 from anybatch.memory.predicting.peaks import Peaks
-from anybatch.memory.predicting.plan_parts import Breakdown, Checkpointing, SizePeak
+from anybatch.memory.predicting.plan_parts import Breakdown, Checkpointing, RankedWay, SizePeak
 from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence
-from anybatch.sizes import show_bytes
+from anybatch.sizes import show_bytes, show_seconds
 
 Method = Literal["fake tensors", "real steps"]
 
@@ -52,6 +52,10 @@ class Plan:
     """What gradients of bf16 and fp16 parameters are summed in."""
     ways_to_fit: tuple[WayToFit, ...] = ()
     """What could be changed, with the peak of `micro_batch`, or of one row where nothing fits."""
+    ranking: tuple[RankedWay, ...] = ()
+    """The ways that fit, the fastest first; none where the whole batch fits in one piece."""
+    not_ranked: tuple[str, ...] = ()
+    """Which ways are not offered, and whether times could not be measured; and why."""
 
     def __repr__(self) -> str:
         size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
@@ -76,6 +80,11 @@ class Plan:
     def fits(self) -> bool:
         """True if some micro-batch does."""
         return self.micro_batch > 0
+
+    @property
+    def fastest(self) -> RankedWay | None:
+        """The way whose passes take least, as measured; None where none was."""
+        return next((way for way in self.ranking if way.seconds is not None), None)
 
     @property
     def needs_accumulation(self) -> bool:
@@ -134,6 +143,7 @@ def _sentences(plan: Plan) -> list[str]:
     lines.append(f"Predicted with {plan.method}, {confirmed}: {plan.reason}.")
     if plan.sums == "param":
         lines.append(f"Gradients are summed in the parameters' own dtype: off by {PRICE_OF_LOW_SUMS}.")
+    lines += [*([ranking_sentence(plan.ranking, plan.unit)] if plan.ranking else []), *plan.not_ranked]
     return [*lines, *plan.notes, last_sentence(plan.ways_to_fit, is_fitting=plan.fits)]
 
 
@@ -146,3 +156,13 @@ def checkpointing_sentence(found: Checkpointing, unit: str) -> str:
         f"Checkpointing {found.blocks} would save {show_bytes(found.saved)} at {size} (peak {show_bytes(found.peak)}), for a "
         "second forward of each."
     )
+
+
+def ranking_sentence(ranking: tuple[RankedWay, ...], unit: str) -> str:
+    """The ways that fit, by time."""
+    said = []
+    for way in ranking:
+        cost = f"{way.work:.2f} of the work" if way.seconds is None else show_seconds(way.seconds)
+        said.append(f"{way.way}, {way.passes} x {way.micro_batch} {unit} ({cost}, {show_bytes(way.peak)})")
+    how = "time of an update's passes, as measured" if ranking[0].seconds is not None else "work"
+    return f"Ways that fit, by {how}: {'; '.join(said)}."

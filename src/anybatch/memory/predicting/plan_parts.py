@@ -1,4 +1,4 @@
-"""What a plan is made of: the memory at the peak by kind, the peak of one size, what checkpointing would save."""
+"""What a plan is made of: memory at the peak by kind, the peak of one size, what checkpointing saves, ways by time."""
 
 from dataclasses import dataclass, fields
 
@@ -45,3 +45,23 @@ class Checkpointing:
     """With checkpointing."""
     saved: int
     """Bytes less than without it; 0 where it does not help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedWay:
+    """One way to run the batch inside the memory, and how long its passes take."""
+
+    way: str
+    """What it is called: "smaller micro-batches", "checkpointing the 8 Block of blocks", "saved tensors on the host"."""
+    micro_batch: int
+    """Rows, or tokens, of a micro-batch."""
+    passes: int
+    """Micro-batches of the batch."""
+    peak: int
+    """Of the update, in bytes."""
+    seconds: float | None
+    """Of all passes of an update, from passes that were measured; None where none could be."""
+    work: float
+    """Of what is computed, in passes without recomputation; counted, not measured."""
+    is_recomputed: bool = False
+    """True where blocks run again in backward."""

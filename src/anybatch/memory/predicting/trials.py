@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -51,6 +51,10 @@ class Trials:
     """What a caching allocator would take from a GPU for a shape, out of what its tensors take."""
     seen: dict[PassShape, Timeline] = field(default_factory=dict)
     _smallest: int = 0
+
+    def anew(self) -> "Trials":
+        """The same trials with nothing tried yet: of a model that has changed since."""
+        return replace(self, tried={}, kinds={}, reserved={}, seen={})
 
     @property
     def is_fake(self) -> bool:

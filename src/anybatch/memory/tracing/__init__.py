@@ -9,11 +9,20 @@ from anybatch.memory.tracing.meter import (
     standing_tensors,
 )
 from anybatch.memory.tracing.moments import MemoryKind, Moment, Moments, highest
-from anybatch.memory.tracing.probe import MICRO_BATCH_BYTES, NODE_BYTES, FakeProbe, Probe, RealProbe, TrialSetup
-from anybatch.memory.tracing.recorder import Recorder, Timeline
-from anybatch.memory.tracing.trial_copies import Parts, is_real, is_watched, keeping_random_states
+from anybatch.memory.tracing.probe import (
+    MICRO_BATCH_BYTES,
+    NODE_BYTES,
+    FakeProbe,
+    Probe,
+    RealProbe,
+    TrialSetup,
+    without_warnings,
+)
+from anybatch.memory.tracing.recorder import ELSEWHERE, Recorder, Timeline
+from anybatch.memory.tracing.trial_copies import Parts, is_real, is_watched, keeping_random_states, undone
 
 __all__ = [
+    "ELSEWHERE",
     "FakeProbe",
     "MICRO_BATCH_BYTES",
     "MemoryKind",
@@ -36,4 +45,6 @@ __all__ = [
     "metered",
     "optimizer_tensors",
     "standing_tensors",
+    "undone",
+    "without_warnings",
 ]

@@ -56,17 +56,19 @@ def real_copies(parts: Parts, device: torch.device) -> Parts:
 
 
 @contextmanager
-def undone(parts: Parts) -> Iterator[None]:
+def undone(parts: Parts, *, is_stepped: bool = True) -> Iterator[PythonState]:
     """The block after which parameters, buffers, gradients, the optimizer and what Python code can reach are as they were.
 
-    Copies lie aside: on disk, or from an accelerator on the host. Gradients are None inside.
+    Copies lie aside: on disk, or from an accelerator on the host; of parameters only where they are stepped. Gradients are
+    None inside.
     """
     model, optimizer, objective = parts
     tensors = list(dict.fromkeys(_large_tensors(parts)))
     state = [] if optimizer is None else list(optimizer_tensors(optimizer))
+    changing = [one for one in (*tensors, *state) if is_stepped or not isinstance(one, nn.Parameter)]
     file = TensorFile()
     before = Snapshot(
-        tensors=[(one.detach(), kept_aside(one.detach(), file)) for one in (*tensors, *state)],
+        tensors=[(one.detach(), kept_aside(one.detach(), file)) for one in changing],
         optimizer=None if optimizer is None else tables_of(optimizer),
     )
     gradients = [(one, one.grad) for one in tensors]
@@ -75,7 +77,7 @@ def undone(parts: Parts) -> Iterator[None]:
     for one in tensors:
         one.grad = None
     try:
-        yield
+        yield python
     finally:
         for module, buffers in slots:
             buffers_of(module).update(buffers)
