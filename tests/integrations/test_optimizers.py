@@ -1,4 +1,4 @@
-"""Optimizers that people bring: cut batches move the weights as whole ones do, as far as the optimizer itself is that precise."""
+"""Optimizers that people bring: cut batches move the weights as whole ones do, as far as the optimizer itself is precise."""
 
 import bitsandbytes.optim
 import pytest
