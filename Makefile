@@ -36,7 +36,7 @@ test: $(READY) $(ACCELERATOR) | $(CHROMIUM)
 
 # With another torch, and with PYTHON=python3.13 another Python; with ROOM=parallel one room. torch as pip installs it is a CUDA build of some 4 GB, which needs no GPU.
 TORCH ?= 2.15.0
-OTHER := .venv-torch-$(TORCH)
+OTHER := .venv-torch-$(TORCH)-$(notdir $(PYTHON))
 
 test-torch: | $(CHROMIUM)
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)

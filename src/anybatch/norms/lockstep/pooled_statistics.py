@@ -57,7 +57,7 @@ def pooled(
             return call.as_asked()  # a loss over the representations of all rows
         if call.is_averaged:
             return averaged(name, call)
-        own_mean, own_var = _Moments.apply(call.input)  # type: ignore[no-untyped-call]
+        own_mean, own_var = _Moments.apply(call.input)  # type: ignore[no-untyped-call, unused-ignore]
 
         def meet(parts: list[MeanAndVariance]) -> MeanAndVariance:
             together = exchange.pool(parts)
@@ -79,7 +79,7 @@ def pooled(
         weight, bias = (
             None if affine is None else affine.to(together.mean.dtype) for affine in (call.weight, call.bias)
         )
-        output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call, unused-ignore]
             call.input, together.mean, together.var, weight, bias, call.eps
         )
         return output
@@ -127,7 +127,7 @@ class _Exchange:
         every = [told for (told,) in of_every_rank(self._ranks, [own])]
         every[self._ranks.rank] = own  # with its graph
         together = pool(every)  # in the order of the ranks, so that all have the same to the bit
-        mean, var, self._chain = _SumGradients.apply(together.mean, together.var, self._chain, self._ranks)  # type: ignore[no-untyped-call]
+        mean, var, self._chain = _SumGradients.apply(together.mean, together.var, self._chain, self._ranks)  # type: ignore[no-untyped-call, unused-ignore]
         return MeanAndVariance(together.count, mean, var, together.momentum)
 
 
