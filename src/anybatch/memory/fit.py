@@ -27,7 +27,7 @@ from anybatch.memory.fitted import Fitted
 from anybatch.memory.measured_rows import MeasuredRows
 from anybatch.memory.planning import MARGIN, plan
 from anybatch.memory.predicting import Plan
-from anybatch.memory.ranking import WayContest, fastest_split
+from anybatch.memory.ranking import WayContest, fastest_split, may_recompute
 from anybatch.memory.tracing import optimizer_tensors
 from anybatch.parallel import is_sharded
 from anybatch.sizes import parse_bytes, show_bytes
@@ -202,7 +202,7 @@ class Fit:
                 split=tokens,
                 margin=self.margin,
                 checkpointing=False,
-                ranking=self.fastest,
+                ranking=self.fastest and may_recompute(workload.model),
                 running=workload.running,
             )
         except (

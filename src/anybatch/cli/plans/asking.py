@@ -78,7 +78,9 @@ def plan(
 ) -> int:
     """Say which micro-batch fits into a memory, and what an update needs, before anything runs.
 
-    The device need not be there: a laptop can plan for a card that it does not have. With --ranks: what synchronising
+    The device need not be there: a laptop can plan for a card that it does not have. Where the batch has to be cut, the ways
+    that fit (smaller micro-batches, checkpointing, saved tensors on the host) are in the order of their time, as measured on a
+    model that is here. With --ranks: what synchronising
     costs on many ranks, and how large the batch must be, on paper. With --model: of a transformers config.json instead of a
     task; no weights are made.
 

@@ -1,6 +1,6 @@
 """Gradient checkpointing of a model that somebody else wrote: whether it offers it, and turning it on without a trace."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +14,8 @@ from anybatch.errors import PlanError
 from anybatch.torch_inside import NormLayer, call_hooks_of
 
 _ABSENT = object()
-_Change = tuple[dict[str, Any], str, Any, Any]
-"""A table of attributes, a name in it, and what stands there outside and inside."""
+_Entry = tuple[dict[str, Any], str, Any]
+"""A table of attributes, a name in it, and what stands there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,17 @@ class Recomputing:
 
     blocks: str
     """Which they are, in words."""
-    _changes: tuple[_Change, ...]
+    _inside: tuple[_Entry, ...]
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """The block in which the model recomputes."""
+        outside = [(table, name, table.get(name, _ABSENT)) for table, name, _ in self._inside]
         try:
-            for table, name, _, inside in self._changes:
-                _write(table, name, inside)
+            _write(self._inside)
             yield
         finally:
-            for table, name, outside, _ in self._changes:
-                _write(table, name, outside)
+            _write(outside)
 
 
 def recomputing_of(model: nn.Module) -> Recomputing:
@@ -103,30 +102,30 @@ def _wrap(blocks: list[nn.Module]) -> None:
         vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _changes_by(model: nn.Module, switch_on: Callable[[], object]) -> tuple[_Change, ...]:
-    """What `switch_on` changes in attributes and tables of the modules; everything is put back before this returns."""
+def _changes_by(model: nn.Module, switch_on: Callable[[], object]) -> tuple[_Entry, ...]:
+    """What `switch_on` writes into attributes and tables of the modules; everything is put back before this returns."""
     tables = [table for module in model.modules() for table in (vars(module), *_dicts_in(module))]
     before = [dict(table) for table in tables]
     try:
         switch_on()
     finally:
-        changes = tuple(
+        changed = [
             (table, name, was.get(name, _ABSENT), table.get(name, _ABSENT))
             for table, was in zip(tables, before, strict=True)
             for name in {**was, **table}
             if was.get(name, _ABSENT) is not table.get(name, _ABSENT)
-        )
-        for table, name, outside, _ in changes:
-            _write(table, name, outside)
-    return changes
+        ]
+        _write([(table, name, was) for table, name, was, _ in changed])
+    return tuple((table, name, now) for table, name, _, now in changed)
 
 
 def _dicts_in(module: nn.Module) -> list[dict[str, Any]]:
     return [value for value in vars(module).values() if isinstance(value, dict)]
 
 
-def _write(table: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
-        table.pop(name, None)
-    else:
-        table[name] = value
+def _write(entries: Iterable[_Entry]) -> None:
+    for table, name, value in entries:
+        if value is _ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from anybatch.batches import Auto, Batch, Choice, MicroBatches, Rows, Tokens, in_arrival_order
+from anybatch.errors import PlanError
 from anybatch.memory.predicting import Plan, RankedWay, recomputing_of
 from anybatch.memory.ranking.pass_times import Switch
+from anybatch.parallel import peeled
 
 MEASURED = 3
 """Updates of each way that are compared, once its micro-batch is settled."""
@@ -117,6 +119,14 @@ class WayContest:
             if entrant.rates
         )
         return f"{self._now.said} {'from now on' if self._is_over else 'is tried'}" + (f": {rates}" if rates else "")
+
+
+def may_recompute(model: nn.Module) -> bool:
+    """False of a model that offers no checkpointing, or is wrapped, so that no pass of it is measured."""
+    try:
+        return len(list(peeled(model))) == 1 and bool(recomputing_of(model).blocks)
+    except PlanError:
+        return False
 
 
 def fastest_split(found: Plan, model: nn.Module, plain: Rows | Tokens, largest: int) -> Auto | WayContest:
