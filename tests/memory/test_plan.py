@@ -2,10 +2,12 @@
 
 import copy
 import json
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from anybatch import (
     Accumulator,
@@ -20,8 +22,10 @@ from anybatch import (
     supervised,
 )
 from anybatch.memory.predicting.envelope import fit_envelope
+from anybatch.memory.tracing import metered
 from anybatch.memory.tracing.recorder import Timeline
 from anybatch.passes import Running
+from anybatch.torch_inside import profiler_events
 from benchmarks.models import LongAttention
 
 CLASSES = supervised(nn.CrossEntropyLoss())
@@ -202,6 +206,19 @@ def test_a_coupled_loss_is_tried_with_all_rows():
     assert 0 < planned.micro_batch < 64
     truth = measured(model, optimizer, objective, batch, planned.micro_batch)
     assert 0.99 * truth <= planned.peak(planned.micro_batch) <= 1.05 * truth
+
+
+def test_columns_that_a_convolution_of_one_row_unfolds_outside_torchs_allocator_are_counted():
+    layer, row = nn.Conv2d(40, 40, 3, padding=1), torch.randn(1, 40, 20, 20, requires_grad=True)
+    layer(row).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        layer(row).sum().backward()
+    events = sorted(
+        (event.start_ns(), event.nbytes()) for event in profiler_events(profiler) if event.name() == "[memory]"
+    )
+    inside = max(accumulate(nbytes for _, nbytes in events))
+    columns = 40 * 3 * 3 * 20 * 20 * 4
+    assert inside + 0.9 * columns <= metered(lambda: layer(row).sum().backward()).peak(0) <= inside + columns
 
 
 def test_a_margin_of_nonsense_is_refused():

@@ -5,7 +5,18 @@ from anybatch.objectives.coupled import Coupled
 from anybatch.objectives.criteria import FUNCTIONAL_RULES, supervised
 from anybatch.objectives.labels import huggingface, label_units
 from anybatch.objectives.learned_units import learned
-from anybatch.objectives.metrics import Mean, Metric, Metrics, Number, PerRow, Sum, combine, detached, on_host
+from anybatch.objectives.metrics import (
+    Mean,
+    Metric,
+    Metrics,
+    Number,
+    PerRow,
+    Sum,
+    by_itself,
+    combine,
+    detached,
+    on_host,
+)
 from anybatch.objectives.objective import Objective, Units, checked_loss, count_units, loss_and_metrics
 from anybatch.objectives.observed_means import ObservedMeans
 from anybatch.objectives.part_losses import PartLoss, SeenLoss, TermLosses, TermPlace, part_loss
@@ -32,6 +43,7 @@ __all__ = [
     "Terms",
     "Units",
     "WatchedLoss",
+    "by_itself",
     "checked_loss",
     "clip_loss",
     "combine",

@@ -124,16 +124,25 @@ def detached(metrics: Metrics) -> Metrics:
     return {name: _detached(name, metric) for name, metric in metrics.items()}
 
 
+def by_itself(tensor: Tensor) -> Tensor:
+    """The same numbers without their graph, in memory of their own.
+
+    A mean may lie where all its elements were: `mse_loss` leaves its one number at the head of theirs, on the CPU.
+    """
+    detached = tensor.detach()
+    return detached.clone() if detached.untyped_storage().nbytes() > detached.nbytes else detached
+
+
 def _detached(name: str, metric: Metric) -> Metric:
     if isinstance(metric, Tensor):
-        return metric.detach()
+        return by_itself(metric)
     if not isinstance(metric, Sum | Mean | PerRow | int | float):
         raise LossError(
             f"the metric {name!r} is a {type(metric).__name__}: {metric!r:.60}; expected a number, a tensor of one, Sum(...), "
             "Mean(...) or PerRow(...)."
         )
     if isinstance(metric, PerRow):
-        return PerRow(metric.values.detach())
+        return PerRow(by_itself(metric.values))
     if isinstance(metric, Sum):
         return Sum(_without_graph(metric.value))
     if isinstance(metric, Mean):
@@ -142,7 +151,7 @@ def _detached(name: str, metric: Metric) -> Metric:
 
 
 def _without_graph(number: Number) -> Number:
-    return number.detach() if isinstance(number, Tensor) else number
+    return by_itself(number) if isinstance(number, Tensor) else number
 
 
 def on_host(metrics: Metrics) -> Metrics:

@@ -14,7 +14,7 @@ from anybatch.gradients import GradientSum
 from anybatch.low_precision import number_in
 from anybatch.noise import PassMeter
 from anybatch.norms import Statistics
-from anybatch.objectives import Metrics, PartLoss, detached, part_loss
+from anybatch.objectives import Metrics, PartLoss, by_itself, detached, part_loss
 from anybatch.parallel import Engine, Needs, Ranks, Sync
 from anybatch.passes.barrier import Barrier
 from anybatch.passes.batch_plan import BatchPlan, Layout, Pass
@@ -171,7 +171,7 @@ def part_of(index: int, units: float, loss: Tensor | None, metrics: Metrics) -> 
     return Part(
         micro_batch=index,
         units=units,
-        loss=None if loss is None else loss.detach(),
+        loss=None if loss is None else by_itself(loss),
         metrics=detached(metrics) if metrics else metrics,
     )
 

@@ -1,9 +1,11 @@
 """The real meter: every allocation of the CPU as the profiler saw it; on a GPU the allocator's own counters."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
@@ -15,6 +17,8 @@ from anybatch.torch_inside import profiler_events, storage_key
 from anybatch.update import Update, UpdateResult
 
 _PREFIX = "anybatch."
+_COLUMNS = "aten::_slow_conv2d_backward"
+"""Runs where oneDNN does not, as for a single small row; it unfolds a row into memory that it takes with `new`."""
 Result = TypeVar("Result")
 
 
@@ -43,7 +47,7 @@ def metered(action: Callable[[], Result], device_type: str = "cpu") -> Metered[R
     Only this thread's allocations and those of the backward passes it starts are seen.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
-    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as profiler:
         result = action()
     events = profiler_events(profiler)
     stages = sorted(
@@ -54,8 +58,17 @@ def metered(action: Callable[[], Result], device_type: str = "cpu") -> Metered[R
         for event in events
         if event.name() == "[memory]" and event.device_type().name.lower() == device_type
     ]
+    for event in events:
+        if event.name() == _COLUMNS and device_type == "cpu":
+            unfolded = (8 if event.dtypes()[0] == "double" else 4) * _unfolded(*event.shapes()[:3])
+            allocations += [(event.start_ns(), unfolded), (event.start_ns() + event.duration_ns(), -unfolded)]
     allocations.sort(key=lambda allocation: allocation[0])
     return Metered(result, tuple(allocations), tuple(stages))
+
+
+def _unfolded(outputs: list[int], inputs: list[int], weight: list[int]) -> int:
+    """Numbers in the columns of one row, of as many rows as there are threads: torch's allocator does not know of them."""
+    return min(torch.get_num_threads(), inputs[0]) * math.prod(weight[1:]) * math.prod(outputs[2:])
 
 
 def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:
