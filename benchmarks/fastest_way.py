@@ -65,32 +65,35 @@ def bert() -> nn.Module:
 
 
 WORKLOADS: dict[str, tuple[Callable[[], MemoryWorkload], int]] = {
-    "Llama, 8 layers, 2 rows fit": (
+    "Llama, 8 layers, memory of 2 rows": (
         lambda: MemoryWorkload(model=llama(layers=8, width=64), objective=huggingface(), batch=causal(48)),
         2,
     ),
-    "Llama, 8 layers, 16 rows fit": (
+    "Llama, 8 layers, memory of 16 rows": (
         lambda: MemoryWorkload(model=llama(layers=8, width=64), objective=huggingface(), batch=causal(48)),
         16,
     ),
-    "BERT with dropout, 4 rows fit": (
+    "BERT with dropout, memory of 4 rows": (
         lambda: MemoryWorkload(model=bert(), objective=huggingface(), batch=causal(32)),
         4,
     ),
-    "GPT, 4 layers, 4 rows fit": (
+    "GPT, 4 layers, memory of 4 rows": (
         lambda: MemoryWorkload(model=ByteGPTForCausalLM(width=64), objective=huggingface(), batch=causal(48)),
         4,
     ),
-    "ViT, 4 rows fit": (lambda: MemoryWorkload(model=SmallViT(), objective=CLASSES, batch=images()), 4),
-    "blocks of 32, 2 rows fit": (
+    "ViT, memory of 4 rows": (lambda: MemoryWorkload(model=SmallViT(), objective=CLASSES, batch=images()), 4),
+    "blocks of 32, memory of 2 rows": (
         lambda: MemoryWorkload(model=stacked(32, 16), objective=CLASSES, batch=rows_of(512)),
         2,
     ),
-    "blocks of 256, 64 rows fit": (
+    "blocks of 256, memory of 64 rows": (
         lambda: MemoryWorkload(model=stacked(256, 8), objective=CLASSES, batch=rows_of(512)),
         64,
     ),
-    "convolutions, 4 rows fit": (lambda: MemoryWorkload(model=convolutions(), objective=CLASSES, batch=images()), 4),
+    "convolutions, memory of 4 rows": (
+        lambda: MemoryWorkload(model=convolutions(), objective=CLASSES, batch=images()),
+        4,
+    ),
 }
 
 
