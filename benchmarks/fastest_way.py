@@ -123,7 +123,7 @@ def compare(
     steps = {}
     for way in found.ranking:
         update = Update(work.model, optimizer, work.objective, micro_batch=way.micro_batch, check="off")
-        steps[way.way] = _step(update, work.batch, switch if way.is_recomputed else nullcontext)
+        steps[way.way] = _step(update, work.batch, switch if way.kind == "checkpointing" else nullcontext)
     times: dict[str, Timing] = interleave(steps, rounds=rounds, repeats=1, clock=clock) if len(steps) > 1 else {}
     return [
         Compared(

@@ -28,7 +28,9 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_names_the_need(tmp_path, task
 
 
 def test_the_ways_that_fit_are_a_table_with_the_fastest_first():
-    way = RankedWay(way="smaller micro-batches", micro_batch=8, passes=32, peak=2**20, seconds=0.0421, work=1.0)
+    way = RankedWay(
+        kind="smaller", way="smaller micro-batches", micro_batch=8, passes=32, peak=2**20, seconds=0.0421, work=1.0
+    )
     slower = replace(way, way="checkpointing the 4 Block of blocks", micro_batch=64, passes=4, seconds=0.1)
     planned = SimpleNamespace(ranking=(way, slower), fastest=way, unit="rows")
     head, _, first, second, end = ranking_lines(planned)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from anybatch import (
 from anybatch.batches import MicroBatches
 from anybatch.memory import metered
 from anybatch.memory.predicting import RankedWay, recomputing_of
-from anybatch.memory.ranking import WayContest
+from anybatch.memory.ranking import WayContest, fastest_own_way
 from anybatch.memory.ranking.pass_times import RealPasses
 from anybatch.passes import Running
 from anybatch.passes.timing import laps_of
@@ -56,8 +57,10 @@ class Stack(nn.Module):
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(block() for _ in range(count))
         self.out = nn.Linear(WIDTH, 4)
+        self.register_buffer("scale", torch.ones(()))  # no forward writes to it, and nobody may be told so
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
         for block in self.blocks:
             x = block(x)
         return self.out(x)
@@ -175,7 +178,7 @@ def planned(room: int) -> Any:
 def test_checkpointing_lets_larger_micro_batches_in_and_ways_are_sorted_by_their_measured_time(planned):
     ways = {way.way: way for way in planned.ranking}
     plain, recomputed = ways["smaller micro-batches"], ways["checkpointing the 4 Block of blocks"]
-    assert recomputed.is_recomputed
+    assert (plain.kind, recomputed.kind) == ("smaller", "checkpointing")
     assert recomputed.micro_batch >= 2 * plain.micro_batch
     assert all(way.peak <= planned.limit for way in planned.ranking)
     assert [way.seconds for way in planned.ranking] == sorted(way.seconds for way in planned.ranking)
@@ -189,7 +192,7 @@ def test_the_ranking_is_told_in_words_and_in_json(planned):
 
 
 def test_the_peak_of_the_checkpointed_way_is_what_a_checkpointed_update_takes(planned):
-    recomputed = next(way for way in planned.ranking if way.is_recomputed)
+    recomputed = next(way for way in planned.ranking if way.kind == "checkpointing")
     model = Stack()
     update = Update(model, sgd(model), CLASSES, micro_batch=recomputed.micro_batch, check="off")
     update(batch_of())
@@ -276,6 +279,12 @@ def test_what_cannot_be_measured_is_ranked_by_work_and_says_so(model, why, room)
     assert why in found.not_ranked[-1]
 
 
+def test_where_the_weights_alone_are_more_than_the_memory_no_way_is_tried():
+    found = plan_of(Stack().to("meta"), sum(one.nbytes for one in Stack().parameters()))
+    assert found.ranking == ()
+    assert found.not_ranked == ("No way that saves activations makes it fit: the rest is more than the memory.",)
+
+
 # --- the same gradient
 
 
@@ -356,7 +365,7 @@ def test_fit_uses_checkpointing_while_a_batch_runs_and_learns_what_plain_micro_b
         update(batch)
         reference(batch)
     chosen = fit.choice
-    assert chosen.way.is_recomputed
+    assert chosen.way.kind == "checkpointing"
     assert chosen.size > 8
     assert "checkpointing the 4 Block of blocks, predicted to need" in chosen.describe()
     assert [event.split for event in said if isinstance(event, Resize)] == [
@@ -390,11 +399,19 @@ def test_checkpointing_is_used_where_nothing_else_fits_and_only_if_it_was_asked_
         update_of(model, Fit(room, margin=0.0))(batch_of())
     update = update_of(model, Fit(room, fastest=True, margin=0.0))
     assert update(batch_of()).applied
-    assert update.accumulator.split.choice.way.is_recomputed
+    assert update.accumulator.split.choice.way.kind == "checkpointing"
+
+
+def test_fit_does_not_take_a_way_that_it_cannot_run(planned):
+    """Saved tensors on the host are for the user to keep there."""
+    offload = replace(planned.ranking[0], kind="offload", seconds=0.0)
+    assert fastest_own_way(replace(planned, ranking=(offload, *planned.ranking))) is planned.ranking[0]
+    assert fastest_own_way(replace(planned, ranking=(offload,))) is None
 
 
 def contest(model: nn.Module) -> WayContest:
-    way = RankedWay(way="checkpointing", micro_batch=64, passes=2, peak=1, seconds=1.0, work=4 / 3, is_recomputed=True)
+    sizes = {"micro_batch": 64, "passes": 2, "peak": 1}
+    way = RankedWay(kind="checkpointing", way="checkpointing", **sizes, seconds=1.0, work=4 / 3)
     return WayContest(Rows(64), way, model, Rows(8))
 
 

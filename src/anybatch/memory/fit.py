@@ -27,7 +27,7 @@ from anybatch.memory.fitted import Fitted
 from anybatch.memory.measured_rows import MeasuredRows
 from anybatch.memory.planning import MARGIN, plan
 from anybatch.memory.predicting import Plan
-from anybatch.memory.ranking import WayContest, fastest_split, may_recompute
+from anybatch.memory.ranking import WayContest, fastest_own_way, fastest_split, may_recompute
 from anybatch.memory.tracing import optimizer_tensors
 from anybatch.parallel import is_sharded
 from anybatch.sizes import parse_bytes, show_bytes
@@ -215,7 +215,7 @@ class Fit:
                 ) from error
             most = self.most.size if isinstance(self.most, Rows) else None
             return _Fitting(shape, self._growing(workload, most), "rows", 1, reason=first_line(error))
-        if not found.fits and found.fastest is None and self.memory is not None:
+        if not found.fits and fastest_own_way(found) is None and self.memory is not None:
             raise MemoryLimitError(
                 f"an update with a single row is predicted to need {show_bytes(found.least_bytes)}, and {self!r} allows "
                 f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use shorter rows, "

@@ -133,9 +133,8 @@ def plan(
         ranked = Ranking()
         if ranking:
             why_not = why_unmeasured(trials, is_wrapped=module is not model or is_compiled_in_place(module))
-            ranked = rank_ways(
-                trials, found, limit, tokens=split if isinstance(split, Tokens) else None, why_not=why_not
-            )
+            tokens = split if isinstance(split, Tokens) else None
+            ranked = rank_ways(trials, found, moments, limit, tokens=tokens, why_not=why_not)
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
         micro_batch=found.size,

@@ -1,6 +1,7 @@
 """What a plan is made of: memory at the peak by kind, the peak of one size, what checkpointing saves, ways by time."""
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,9 @@ class Checkpointing:
 class RankedWay:
     """One way to run the batch inside the memory, and how long its passes take."""
 
+    kind: Literal["smaller", "checkpointing", "offload"]
     way: str
-    """What it is called: "smaller micro-batches", "checkpointing the 8 Block of blocks", "saved tensors on the host"."""
+    """In words: "smaller micro-batches", "checkpointing the 8 Block of blocks", "saved tensors on the host"."""
     micro_batch: int
     """Rows, or tokens, of a micro-batch."""
     passes: int
@@ -63,5 +65,3 @@ class RankedWay:
     """Of all passes of an update, from passes that were measured; None where none could be."""
     work: float
     """Of what is computed, in passes without recomputation; counted, not measured."""
-    is_recomputed: bool = False
-    """True where blocks run again in backward."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import median
 
 from torch import nn
 
@@ -25,6 +26,11 @@ class _Entrant:
     switch: Switch
     way: RankedWay | None
     rates: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """The one in the middle: a single batch that something else held up does not count."""
+        return median(self.rates)
 
 
 class WayContest:
@@ -108,16 +114,12 @@ class WayContest:
         before = self._now
         following = next((entrant for entrant in self._entrants if not entrant.rates), None)
         self._is_over = following is None
-        self._now = following or max(self._entrants, key=lambda entrant: sum(entrant.rates))
+        self._now = following or max(self._entrants, key=lambda entrant: entrant.rate)
         if self._now is not before or self._is_over:
             self._news.append(self._said())
 
     def _said(self) -> str:
-        rates = ", ".join(
-            f"{entrant.said} {sum(entrant.rates) / len(entrant.rates):.4g} rows/s"
-            for entrant in self._entrants
-            if entrant.rates
-        )
+        rates = ", ".join(f"{entrant.said} {entrant.rate:.4g} rows/s" for entrant in self._entrants if entrant.rates)
         return f"{self._now.said} {'from now on' if self._is_over else 'is tried'}" + (f": {rates}" if rates else "")
 
 
@@ -129,14 +131,19 @@ def may_recompute(model: nn.Module) -> bool:
         return False
 
 
+def fastest_own_way(found: Plan) -> RankedWay | None:
+    """The fastest way that was measured and that `Fit` runs by itself: it leaves saved tensors where they are."""
+    return next((way for way in found.ranking if way.seconds is not None and way.kind != "offload"), None)
+
+
 def fastest_split(found: Plan, model: nn.Module, plain: Rows | Tokens, largest: int) -> Auto | WayContest:
     """A split that looks for its fastest size up to `plain`; against checkpointing, where that is predicted to be faster.
 
     `largest` is the most that a micro-batch may ever be.
     """
-    way = found.fastest
+    way = fastest_own_way(found)
     size = plain.budget if isinstance(plain, Tokens) else plain.size
-    if way is None or not way.is_recomputed or (found.fits and largest <= size):
+    if way is None or way.kind == "smaller" or (found.fits and largest <= size):
         return Auto(most=plain)
     recomputed = plain.resized(min(way.micro_batch, largest))
     return WayContest(recomputed, way, model, plain if found.fits else None)

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Literal
 
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -19,7 +20,7 @@ from anybatch.memory.predicting import (
     recomputing_of,
 )
 from anybatch.memory.ranking.pass_times import RealPasses, Switch
-from anybatch.memory.tracing import ELSEWHERE, is_real
+from anybatch.memory.tracing import ELSEWHERE, Moments, highest, is_real
 
 ROUNDS = 3
 MOST_SECONDS = 2.0
@@ -43,6 +44,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
+    kind: Literal["smaller", "checkpointing", "offload"]
     name: str
     found: LargestFitting
     switch: Switch
@@ -60,12 +62,19 @@ class _Line:
         return sum(self.fixed + self.each * size for size in sizes)
 
 
-def rank_ways(trials: Trials, found: LargestFitting, limit: int, *, tokens: Tokens | None, why_not: str) -> Ranking:
-    """Every way that fits into `limit` bytes, by the time of an update's passes. `why_not` says why none can be measured."""
+def rank_ways(
+    trials: Trials, found: LargestFitting, moments: Moments, limit: int, *, tokens: Tokens | None, why_not: str
+) -> Ranking:
+    """Every way that fits into `limit` bytes, by the time of an update's passes.
+
+    `moments` are those of plain passes at the size found, `why_not` says why none can be measured.
+    """
     if found.is_whole:
         return Ranking()
     if trials.is_together:
         return Ranking(left_out=("Ways are not ranked where rows look at each other.",))
+    if highest(replace(moment, activations=0) for moment in moments).total > limit:
+        return Ranking(left_out=("No way that saves activations makes it fit: the rest is more than the memory.",))
     ways, left_out = _ways(trials, found, limit)
     lines: dict[str, _Line] = {}
     if ways and not why_not:
@@ -94,7 +103,7 @@ def why_unmeasured(trials: Trials, *, is_wrapped: bool) -> str:
 
 
 def _ways(trials: Trials, found: LargestFitting, limit: int) -> tuple[list[_Way], list[str]]:
-    ways = [_Way("smaller micro-batches", found, nullcontext)] if found.size else []
+    ways = [_Way("smaller", "smaller micro-batches", found, nullcontext)] if found.size else []
     left_out = []
     offers = {"Checkpointing": _recomputed, "Keeping saved tensors on the host": _on_the_host}
     if trials.setup.device.type == "cpu" or not trials.is_fake:
@@ -116,19 +125,19 @@ def _recomputed(trials: Trials, limit: int) -> _Way:
     tried, real = recomputing_of(trials.probe.parts[0]), recomputing_of(trials.setup.parts[0])
     with tried.on():
         found = find_largest_fitting(trials.anew(), limit)
-    return _Way(f"checkpointing {real.blocks}", found, real.on, RECOMPUTED)
+    return _Way("checkpointing", f"checkpointing {real.blocks}", found, real.on, RECOMPUTED)
 
 
 def _on_the_host(trials: Trials, limit: int) -> _Way:
     with saved_tensors_hooks(lambda tensor: tensor.to(ELSEWHERE), lambda packed: packed.to("cpu")):
         found = find_largest_fitting(trials.anew(), limit)
-    return _Way("saved tensors on the host", found, save_on_cpu)
+    return _Way("offload", "saved tensors on the host", found, save_on_cpu)
 
 
 def _alike(trials: Trials, ways: list[_Way]) -> tuple[list[_Way], list[str]]:
     """The ways that leave the gradient of plain passes, and why others do not."""
     passes, alike, unlike = _passes(trials), [], []
-    plain = next((way for way in ways if way.switch is nullcontext), None)
+    plain = next((way for way in ways if way.kind == "smaller"), None)
     for way in ways:
         try:
             if way is not plain:
@@ -199,13 +208,13 @@ def _row(source: MicroBatchSource, tokens: Tokens | None, way: _Way, line: _Line
         sizes = _sizes(source, tokens, size)
         is_largest = size == way.found.size
         return RankedWay(
+            kind=way.kind,
             way=way.name,
             micro_batch=size,
             passes=len(sizes),
             peak=way.found.peak if is_largest else way.found.peaks.peak(size),
             seconds=None if line is None else line.of(sizes),
             work=way.work,
-            is_recomputed=way.work > 1,
         )
 
     largest = at(way.found.size)

@@ -68,7 +68,8 @@ def undone(parts: Parts, *, is_stepped: bool = True) -> Iterator[PythonState]:
     changing = [one for one in (*tensors, *state) if is_stepped or not isinstance(one, nn.Parameter)]
     file = TensorFile()
     before = Snapshot(
-        tensors=[(one.detach(), kept_aside(one.detach(), file)) for one in changing],
+        # .data: what is put back does not count as a write, which would be told as one of the model's forward
+        tensors=[(one.data, kept_aside(one.detach(), file)) for one in changing],
         optimizer=None if optimizer is None else tables_of(optimizer),
     )
     gradients = [(one, one.grad) for one in tensors]
