@@ -17,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.kill_resume import end_of, num_updates
 
@@ -36,7 +38,39 @@ class Kill:
     while_starting: bool
 
 
-def main() -> int:
+class Ranks(Protocol):
+    """The command line on ranks, all of which start again where one dies."""
+
+    def poll(self) -> int | None:
+        """The exit code; None while they run."""
+
+    def wait(self) -> int:
+        """The exit code."""
+
+    def processes(self) -> dict[int, int]:
+        """The process of each rank that runs."""
+
+
+Start = Callable[[Sequence[str], Path, int, int], Ranks]
+"""Of arguments of the command line, a file for what goes wrong, a number of ranks and one of restarts."""
+
+
+class Torchrun:
+    """Ranks that torchrun starts."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, ranks: int, restarts: int) -> None:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [*torchrun, "--max-restarts", str(restarts), "-m", "anybatch", *arguments]
+        # what torchrun and the ranks that lost another say of it is news only if the run fails
+        with log.open("wb") as file:
+            self.agent = subprocess.Popen(command, env=ENVIRONMENT, stderr=file)
+        self.poll, self.wait = self.agent.poll, self.agent.wait
+
+    def processes(self) -> dict[int, int]:
+        return workers_of(self.agent.pid)
+
+
+def main(words: Sequence[str] | None = None, start: Start = Torchrun) -> int:
     """0 if the run finished and its end is the undisturbed one's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", default="textbook")
@@ -45,28 +79,35 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the random moments")
     parser.add_argument("--options", default="--epochs 20 --save-every 3", help="further options of anybatch train")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     seed = arguments.seed if arguments.seed is not None else time.time_ns() % 2**32
     with tempfile.TemporaryDirectory() as folder:
-        found = _run(Path(folder), arguments.task, arguments.options.split(), arguments.ranks, arguments.kills, seed)
+        options = arguments.options.split()
+        found = _run(Path(folder), start, arguments.task, options, arguments.ranks, arguments.kills, seed)
     print(f"{arguments.task} on {arguments.ranks} ranks: {len(found['kills'])} kills, its end is {found['end']}")
     if arguments.write:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if found["end"] == "equal bit for bit" and len(found["kills"]) == arguments.kills else 1
 
 
-def _run(folder: Path, task: str, options: list[str], ranks: int, kills: int, seed: int) -> dict[str, object]:
+def _run(
+    folder: Path, start: Start, task: str, options: list[str], ranks: int, kills: int, seed: int
+) -> dict[str, object]:
     moments = random.Random(seed)
     began = time.monotonic()
+
+    def started(out: Path, restarts: int) -> Ranks:
+        return start(["train", task, *options, "-q", "--out", str(out)], _log_of(out), ranks, restarts)
+
     undisturbed = folder / "undisturbed"
-    if _start(task, options, undisturbed, ranks, restarts=0).wait() != 0:
+    if started(undisturbed, 0).wait() != 0:
         raise RuntimeError(f"the undisturbed run failed: {_log_of(undisturbed).read_text()}")
     print(
         f"undisturbed run: {time.monotonic() - began:.1f} s; the moments of the kills come from seed {seed}", flush=True
     )
     run = folder / "killed"
     updates = num_updates(undisturbed)
-    agent = _start(task, options, run, ranks, restarts=kills)
+    agent = started(run, kills)
     done: list[Kill] = []
     gone: set[int] = set()
     while len(done) < kills and agent.poll() is None:
@@ -74,10 +115,8 @@ def _run(folder: Path, task: str, options: list[str], ranks: int, kills: int, se
         if kill is not None:
             done.append(kill)
             print(f"[{len(done)}/{kills}] rank {kill.rank} killed after update {kill.update} of {updates}", flush=True)
-    if agent.wait() != 0:
-        raise RuntimeError(
-            f"torchrun ended with code {agent.returncode} after {len(done)} kills: {_log_of(run).read_text()}"
-        )
+    if (code := agent.wait()) != 0:
+        raise RuntimeError(f"torchrun ended with code {code} after {len(done)} kills: {_log_of(run).read_text()}")
     is_equal = end_of(run) == end_of(undisturbed)
     return {
         "task": task,
@@ -90,23 +129,13 @@ def _run(folder: Path, task: str, options: list[str], ranks: int, kills: int, se
     }
 
 
-def _start(task: str, options: list[str], out: Path, ranks: int, *, restarts: int) -> "subprocess.Popen[bytes]":
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*torchrun, "--max-restarts", str(restarts), "-m", "anybatch", "train", task, *options, "-q"]
-    # what torchrun and the ranks that lost another say of it is news only if the run fails
-    with _log_of(out).open("wb") as log:
-        return subprocess.Popen([*command, "--out", str(out)], env=ENVIRONMENT, stderr=log)
-
-
 def _log_of(out: Path) -> Path:
     return out.with_suffix(".log")
 
 
-def _kill_one(
-    agent: "subprocess.Popen[bytes]", run: Path, ranks: int, moments: random.Random, gone: set[int], most: int
-) -> Kill | None:
+def _kill_one(agent: Ranks, run: Path, ranks: int, moments: random.Random, gone: set[int], most: int) -> Kill | None:
     """Kill one of the ranks that torchrun has started since the last kill; None where the run ended first."""
-    while len(workers := {rank: pid for rank, pid in workers_of(agent.pid).items() if pid not in gone}) < ranks:
+    while len(workers := {rank: pid for rank, pid in agent.processes().items() if pid not in gone}) < ranks:
         if agent.poll() is not None:
             return None
         time.sleep(0.01)

@@ -1,9 +1,11 @@
-"""One headless browser for all tests of a worker."""
+"""One headless browser for all tests of a worker, and axe in it."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from axe_playwright_python.base import AXE_SCRIPT
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -20,3 +22,10 @@ def browser() -> Iterator[object]:
         )
         yield chromium
         chromium.close()
+
+
+def violations(page: Any, part: str = "document") -> list[dict[str, Any]]:
+    """What axe finds wrong with a page; all that it finds right stays in the browser."""
+    page.evaluate(AXE_SCRIPT)
+    found: dict[str, Any] = page.evaluate(f"axe.run({part}, {{ resultTypes: ['violations'] }})")
+    return found["violations"]

@@ -1,7 +1,9 @@
 """Which tests run in which worker of `make test`, and in which order.
 
 A file is a unit: its fixtures, its pages in a browser and its ranks are made once. Files whose tests are long and share nothing
-are cut into single tests, and the tasks on ranks by task. What takes long comes first, so that both workers end together.
+are cut into single tests, and the tasks on ranks by task. What takes long comes first, so that all workers end together.
+
+There are two workers to a core: half of the time a worker waits, for processes that it has started, for a browser, for ranks.
 
 `--dist loadgroup` would do the same by marks, but pytest 9.2 ignores what xdist 3.8 writes into the names of tests, and marks
 no longer group (pytest-xdist issue 1386): every spawn was done in both workers.
@@ -15,11 +17,15 @@ SINGLE = {
     "tests/cli/test_kill_resume.py",
     "tests/cli/test_torchrun.py",
     "tests/house/test_lint.py",
+    "tests/integrations/test_launchers.py",
+    "tests/integrations/test_ray.py",
     "tests/memory/test_real_limit.py",
     "tests/test_benchmarks.py",
 }
 """Long tests that share nothing."""
 LONG = [
+    "tests/integrations/test_ray.py",
+    "tests/integrations/test_launchers.py",
     "tests/integrations/",
     "tests/test_examples.py",
     "tests/cli/test_torchrun.py",

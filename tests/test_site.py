@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.base import AXE_SCRIPT
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 import anybatch
+from tests.browsing import violations
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -85,8 +85,7 @@ def test_a_page_can_be_read_by_all_and_asks_nobody(site, browser, name, scheme):
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto((site / f"{name}.html").as_uri())
-    page.evaluate(AXE_SCRIPT)
-    found = page.evaluate("axe.run(document.querySelector('article'))")
+    found = violations(page, "document.querySelector('article')")
     page.close()
-    assert [rule["id"] for rule in found["violations"]] == []
+    assert [rule["id"] for rule in found] == []
     assert all(url.startswith("file:") for url in asked)

@@ -13,7 +13,8 @@ from tests.processes.server import ALONE, ROOT
 
 
 @pytest.mark.parametrize(
-    ("task", "options"), [("textbook", "--save-every 3"), ("digits", "--epochs 2 --save-every 2 --batch-size 32")]
+    ("task", "options"),
+    [("textbook", "--epochs 4 --save-every 3"), ("digits", "--epochs 1 --save-every 2 --batch-size 32")],
 )
 def test_killed_at_random_moments_and_resumed_it_ends_bit_for_bit_the_same(task, options):
     # twice here; `python -m benchmarks.soak` kills a hundred times

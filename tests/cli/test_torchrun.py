@@ -4,15 +4,18 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from anybatch.cli.main import run
 from anybatch.training.checkpoints.saving import read
 from anybatch.training.launch.torchrun import find_launch
-from benchmarks.kill_ranks import workers_of
+from benchmarks import kill_ranks
+from tests.processes.server import server
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
@@ -31,7 +34,7 @@ def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same
     while not list(out.glob("checkpoints/update-*")):
         assert agent.poll() is None
         time.sleep(0.01)
-    os.kill(workers_of(agent.pid)[1], signal.SIGTERM)  # a wish on one rank stops both, after the same update
+    os.kill(kill_ranks.workers_of(agent.pid)[1], signal.SIGTERM)  # a wish on one rank stops both, after the same update
     text = agent.communicate()[0]
     assert agent.returncode == 1
     assert text.count("training mine") == text.count("stopped after update") == 1
@@ -50,11 +53,52 @@ def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same
     assert torch.allclose(weights(out), weights(tmp_path / "straight"), rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_killed_under_torchrun_go_on_by_themselves_to_the_same_end_bit_for_bit():
-    command = [sys.executable, "-m", "benchmarks.kill_ranks", "--kills", "1", "--options", "--epochs 3 --save-every 3"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 kills, its end is equal bit for bit" in done.stdout
+class WarmTorchrun:
+    """The agent of torchrun, here, and its ranks, forked: each of six cold ranks would take 5 s of a core to load torch."""
+
+    def __init__(self, arguments, log, ranks, restarts):
+        server()
+        log.touch()
+        self.folder = log.with_suffix(".processes")
+        self.folder.mkdir()
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            max_restarts=restarts,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            run_id=log.stem,
+            start_method="forkserver",
+        )
+        launch = elastic_launch(config, command_line_on_rank)
+        self.agent = ThreadPoolExecutor(1).submit(launch, arguments, self.folder)
+
+    def poll(self):
+        return self.wait() if self.agent.done() else None
+
+    def wait(self):
+        self.agent.result()  # raises where a rank has failed for good
+        return 0
+
+    def processes(self):
+        found = {}
+        for file in self.folder.iterdir():
+            pid, rank = map(int, file.name.split("-"))
+            if Path(f"/proc/{pid}").exists():
+                found[rank] = pid
+        return found
+
+
+def command_line_on_rank(arguments, folder):
+    (folder / f"{os.getpid()}-{os.environ['RANK']}").touch()
+    if code := run(list(arguments)):
+        sys.exit(code)
+
+
+def test_ranks_killed_under_torchrun_go_on_by_themselves_to_the_same_end_bit_for_bit(capsys):
+    assert kill_ranks.main(["--kills", "1", "--options", "--epochs 3 --save-every 3"], WarmTorchrun) == 0
+    assert "1 kills, its end is equal bit for bit" in capsys.readouterr().out
 
 
 @pytest.fixture

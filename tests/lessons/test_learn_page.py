@@ -5,11 +5,11 @@ import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from axe_playwright_python.base import AXE_SCRIPT
 
 from anybatch.cli.main import run
 from anybatch.errors import LessonError
 from anybatch.lessons.pages import ORDER, all_lessons, learn_page, memory_table, read_lesson, write_learn_site
+from tests.browsing import violations
 from tests.lessons.claims import measured
 from tests.lessons.measures import OF_A_RUN, SHOWN
 
@@ -35,11 +35,11 @@ class Opened:
 
 
 @pytest.fixture(scope="module")
-def opened(browser, learn_file):
-    """Opens a lesson of the page of all nine."""
+def new_tab(browser, learn_file):
+    """Opens a tab with the page of all nine."""
     contexts = []
 
-    def opens(name="trace", *, width=1000, state="", **more):
+    def opens(*, width=1000, **more):
         context = browser.new_context(viewport={"width": width, "height": 800}, **more)
         contexts.append(context)
         page = context.new_page()
@@ -47,9 +47,7 @@ def opened(browser, learn_file):
         page.on("console", lambda message: found.complaints.append(message.text))
         page.on("pageerror", lambda error: found.complaints.append(str(error)))
         page.on("request", lambda request: found.requests.append(request.url))
-        page.goto(f"{learn_file.as_uri()}#{name}{state}")
-        if more.get("java_script_enabled", True):
-            page.wait_for_selector(f"article#{name}[data-settled]", timeout=600_000)
+        page.goto(learn_file.as_uri())
         return found
 
     yield opens
@@ -58,9 +56,26 @@ def opened(browser, learn_file):
 
 
 @pytest.fixture(scope="module")
-def lesson_view(opened):
+def one_tab(new_tab):
+    return new_tab().page
+
+
+@pytest.fixture
+def opened(one_tab, learn_file):
+    """Opens a lesson as one who was never here: a new tab for each would take longer than all else."""
+
+    def opens(name="trace", *, state=""):
+        one_tab.evaluate("localStorage.clear()")
+        one_tab.goto("about:blank")
+        one_tab.goto(f"{learn_file.as_uri()}#{name}{state}")
+        one_tab.wait_for_selector(f"article#{name}[data-settled]", timeout=600_000)
+        return one_tab
+
+    return opens
+
+
+def going(view):
     """One view that goes from lesson to lesson."""
-    view = opened()
 
     def shows(name):
         view.page.goto(view.page.url.split("#")[0] + f"#{name}")
@@ -68,6 +83,16 @@ def lesson_view(opened):
         return view
 
     return shows
+
+
+@pytest.fixture(scope="module")
+def lesson_view(new_tab):
+    return going(new_tab())
+
+
+@pytest.fixture(scope="module")
+def narrow_view(new_tab):
+    return going(new_tab(width=375))
 
 
 def test_every_numbered_item_is_settled_by_some_page():
@@ -139,29 +164,26 @@ def test_a_page_runs_without_a_complaint_and_asks_for_nothing(lesson_view, name)
 def test_axe_finds_no_violation(lesson_view, name, scheme):
     page = lesson_view(name).page
     page.emulate_media(color_scheme=scheme)
-    page.evaluate(AXE_SCRIPT)
-    found = page.evaluate("axe.run()")
-    told = [(rule["id"], [node["html"][:160] for node in rule["nodes"][:3]]) for rule in found["violations"]]
+    told = [(rule["id"], [node["html"][:160] for node in rule["nodes"][:3]]) for rule in violations(page)]
     page.emulate_media(color_scheme="light")
     assert told == []
 
 
 def test_axe_would_have_seen_a_picture_without_words(lesson_view):
     page = lesson_view("rows").page
-    page.evaluate(AXE_SCRIPT)
     page.evaluate("document.querySelector('#rows svg.cells').removeAttribute('aria-label')")
-    assert [rule["id"] for rule in page.evaluate("axe.run()")["violations"]] == ["svg-img-alt"]
+    assert [rule["id"] for rule in violations(page)] == ["svg-img-alt"]
     page.evaluate("document.querySelector('#rows svg.cells').setAttribute('aria-label', 'rows')")
 
 
 @pytest.mark.parametrize("name", ORDER)
-def test_nothing_scrolls_sideways_on_a_narrow_screen(opened, name):
-    page = opened(name, width=375).page
+def test_nothing_scrolls_sideways_on_a_narrow_screen(narrow_view, name):
+    page = narrow_view(name).page
     assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
 
 
-def test_all_nine_read_without_scripts(opened):
-    page = opened(java_script_enabled=False).page
+def test_all_nine_read_without_scripts(new_tab):
+    page = new_tab(java_script_enabled=False).page
     assert page.locator("article.lesson:visible").count() == 9
     text = page.locator("main").inner_text()
     for lesson in all_lessons():
@@ -174,19 +196,19 @@ def test_the_size_of_all_nine_is_kept():
 
 
 def test_a_break_rewrites_the_verdict_and_the_address_and_a_link_restores_it(opened):
-    page = opened("rows").page
+    page = opened("rows")
     bench = page.locator("#rows .bench")
     assert "Exact" in bench.locator(".verdict").inner_text()
     bench.get_by_label("zero before every micro-batch").check()
     assert "752 of 1,000 rows never count" in bench.locator(".verdict").inner_text()
     assert "752 never" in bench.locator("svg.cells").get_attribute("aria-label")
     state = page.url.split("#rows")[1]
-    again = opened("rows", state=state).page
+    again = opened("rows", state=state)
     assert "752 of 1,000 rows never count" in again.locator("#rows .bench .verdict").inner_text()
 
 
 def test_breaks_that_exclude_each_other_are_not_made_together_and_a_line_that_is_gone_is_struck_through(opened):
-    bench = opened("rows").page.locator("#rows .bench")
+    bench = opened("rows").locator("#rows .bench")
     bench.get_by_label("zero before every micro-batch").check()
     bench.get_by_label("never zero").check()
     assert not bench.get_by_label("zero before every micro-batch").is_checked()
@@ -194,7 +216,7 @@ def test_breaks_that_exclude_each_other_are_not_made_together_and_a_line_that_is
 
 
 def test_a_tail_that_leaks_is_told_from_one_that_is_lost(opened):
-    bench = opened("rows").page.locator("#rows .bench")
+    bench = opened("rows").locator("#rows .bench")
     bench.get_by_label("no step for the tail; zero only after steps").check()
     assert "40 of 1,000 rows miss their own batch" in bench.locator(".verdict").inner_text()
     bench.get_by_label("no step for the tail; zero at the start of an epoch").check()
@@ -202,7 +224,7 @@ def test_a_tail_that_leaks_is_told_from_one_that_is_lost(opened):
 
 
 def test_the_gradient_of_a_micro_batch_is_shown_before_it_is_added(opened):
-    stepper = opened("trace").page.locator("#trace .stepper")
+    stepper = opened("trace").locator("#trace .stepper")
     bars = []
     for _ in range(11):
         stepper.get_by_role("button", name="Next", exact=True).click()
@@ -215,7 +237,7 @@ def test_the_gradient_of_a_micro_batch_is_shown_before_it_is_added(opened):
 
 
 def test_the_reader_commits_before_the_answer_is_shown(opened):
-    page = opened("zero").page
+    page = opened("zero")
     question = page.locator("#zero .predict").first
     assert question.locator(".reveal").inner_text() == ""
     question.get_by_role("button").first.click()
@@ -223,7 +245,7 @@ def test_the_reader_commits_before_the_answer_is_shown(opened):
 
 
 def test_the_stepper_walks_through_one_update(opened):
-    page = opened("trace").page
+    page = opened("trace")
     stepper = page.locator("#trace .stepper")
     seen = []
     for _ in range(23):
@@ -236,7 +258,7 @@ def test_the_stepper_walks_through_one_update(opened):
 
 
 def test_the_parsons_problem_is_solved_by_keyboard_alone(opened):
-    page = opened("write").page
+    page = opened("write")
     here = "[...document.querySelectorAll('#write .parsons .lines .line')].indexOf(document.activeElement)"
     for _ in range(40):  # from the top of the page to the first line
         page.keyboard.press("Tab")
@@ -274,13 +296,13 @@ def test_the_parsons_problem_is_solved_by_keyboard_alone(opened):
 
 
 def test_a_wrong_arrangement_is_told_what_python_says(opened):
-    page = opened("write").page
+    page = opened("write")
     page.locator("#write .parsons .run").first.click()
     assert "IndentationError" in page.locator("#write .parsons .verdict").inner_text()
 
 
 def test_a_wrong_answer_gets_its_experiment(opened):
-    page = opened("recall").page
+    page = opened("recall")
     page.locator("#recall .quiz").get_by_role("button", name="before each backward", exact=True).click()
     assert "752 of 1,000 rows never count" in page.locator("#recall .quiz").inner_text()
 
@@ -288,7 +310,7 @@ def test_a_wrong_answer_gets_its_experiment(opened):
 def test_cards_come_back_when_the_package_fsrs_says(opened):
     from fsrs import Card, Rating, Scheduler
 
-    page = opened("recall").page
+    page = opened("recall")
     scheduler, start = Scheduler(enable_fuzzing=False), datetime(2026, 1, 1, tzinfo=UTC)
     histories = [
         [(3, 0), (3, 10), (3, 3000), (4, 40000), (1, 90000), (3, 90010), (2, 95000)],
@@ -318,7 +340,7 @@ def test_cards_come_back_when_the_package_fsrs_says(opened):
 
 
 def test_a_card_that_was_known_is_kept_for_later_in_this_browser(opened):
-    page = opened("recall").page
+    page = opened("recall")
     cards = page.locator("#recall .cards")
     first = cards.locator(".question").inner_text()
     cards.get_by_role("button", name="show it").click()
@@ -330,7 +352,7 @@ def test_a_card_that_was_known_is_kept_for_later_in_this_browser(opened):
 
 
 def test_the_numbers_of_cards_vary_and_are_right(opened):
-    page = opened("recall").page
+    page = opened("recall")
     cards = next(part for part in read_lesson("recall").parts if part.kind == "cards").spec["cards"]
     for card in cards:
         texts = page.evaluate(
@@ -357,7 +379,7 @@ def test_the_numbers_of_cards_vary_and_are_right(opened):
 def test_fp16_on_the_number_line_is_torchs(opened):
     import torch
 
-    page = opened("limits").page
+    page = opened("limits")
     values = [s * m * 10.0**e for e in range(-10, 6) for m in (1.0, 1.7, 3.3, 6.1) for s in (1, -1)] + [
         2**-25,
         65519.0,
@@ -388,16 +410,16 @@ def test_the_site_has_a_file_per_lesson_and_the_scripts_once(tmp_path):
 
 
 def test_the_printed_cheat_sheet_is_there_and_controls_are_not(opened):
-    page = opened("recall").page
+    page = opened("recall")
     page.emulate_media(media="print")
     assert page.locator("#recall .sheet").is_visible()
     assert not page.locator("header.top").is_visible()
-    page.emulate_media(media="screen")
+    page.emulate_media(media="null")  # none: what is printed has its own
 
 
 @pytest.mark.parametrize("paper", ["A4", "Letter"])
 def test_the_cheat_sheet_is_one_printed_side(opened, paper):
-    page = opened("recall").page
+    page = opened("recall")
     alone = "#recall > *:not(:has(.cheat)), article:not(#recall) { display: none !important }"
     sides = {}
     for name, style in (("sheet", alone), ("page", "")):

@@ -7,6 +7,7 @@ and the libraries under NumPy and torch are told to keep to one thread.
 import gc
 import os
 
+import pydantic  # noqa: F401 - typer asks for it
 import torch
 import torch._dynamo  # every optimizer asks for it
 import torch.distributed.checkpoint
@@ -17,9 +18,11 @@ import torch.profiler
 import anybatch.api
 import anybatch.cli.app
 import anybatch.cli.commands
+import anybatch.report.page
 import anybatch.training.loop  # noqa: F401
 
 torch.set_num_threads(1)
+os.fsync = lambda descriptor: None  # as in tests/conftest.py
 threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 if threads > 1:
     raise RuntimeError(

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import expect
 
 from anybatch.report.page import write_page
+from tests.browsing import violations
 from tests.report.run_folders import (
     HOSTILE,
     compare_folder,
@@ -415,10 +415,7 @@ def test_the_log_button_changes_the_axis_and_keeps_its_state_through_a_change_of
 def test_axe_finds_no_violation(shown, kind, scheme):
     page = shown(kind).page
     page.emulate_media(color_scheme=scheme)
-    if not page.evaluate("'axe' in window"):
-        page.evaluate(AXE_SCRIPT)
-    found = page.evaluate("axe.run()")
-    assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found["violations"]] == []
+    assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in violations(page)] == []
 
 
 def test_every_chart_has_a_text_alternative(shown):

@@ -46,7 +46,7 @@ def render_doctor(diagnosis: Json) -> str:
         updates=[{**update, "cells": _cells(update)} for update in diagnosis["updates"][:UPDATES]],
         lost=_lost(diagnosis.get("lost", [])),
         num_updates=len(diagnosis["updates"]),
-        style=Markup(style.joinpath("page.css").read_text() + style.joinpath("doctor.css").read_text()),
+        style=Markup(style.joinpath("page.css").read_text("utf-8") + style.joinpath("doctor.css").read_text("utf-8")),
     )
 
 

@@ -15,7 +15,7 @@ def write_self_test_page(found: Mapping[str, Any], page: Path) -> Path:
     groups: dict[str, list[Any]] = {}
     for check in found["checks"]:
         groups.setdefault(check["group"], []).append(check)
-    style = files("anybatch.report").joinpath("templates", "page.css").read_text()
+    style = files("anybatch.report").joinpath("templates", "page.css").read_text("utf-8")
     text = environment.get_template("self_test.html").render(
         found=found,
         groups=groups,

@@ -2,6 +2,7 @@
 
 import ast
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,8 +52,16 @@ def is_held_out(number: int) -> bool:
 
 def _functions_of(text: str) -> list[Function]:
     lines = text.splitlines()
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    nodes = [node for node in _statements(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     return [_function(node, lines) for node in sorted(nodes, key=lambda node: node.lineno)]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement below a node: functions are statements, and `ast.walk` goes through all expressions too."""
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from _statements(child)
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> Function:
