@@ -112,11 +112,15 @@ def test_the_record_of_a_proof_holds_all_that_verify_says():
 
 def test_the_record_of_a_plan_holds_all_that_plan_says():
     model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
-    batch = torch.randn(7, 3), torch.arange(7) % 2
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = plan(model, optimizer, supervised(nn.CrossEntropyLoss()), batch, memory="1GiB").as_dict()
-    said = plain_text(said | {"sentences": ["It fits."]})
-    assert plain(read(PlanRecord, said)) == said
+    batch = torch.randn(512, 3), torch.arange(512) % 2
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), supervised(nn.CrossEntropyLoss()), batch
+    whole = plan(*parts, memory="1GiB", checkpointing=False)
+    found = plan(*parts, memory=whole.whole_bytes - 1, margin=0.0, checkpointing=False)
+    assert found.ranking
+    assert found.not_ranked
+    for planned in (whole, found):
+        said = plain_text(planned.as_dict() | {"sentences": ["It fits."]})
+        assert plain(read(PlanRecord, said)) == said
 
 
 @pytest.mark.parametrize("record", RECORDS)
