@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from anybatch import plan
+from anybatch import Update, measure_peak, plan
 from anybatch.cli.main import run
 from anybatch.memory import parameters_on_meta, plan_config
 from anybatch.memory.predicting.ways_to_fit import last_sentence
@@ -161,3 +161,22 @@ def test_a_large_task_is_planned_without_its_weights(tmp_path, capsys, monkeypat
     with parameters_on_meta(beyond=20_000):
         model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
     assert [layer.weight.device.type for layer in model] == ["cpu"] + ["meta"] * 7
+
+
+def test_attention_that_a_real_run_does_without_a_mask_is_planned_without_one():
+    settings = {name: value for name, value in SMALL.items() if name != "model_type"}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, use_cache=False)).train()
+    model.gradient_checkpointing_enable()
+    optimizer, tokens = torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(8, 96, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    update = Update(model, optimizer, huggingface(), micro_batch=4, check="off")
+    update(batch)
+    truth = measure_peak(update, batch)[1]
+
+    def planned(batch):
+        found = plan(model, optimizer, huggingface(), batch, memory="1GiB", checkpointing=False)
+        return found.peak(4) - found.outside(4)
+
+    assert planned(batch) == pytest.approx(truth, rel=0.01)
+    positions = torch.arange(96).repeat(8, 1)
+    assert planned({**batch, "position_ids": positions}) > 1.03 * truth, "keys and values repeated for a mask"

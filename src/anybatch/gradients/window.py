@@ -10,7 +10,7 @@ from anybatch.autograd_graph import leaves_of
 from anybatch.errors import LossError, UnitsError, WindowError
 from anybatch.gradients.gradient_sum import GradientSum
 from anybatch.gradients.shares import weighted_sum
-from anybatch.objectives import Number
+from anybatch.objectives import Number, by_itself
 from anybatch.parallel import is_sharded
 
 
@@ -95,7 +95,7 @@ class Window:
             return False
         self._check_leaves(mean_loss)
         self._provisional = self._provisional or number
-        loss = mean_loss.detach().reshape(())
+        loss = by_itself(mean_loss).reshape(())
         is_counted = not (self._sum.isolate and not bool(loss.isfinite()))
         if is_counted:
             is_counted = self._sum.backward(mean_loss, torch.full_like(mean_loss, number / self._provisional))

@@ -13,8 +13,8 @@ from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelop
 from anybatch.memory.predicting.memory_plan import Method
 from anybatch.memory.predicting.micro_batch_source import MicroBatchSource
 from anybatch.memory.tracing import (
-    MICRO_BATCH_BYTES,
     NODE_BYTES,
+    NORM_BYTES,
     FakeProbe,
     Moments,
     Probe,
@@ -25,10 +25,6 @@ from anybatch.memory.tracing import (
     is_real,
     optimizer_tensors,
 )
-from anybatch.torch_inside import BatchNormLayer
-
-NORM_BYTES = 800
-"""What the statistics of one BatchNorm and one micro-batch take outside torch's allocator: estimated, not counted."""
 
 
 @dataclass(slots=True)
@@ -82,11 +78,11 @@ class Trials:
         outside = self.outside()[1]
         if self.setup.is_coupled:
             return torch.get_rng_state().nbytes + outside
-        if self.is_together or not self._num_norms():
+        if self.is_together or not self.setup.num_norms:
             return outside
         shape = 2, self.source.longest
         more = self.probe(*[self.source.micro_batch(shape)] * 3).peak - self.peak(shape)
-        return more + (NORM_BYTES * self._num_norms() if outside else 0)
+        return more + (NORM_BYTES * self.setup.num_norms if outside else 0)
 
     def outside(self) -> tuple[int, int]:
         """Bytes outside torch's allocator: those of one graph, and those of each micro-batch."""
@@ -94,12 +90,9 @@ class Trials:
             return 0, 0
         graph = NODE_BYTES * self.probe.num_nodes
         if self.setup.is_exact:
-            return 0, graph + MICRO_BATCH_BYTES
-        norms = 0 if self.is_together else NORM_BYTES * self._num_norms()
-        return graph - 2 * norms, MICRO_BATCH_BYTES + norms
-
-    def _num_norms(self) -> int:
-        return sum(isinstance(module, BatchNormLayer) for module in self.setup.parts[0].modules())
+            return 0, graph + self.setup.outside_each
+        norms = 0 if self.is_together else NORM_BYTES * self.setup.num_norms
+        return graph - 2 * norms, self.setup.outside_each + norms
 
     def peak(self, shape: PassShape) -> int:
         """The peak of an update in micro-batches of this shape, tried once."""

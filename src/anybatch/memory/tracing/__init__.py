@@ -10,8 +10,8 @@ from anybatch.memory.tracing.meter import (
 )
 from anybatch.memory.tracing.moments import MemoryKind, Moment, Moments, highest
 from anybatch.memory.tracing.probe import (
-    MICRO_BATCH_BYTES,
     NODE_BYTES,
+    NORM_BYTES,
     FakeProbe,
     Probe,
     RealProbe,
@@ -24,11 +24,11 @@ from anybatch.memory.tracing.trial_copies import Parts, is_real, is_watched, kee
 __all__ = [
     "ELSEWHERE",
     "FakeProbe",
-    "MICRO_BATCH_BYTES",
     "MemoryKind",
     "Moment",
     "Moments",
     "NODE_BYTES",
+    "NORM_BYTES",
     "Parts",
     "Probe",
     "RealProbe",

@@ -1,24 +1,21 @@
 """The real meter: every allocation of the CPU as the profiler saw it; on a GPU the allocator's own counters."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch, tensors
 from anybatch.device_memory import has_counters, with_peak
+from anybatch.memory.tracing.kernel_buffers import kernel_buffers
 from anybatch.parallel import is_sharded
 from anybatch.torch_inside import profiler_events, storage_key
 from anybatch.update import Update, UpdateResult
 
 _PREFIX = "anybatch."
-_COLUMNS = "aten::_slow_conv2d_backward"
-"""Runs where oneDNN does not, as for a single small row; it unfolds a row into memory that it takes with `new`."""
 Result = TypeVar("Result")
 
 
@@ -58,17 +55,10 @@ def metered(action: Callable[[], Result], device_type: str = "cpu") -> Metered[R
         for event in events
         if event.name() == "[memory]" and event.device_type().name.lower() == device_type
     ]
-    for event in events:
-        if event.name() == _COLUMNS and device_type == "cpu":
-            unfolded = (8 if event.dtypes()[0] == "double" else 4) * _unfolded(*event.shapes()[:3])
-            allocations += [(event.start_ns(), unfolded), (event.start_ns() + event.duration_ns(), -unfolded)]
+    if device_type == "cpu":
+        allocations += kernel_buffers(events)
     allocations.sort(key=lambda allocation: allocation[0])
     return Metered(result, tuple(allocations), tuple(stages))
-
-
-def _unfolded(outputs: list[int], inputs: list[int], weight: list[int]) -> int:
-    """Numbers in the columns of one row, of as many rows as there are threads: torch's allocator does not know of them."""
-    return min(torch.get_num_threads(), inputs[0]) * math.prod(weight[1:]) * math.prod(outputs[2:])
 
 
 def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:

@@ -16,6 +16,7 @@ from anybatch.batches import Batch, MicroBatches, move, rows, tensors
 from anybatch.low_precision import is_low
 from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
 from anybatch.memory.tracing.moments import MemoryKind
+from anybatch.memory.tracing.real_choices import choosing_as_real
 from anybatch.memory.tracing.recorder import Recorder, Timeline
 from anybatch.memory.tracing.trial_copies import Parts, fake_batch, fake_copies, real_copies, undone
 from anybatch.norms import uses_batch_statistics
@@ -38,6 +39,10 @@ NODE_BYTES = 1000
 """What a node of the graph and its tensors take beside their numbers, outside torch's allocator: 840 to 910 were counted."""
 MICRO_BATCH_BYTES = 2000
 """What each micro-batch leaves there until the end of the update: 1,830 to 1,860 were counted."""
+REPRESENTATION_BYTES = 2400
+"""What the representations of a micro-batch take there as leaves of a coupled loss's graph: some 1,200 each, of two."""
+NORM_BYTES = 800
+"""What the statistics of one BatchNorm and one micro-batch take there: estimated, not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,18 @@ class TrialSetup:
         return self.running.batch_norm == "exact" and any(
             isinstance(module, BatchNormLayer) and uses_batch_statistics(module) for module in self.parts[0].modules()
         )
+
+    @property
+    def num_norms(self) -> int:
+        """How many layers are BatchNorms."""
+        return sum(isinstance(module, BatchNormLayer) for module in self.parts[0].modules())
+
+    @property
+    def outside_each(self) -> int:
+        """Bytes that each micro-batch leaves outside torch's allocator, where it runs with all others."""
+        if not self.is_coupled:
+            return MICRO_BATCH_BYTES
+        return MICRO_BATCH_BYTES + REPRESENTATION_BYTES + NORM_BYTES * self.num_norms * (not self.is_exact)
 
     @property
     def runs_all_first(self) -> bool:
@@ -140,7 +157,7 @@ class FakeProbe:
         return tuple(fake_batch(one, self._mode, is_elsewhere=self._setup.is_elsewhere) for one in micro_batches)
 
     def _run(self, batch: MicroBatches, recorder: Recorder | None = None) -> None:
-        with without_warnings(), self._mode:
+        with without_warnings(), choosing_as_real(batch), self._mode:
             if recorder is None:
                 self._runner.run(batch)
                 return
@@ -213,9 +230,8 @@ def _with_outside(timeline: Timeline, setup: TrialSetup, num_nodes: int, num_mic
     """With what lies outside torch's allocator; a plan for an accelerator does not count what lies on the host."""
     if setup.device.type != "cpu":
         return timeline
-    outside = (
-        NODE_BYTES * num_nodes * (num_micro_batches if setup.is_exact else 1) + MICRO_BATCH_BYTES * num_micro_batches
-    )
+    graphs = num_micro_batches if setup.is_exact else 1
+    outside = NODE_BYTES * num_nodes * graphs + setup.outside_each * num_micro_batches
     return Timeline(timeline.ops, tuple(live + outside for live in timeline.live))
 
 
