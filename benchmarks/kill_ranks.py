@@ -41,6 +41,9 @@ class Kill:
 class Ranks(Protocol):
     """The command line on ranks, all of which start again where one dies."""
 
+    seconds_to_start: float
+    """Before its first update."""
+
     def poll(self) -> int | None:
         """The exit code; None while they run."""
 
@@ -57,6 +60,8 @@ Start = Callable[[Sequence[str], Path, int, int], Ranks]
 
 class Torchrun:
     """Ranks that torchrun starts."""
+
+    seconds_to_start = 3.0
 
     def __init__(self, arguments: Sequence[str], log: Path, ranks: int, restarts: int) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -141,7 +146,7 @@ def _kill_one(agent: Ranks, run: Path, ranks: int, moments: random.Random, gone:
         time.sleep(0.01)
     while_starting = moments.random() < 0.2
     if while_starting:
-        time.sleep(moments.uniform(0.0, 3.0))
+        time.sleep(moments.uniform(0.0, agent.seconds_to_start))
     else:
         target = _num_done(run) + moments.randint(1, most)
         while _num_done(run) < target and agent.poll() is None:

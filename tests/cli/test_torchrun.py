@@ -56,6 +56,8 @@ def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same
 class WarmTorchrun:
     """The agent of torchrun, here, and its ranks, forked: each of six cold ranks would take 5 s of a core to load torch."""
 
+    seconds_to_start = 0.3
+
     def __init__(self, arguments, log, ranks, restarts):
         server()
         log.touch()
@@ -97,7 +99,7 @@ def command_line_on_rank(arguments, folder):
 
 
 def test_ranks_killed_under_torchrun_go_on_by_themselves_to_the_same_end_bit_for_bit(capsys):
-    assert kill_ranks.main(["--kills", "1", "--options", "--epochs 3 --save-every 3"], WarmTorchrun) == 0
+    assert kill_ranks.main(["--kills", "1", "--options", "--epochs 6 --save-every 3"], WarmTorchrun) == 0
     assert "1 kills, its end is equal bit for bit" in capsys.readouterr().out
 
 
