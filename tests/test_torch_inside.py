@@ -6,6 +6,7 @@ import pickle
 import sys
 import tomllib
 import warnings
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -280,6 +281,16 @@ def test_profiler_events_hold_every_allocation(inside: ModuleType):
     events = [event for event in inside.profiler_events(profiler) if event.name() == "[memory]"]
     assert [event.nbytes() for event in events] == [kept.nbytes]
     assert all(event.start_ns() > 0 and event.device_type().name == "CPU" for event in events)
+
+
+def test_without_op_names_a_profile_has_allocations_alone(inside: ModuleType):
+    names = []
+    for around in (nullcontext, inside.without_op_names):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, around():
+            kept = torch.ones(1000).requires_grad_()
+            (kept * 2).sum().backward()
+        names.append({event.name() for event in inside.profiler_events(profiler)})
+    assert names[0] > names[1] == {"[memory]"}
 
 
 def test_is_in_backward_where_a_block_is_computed_again(inside: ModuleType):

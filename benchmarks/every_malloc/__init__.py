@@ -5,7 +5,9 @@ It is a small C library that is loaded before the system's own (`LD_PRELOAD`), s
 """
 
 import ctypes
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,6 +71,11 @@ class Counted:
     def restart(self) -> None:
         """Count from now on."""
         self._inside.counted_restart()
+
+    def show_refusals(self) -> None:
+        """From now on print the Python stack of whoever is refused, to stderr."""
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
+        self._inside.counted_signal(signal.SIGUSR1)
 
     def fail_after(self, num_large: int) -> None:
         """Refuse one large allocation, the one after `num_large` more; -1: none."""

@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <malloc.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
 
@@ -18,6 +19,7 @@ extern void *__libc_memalign(size_t, size_t);
 extern void __libc_free(void *);
 
 static atomic_long live, peak, limit = -1, countdown = -1, num_large, num_refused;
+static int signal_of_refusals;
 
 static int refuses(long size) {
     if (size < LARGE) return 0;
@@ -25,7 +27,11 @@ static int refuses(long size) {
     long most = atomic_load(&limit);
     int over = most >= 0 && atomic_load(&live) + size > most;
     if (atomic_load(&countdown) >= 0 && atomic_fetch_sub(&countdown, 1) == 0) over = 1;
-    if (over) { atomic_fetch_add(&num_refused, 1); errno = ENOMEM; }
+    if (over) {
+        atomic_fetch_add(&num_refused, 1);
+        if (signal_of_refusals) raise(signal_of_refusals);
+        errno = ENOMEM;
+    }
     return over;
 }
 
@@ -64,6 +70,7 @@ long counted_live(void) { return atomic_load(&live); }
 long counted_peak(void) { return atomic_load(&peak); }
 void counted_restart(void) { atomic_store(&peak, atomic_load(&live)); atomic_store(&num_large, 0); atomic_store(&num_refused, 0); }
 void counted_limit(long most) { atomic_store(&limit, most); }
+void counted_signal(int number) { signal_of_refusals = number; }
 void counted_fail_after(long n) { atomic_store(&countdown, n); }
 long counted_large(void) { return atomic_load(&num_large); }
 long counted_refused(void) { return atomic_load(&num_refused); }

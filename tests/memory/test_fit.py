@@ -58,17 +58,38 @@ def num_plans(monkeypatch):
     return made
 
 
-def test_the_measured_peak_stays_inside_and_that_of_one_micro_batch_fewer_would_not():
-    limit = 400_000
-    update = update_with(Fit(limit, margin=0))
-    peaks = [measure_peak(update, batch_of(512, seed))[1] for seed in range(3)]
-    chosen = update.accumulator.split.choice
-    assert max(peaks[1:]) <= limit
-    assert 1 < chosen.size < 512
-    more = -(-512 // (-(-512 // chosen.size) - 1))
-    larger = update_with(Rows(more))
-    larger(batch_of(512))
-    assert measure_peak(larger, batch_of(512))[1] + chosen.plan.outside(more) > limit
+def test_after_memory_was_short_once_the_bound_of_before_comes_back_and_not_only_the_size_that_failed():
+    fit = Fit("1GiB", most=16)
+    update = update_with(fit)
+    with OutOfMemoryAbove(13):
+        assert update(batch_of(27)).retries == 1  # 14 and 13 rows
+    assert fit.bound == 7
+    counts = [update(batch_of(27)).micro_batches for _ in range(31)]
+    assert counts[-1] == 2
+    assert fit.bound == 16
+    assert update(batch_of(16)).micro_batches == 1
+
+
+class Reading(nn.Module):
+    """Looks at its numbers, so that only real steps can be tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = wide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x * float(x.abs().max() > 0))
+
+
+def test_a_trial_that_memory_runs_out_in_is_no_size_that_fits_and_smaller_ones_are_tried():
+    model = Reading()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with OutOfMemoryAbove(11):
+        planned = plan(model, optimizer, CLASSES, batch_of(256), memory="1GiB")
+    assert planned.method == "real steps"
+    assert 8 <= planned.micro_batch <= 11
+    assert planned.whole_bytes > planned.limit
+    assert not optimizer.state
 
 
 def test_a_batch_is_predicted_once_and_again_only_where_it_grows(num_plans):

@@ -37,6 +37,8 @@ class Cutting:
         self._given: Split = AsGiven()
         self._asked: Split | None = None
         """What batches were cut by before memory ran out; None where they still are."""
+        self._bound = 0
+        """The largest micro-batch that it allowed then, which may be more than what failed: batches are cut evenly."""
         self._way_back = WayBack()
         self._has_warned = False
         self._has_samples = False
@@ -85,6 +87,7 @@ class Cutting:
         """Cut in smaller micro-batches than `ran` from now on; where no rank can, False, or an error if `is_last`."""
         is_given = isinstance(batch.batch if isinstance(batch, Dealt) else batch, MicroBatches)
         before, size = self.split, None if ran is None or is_given else _size(self.split, ran)
+        bound: int = 0 if size is None else getattr(before, "bound", 0)
         found = None if ran is None else smaller(self._given if is_given else self.split, ran)
         if not ranks.any(found is not None):
             if not is_last:
@@ -103,7 +106,8 @@ class Cutting:
             return True
         self.split = found
         if size is not None:
-            self._asked = before if self._asked is None else self._asked
+            if self._asked is None:
+                self._asked, self._bound = before, bound
             self._way_back.fail(size, free)
         if not self._has_warned:
             self._has_warned = True
@@ -137,7 +141,7 @@ class Cutting:
         if size < self._way_back.highest:
             self.split = self.split if resized is None else resized(size)
             return resized is not None
-        self.split = asked if asked is not self.split or resized is None else resized(size)
+        self.split = asked if asked is not self.split or resized is None else resized(max(size, self._bound))
         self._asked = None
         self._way_back.arrive()
         return True

@@ -11,7 +11,7 @@ from anybatch.device_memory import has_counters, with_peak
 from anybatch.errors import VerifyError
 from anybatch.passes import common_device
 from anybatch.proof.cases import Case, make_case, why_not_float64
-from anybatch.torch_inside import profiler_events
+from anybatch.torch_inside import profiler_events, without_op_names
 
 
 def rows_that_fit(case: Case, limit: int) -> int:
@@ -67,7 +67,7 @@ def _measured(case: Case, run: Callable[[], object]) -> int:
     if device is not None and has_counters(device):
         before = torch.accelerator.memory_allocated(device)
         return with_peak(run, device)[1] - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, without_op_names():
         run()
     events = profiler_events(profiler)
     allocated = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")

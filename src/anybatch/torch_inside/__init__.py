@@ -70,6 +70,7 @@ from anybatch.torch_inside.inside_names import (
     storage_key,
     without_dynamo,
     without_modes,
+    without_op_names,
 )
 from anybatch.torch_inside.releases import warn_of_newer
 
@@ -136,4 +137,5 @@ __all__ = [
     "whole_parameters",
     "without_dynamo",
     "without_modes",
+    "without_op_names",
 ]

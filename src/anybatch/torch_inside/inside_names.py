@@ -1,14 +1,15 @@
 """Private names of torch outside its wrappers for many ranks, one alias or small function each."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id
-from torch._C._autograd import _profiler_enabled
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
@@ -117,6 +118,16 @@ def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 def profiler_events(profiler: Any) -> list[Any]:
     """Every event of a finished profile, allocations with their bytes among them."""
     return list(profiler.profiler.kineto_results.events())
+
+
+@contextmanager
+def without_op_names() -> Iterator[None]:
+    """The block in which a running profiler records allocations alone: names of ops take more memory than the ops do."""
+    _enable_record_function(False)
+    try:
+        yield
+    finally:
+        _enable_record_function(True)
 
 
 def overflows(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Sizes tried by real steps, from one row upwards: none that could be above the limit."""
 
+from anybatch.errors import MemoryLimitError
 from anybatch.memory.available import available_bytes
 from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope, largest_below
 from anybatch.memory.predicting.trials import Trials
@@ -9,6 +10,8 @@ LEAST_SLACK = 0.02
 """How far above its line the next size is held to be possible, at least; more where the last one was farther off."""
 GROWTH = 4
 """The next size is at most so many times the last one: kernels of the CPU change with size."""
+LOWERED = 0.95
+"""Where memory ran out in a trial, the next one is to take at most this share of what it was expected to."""
 WORTH_TRYING = 1.05
 """How much larger a size has to be to be tried."""
 
@@ -37,7 +40,12 @@ class RealSizes:
     def climb(self) -> None:
         """Try sizes for as long as they fit, short of the whole batch."""
         while (following := self._following()) >= WORTH_TRYING * self._sizes[-1]:
-            expected, peak = self._line(following), self._peak(following)
+            expected = self._line(following)
+            try:
+                peak = self._peak(following)
+            except (MemoryLimitError, MemoryError):  # of the trial, or of the meter
+                self._limit = min(self._limit, int(LOWERED * self._at_most(following)))
+                continue
             if peak > self._limit:
                 break
             if len(self._sizes) > 1:
@@ -55,7 +63,10 @@ class RealSizes:
             grown = self._fixed + (pieces[-1].peak - self._fixed) * count / self._sizes[-1]
             expected = grown if line is None else line.peak((count, None))
         if expected * (1 + self._slack) <= self._limit:
-            return trials.whole(), True
+            try:
+                return trials.whole(), True
+            except (MemoryLimitError, MemoryError):
+                expected = self._limit
         return round(expected * (1 + self._slack)), False
 
     @property

@@ -1,6 +1,7 @@
 """The real meter: every allocation of the CPU as the profiler saw it; on a GPU the allocator's own counters."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -12,7 +13,7 @@ from anybatch.batches import Batch, tensors
 from anybatch.device_memory import has_counters, with_peak
 from anybatch.memory.tracing.kernel_buffers import kernel_buffers
 from anybatch.parallel import is_sharded
-from anybatch.torch_inside import profiler_events, storage_key
+from anybatch.torch_inside import profiler_events, storage_key, without_op_names
 from anybatch.update import Update, UpdateResult
 
 _PREFIX = "anybatch."
@@ -27,7 +28,7 @@ class Metered(Generic[Result]):
     allocations: tuple[tuple[int, int], ...]
     """(nanoseconds, bytes): more than 0 was allocated, less was freed."""
     stages: tuple[tuple[int, str], ...]
-    """(nanoseconds, name) of the beginning of each stage of the updates inside."""
+    """(nanoseconds, name) of the beginning of each stage of the updates inside; none where ops have no names."""
 
     def peak(self, standing: int) -> int:
         """The most in use at any moment, on top of `standing` bytes that were there before."""
@@ -38,13 +39,15 @@ class Metered(Generic[Result]):
         return peak
 
 
-def metered(action: Callable[[], Result], device_type: str = "cpu") -> Metered[Result]:
+def metered(action: Callable[[], Result], device_type: str = "cpu", *, names_ops: bool = True) -> Metered[Result]:
     """Run `action` under the profiler. Byte-true and deterministic on the CPU, where resident memory is not.
 
-    Only this thread's allocations and those of the backward passes it starts are seen.
+    Only this thread's allocations and those of the backward passes it starts are seen. Names of ops tell of stages and of
+    columns; they may take more memory than the action does, and some hundred bytes per allocation are taken without.
     """
+    named: AbstractContextManager[None] = nullcontext() if names_ops else without_op_names()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
-    with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as profiler:
+    with profile(activities=activities, profile_memory=True, record_shapes=names_ops) as profiler, named:
         result = action()
     events = profiler_events(profiler)
     stages = sorted(

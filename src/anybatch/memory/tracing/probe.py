@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, MicroBatches, move, rows, tensors
+from anybatch.batches import Batch, MicroBatches, move, num_rows, rows, tensors
 from anybatch.low_precision import is_low
 from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
 from anybatch.memory.tracing.moments import MemoryKind
@@ -169,7 +169,7 @@ class RealProbe:
     """Real updates, read through the profiler: what kernels allocate inside is seen too.
 
     They run in place, on what `undo` puts back: a copy would need the memory that is planned for. Parts that lie elsewhere, or
-    that others watch, are copied.
+    that others watch, are copied. Where memory runs out, that is an error: half the rows would say nothing of all.
     """
 
     def __init__(self, setup: TrialSetup, undo: ExitStack) -> None:
@@ -191,8 +191,11 @@ class RealProbe:
         state = [] if optimizer is None else optimizer_tensors(optimizer)
         there_already = _gradients_there(setup, parameters)
         standing = bytes_of([*parameters, *model.buffers(), *state, *there_already]) + setup.batch_bytes
+        is_one = num_rows(there[0]) == 1  # kernels that ask for columns run then, and names take little
         with without_warnings():
-            seen = metered(lambda: self._runner.run(MicroBatches(there)), setup.device.type)
+            seen = metered(
+                lambda: self._runner.run(MicroBatches(there, whole=True)), setup.device.type, names_ops=is_one
+            )
         changes = [nbytes for _, nbytes in seen.allocations]
         names = tuple("allocated" if nbytes > 0 else "freed" for nbytes in changes)
         timeline = Timeline(names, tuple(accumulate(changes, initial=standing))[1:])
@@ -202,9 +205,9 @@ class RealProbe:
         recorder = Recorder([])
         with without_warnings():
             for _ in range(FIRST_RUNS - 1):
-                self._runner.run(MicroBatches(there))
+                self._runner.run(MicroBatches(there, whole=True))
             with recorder:
-                self._runner.run(MicroBatches(there))
+                self._runner.run(MicroBatches(there, whole=True))
         self.num_nodes = max(recorder.num_forward_ops // (len(there) if self._setup.runs_all_first else 1), 1)
 
 
