@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch.memory.fit as fit_module
+import anybatch.memory.planning as planning
 from anybatch import (
     Accumulator,
     Auto,
@@ -79,6 +80,21 @@ class Reading(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inside(x * float(x.abs().max() > 0))
+
+
+def test_what_the_first_trial_loads_is_not_taken_for_free(monkeypatch):
+    free = [1_000_000]
+    real = planning.start_trials
+
+    def loads(*args: Any) -> Any:
+        free[0] = 400_000
+        return real(*args)
+
+    monkeypatch.setattr(planning, "start_trials", loads)
+    monkeypatch.setattr(planning, "available_bytes", lambda device: free[0])
+    model = wide()
+    planned = plan(model, torch.optim.AdamW(model.parameters()), CLASSES, batch_of(64))
+    assert planned.memory == 400_000 + sum(one.nbytes for one in model.parameters())
 
 
 def test_a_trial_that_memory_runs_out_in_is_no_size_that_fits_and_smaller_ones_are_tried():

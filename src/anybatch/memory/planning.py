@@ -91,8 +91,7 @@ def plan(
     module, bucket_bytes = without_wrappers(model)
     parts = module, optimizer, objective
     there = _device_of(module, device)
-    # buckets that are there already are no longer free
-    room = available_bytes(there) + _already(parts, there) if memory is None else parse_bytes(memory) - bucket_bytes
+    asked = None if memory is None else parse_bytes(memory) - bucket_bytes
     if running is None:
         running = Running(
             autocast=autocast,
@@ -109,7 +108,7 @@ def plan(
             optimizer,
             objective,
             batch,
-            memory=room + bucket_bytes,
+            memory=memory,
             device=device,
             split=split,
             margin=margin,
@@ -126,6 +125,8 @@ def plan(
         batch_bytes = 0 if is_elsewhere else source.nbytes
         setup = TrialSetup(parts, there, batch_bytes, is_elsewhere, running, is_in_place)
         trials = start_trials(setup, source, undo)
+        # what the first trial had torch load is no longer free, nor are buckets that are there already
+        room = available_bytes(there) + _already(parts, there) if asked is None else asked
         limit = int(room * (1 - margin))
         found = find_largest_fitting(trials, limit)
         moments = _moments(trials, found)

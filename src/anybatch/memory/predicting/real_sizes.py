@@ -1,5 +1,7 @@
 """Sizes tried by real steps, from one row upwards: none that could be above the limit."""
 
+from contextlib import suppress
+
 from anybatch.errors import MemoryLimitError
 from anybatch.memory.available import available_bytes
 from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope, largest_below
@@ -27,6 +29,7 @@ class RealSizes:
         self._longest = trials.source.longest
         self._smallest = trials.smallest  # tried now: the first trial makes the optimizer's state
         self._fixed = trials.standing + bytes_of(one for one in trials.probe.parts[0].parameters() if one.requires_grad)
+        self._above = limit + 1
         self._limit = min(limit, self._fixed + int(0.9 * available_bytes(trials.setup.device)))
         self._sizes = [self._smallest]
         self._slack = LEAST_SLACK
@@ -63,11 +66,9 @@ class RealSizes:
             grown = self._fixed + (pieces[-1].peak - self._fixed) * count / self._sizes[-1]
             expected = grown if line is None else line.peak((count, None))
         if expected * (1 + self._slack) <= self._limit:
-            try:
+            with suppress(MemoryLimitError, MemoryError):
                 return trials.whole(), True
-            except (MemoryLimitError, MemoryError):
-                expected = self._limit
-        return round(expected * (1 + self._slack)), False
+        return max(round(expected * (1 + self._slack)), self._above), False
 
     @property
     def envelope(self) -> Envelope | None:
