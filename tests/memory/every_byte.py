@@ -77,7 +77,10 @@ def metering(counted: Counted) -> float:
     deep = nn.Sequential(*(layer for _ in range(200) for layer in (nn.Linear(8, 8), nn.Tanh())))
     rows = torch.randn(1000, 8)
     peaks = []
-    for act in (lambda: deep(rows).sum().backward(), lambda: metered(lambda: deep(rows).sum().backward(), names_ops=False)):
+    for act in (
+        lambda: deep(rows).sum().backward(),
+        lambda: metered(lambda: deep(rows).sum().backward(), names_ops=False),
+    ):
         for _ in range(2):
             drop_gradients(deep.parameters())
             gc.collect()

@@ -82,6 +82,20 @@ class Reading(nn.Module):
         return self.inside(x * float(x.abs().max() > 0))
 
 
+def test_where_a_larger_batch_cannot_be_predicted_micro_batches_stay_as_large_as_before(monkeypatch):
+    fit = Fit(400_000)
+    update = update_with(fit)
+    update(batch_of(512))
+    size = fit.choice.size
+
+    def refuses(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(fit_module, "plan", refuses)
+    assert update(batch_of(600)).micro_batches == -(-600 // size) < 600
+    assert fit.choice.size == size > 1
+
+
 def test_what_the_first_trial_loads_is_not_taken_for_free(monkeypatch):
     free = [1_000_000]
     real = planning.start_trials

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -208,6 +208,11 @@ class Fit:
         except (
             Exception
         ) as error:  # an odd model is no reason not to train it, unless that would break a word that was given
+            if known := [
+                one for one in self._fits if one.plan is not None and one.shape.covers(replace(shape, rows=1))
+            ]:
+                last = known[-1]  # of fewer rows: as many of them in a micro-batch fitted
+                return _Fitting(shape, last.split, last.kind, last.size, last.plan, first_line(error))
             if self.memory is not None and any(is_sharded(one) for one in workload.model.parameters()):
                 raise MemoryLimitError(
                     f"{self!r} cannot be kept: what an update takes could not be predicted ({first_line(error)}), nor is it "
