@@ -191,10 +191,11 @@ class RealProbe:
         state = [] if optimizer is None else optimizer_tensors(optimizer)
         there_already = _gradients_there(setup, parameters)
         standing = bytes_of([*parameters, *model.buffers(), *state, *there_already]) + setup.batch_bytes
-        is_one = num_rows(there[0]) == 1  # kernels that ask for columns run then, and names take little
+        # kernels that take columns run for one row; elsewhere names would take memory and tell nothing
+        has_columns = num_rows(there[0]) == 1 and any(isinstance(module, nn.Conv2d) for module in model.modules())
         with without_warnings():
             seen = metered(
-                lambda: self._runner.run(MicroBatches(there, whole=True)), setup.device.type, names_ops=is_one
+                lambda: self._runner.run(MicroBatches(there, whole=True)), setup.device.type, names_ops=has_columns
             )
         changes = [nbytes for _, nbytes in seen.allocations]
         names = tuple("allocated" if nbytes > 0 else "freed" for nbytes in changes)
