@@ -12,8 +12,6 @@ LEAST_SLACK = 0.02
 """How far above its line the next size is held to be possible, at least; more where the last one was farther off."""
 GROWTH = 4
 """The next size is at most so many times the last one: kernels of the CPU change with size."""
-LOWERED = 0.95
-"""Where memory ran out in a trial, the next one is to take at most this share of what it was expected to."""
 WORTH_TRYING = 1.05
 """How much larger a size has to be to be tried."""
 
@@ -30,6 +28,8 @@ class RealSizes:
         self._smallest = trials.smallest  # tried now: the first trial makes the optimizer's state
         self._fixed = trials.standing + bytes_of(one for one in trials.probe.parts[0].parameters() if one.requires_grad)
         self._above = limit + 1
+        self._failed = 0
+        """The fewest rows that memory ran out with; 0 where it did not."""
         self._limit = min(limit, self._fixed + int(0.9 * available_bytes(trials.setup.device)))
         self._sizes = [self._smallest]
         self._slack = LEAST_SLACK
@@ -47,7 +47,7 @@ class RealSizes:
             try:
                 peak = self._peak(following)
             except (MemoryLimitError, MemoryError):  # of the trial, or of the meter
-                self._limit = min(self._limit, int(LOWERED * self._at_most(following)))
+                self._failed = following
                 continue
             if peak > self._limit:
                 break
@@ -65,7 +65,7 @@ class RealSizes:
             line = fit_envelope([(rows, None) for rows in self._sizes[-2:]], pieces) if len(pieces) == 2 else None
             grown = self._fixed + (pieces[-1].peak - self._fixed) * count / self._sizes[-1]
             expected = grown if line is None else line.peak((count, None))
-        if expected * (1 + self._slack) <= self._limit:
+        if not self._failed and expected * (1 + self._slack) <= self._limit:
             with suppress(MemoryLimitError, MemoryError):
                 return trials.whole(), True
         return max(round(expected * (1 + self._slack)), self._above), False
@@ -82,7 +82,8 @@ class RealSizes:
         """The next size to try; where even one row less than the batch fits, halves of it are the last."""
         last, count = self._sizes[-1], self._trials.source.num_rows
         bound = largest_below(self._limit, lambda rows: round(self._at_most(max(rows, last))), count - 1)
-        return min(GROWTH * last, count // 2 if bound == count - 1 else bound)
+        following = min(GROWTH * last, count // 2 if bound == count - 1 else bound)
+        return min(following, (last + self._failed) // 2) if self._failed else following
 
     def _peak(self, rows: int) -> int:
         return self._trials.peak((rows, self._longest))
