@@ -138,7 +138,7 @@ def main() -> None:
     for name in names or WORKLOADS:
         ran = in_own_process("benchmarks.fit_at_limit", "--here", name)
         if ran.returncode:
-            print(f"{name:26} failed: {ran.stderr.strip().splitlines()[-1][:160]}", flush=True)
+            print(f"{name:26} failed with {ran.returncode}: {ran.stderr.strip().splitlines()[-1][:160]}", flush=True)
             continue
         found = json.loads(ran.stdout.splitlines()[-1])
         print(show(found), flush=True)
