@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 PAGE = 4096
 _COLUMNS, _BACKWARD = "aten::_slow_conv2d_backward", "aten::convolution_backward"
@@ -32,6 +33,12 @@ def kernel_buffers(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
         if taken:
             yield event.start_ns(), taken
             yield event.start_ns() + event.duration_ns(), -taken
+
+
+def takes_buffers(model: nn.Module, num_rows: int) -> bool:
+    """True where such kernels may run. Elsewhere names of ops, which can take more memory than they do, tell nothing."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    return any(max(layer.dilation) > 1 or (num_rows == 1 and isinstance(layer, nn.Conv2d)) for layer in layers)
 
 
 def packed_bytes(rows: int, columns: int, inner: int) -> int:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from anybatch.batches import Batch, MicroBatches, move, num_rows, rows, tensors
 from anybatch.low_precision import is_low
+from anybatch.memory.tracing.kernel_buffers import takes_buffers
 from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
 from anybatch.memory.tracing.moments import MemoryKind
 from anybatch.memory.tracing.real_choices import choosing_as_real
@@ -191,11 +192,10 @@ class RealProbe:
         state = [] if optimizer is None else optimizer_tensors(optimizer)
         there_already = _gradients_there(setup, parameters)
         standing = bytes_of([*parameters, *model.buffers(), *state, *there_already]) + setup.batch_bytes
-        # kernels that take columns run for one row; elsewhere names would take memory and tell nothing
-        has_columns = num_rows(there[0]) == 1 and any(isinstance(module, nn.Conv2d) for module in model.modules())
+        is_named = takes_buffers(model, num_rows(there[0]))
         with without_warnings():
             seen = metered(
-                lambda: self._runner.run(MicroBatches(there, whole=True)), setup.device.type, names_ops=has_columns
+                lambda: self._runner.run(MicroBatches(there, whole=True)), setup.device.type, names_ops=is_named
             )
         changes = [nbytes for _, nbytes in seen.allocations]
         names = tuple("allocated" if nbytes > 0 else "freed" for nbytes in changes)
