@@ -1,5 +1,6 @@
 """Three problems whose every row's own gradient is known: what noise is, without any estimate of ours."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -7,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
 from torch import Tensor, nn
 
 from anybatch import Objective, supervised
-from anybatch.training.tasks.sources import functions
 from tests.reference import gradient
 
 IGNORED = -100
@@ -99,12 +99,12 @@ def digits() -> Problem:
 
 @cache
 def text() -> Problem:
-    """A causal transformer on functions of the standard library, whose lengths are ragged; units are tokens."""
+    """A causal transformer on sentences about data sets, whose lengths are ragged; units are tokens."""
     torch.manual_seed(2)
-    sources = [
-        torch.tensor(list(one.source.encode()[6 : len(one.source) // 12 + 6])) % 32 for one in functions()[:2400:8]
-    ]
-    sources = [source[:40] for source in sources if len(source) > 3]
+    texts = " ".join(load().DESCR for load in (load_digits, load_iris, load_wine, load_breast_cancer, load_diabetes))
+    sentences = [one for one in re.split(r"\W*[.:;|]\s+", texts) if len(one) > 6]
+    sources = [torch.tensor(list(one.encode()[: len(one) // 2])) % 32 for one in sentences]
+    sources = [source[:40] for source in sources]
     units = torch.tensor([float(len(source) - 1) for source in sources]).double()
 
     def batch(rows: Sequence[int]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Auto, Coupled, MicroBatches, Objective, Rows, Tokens, Update, info_nce, resume, save, supervised
-from anybatch.batches import take_rows
+from anybatch.batches import Cut, in_arrival_order, is_in_arrival_order, take_rows
 from anybatch.errors import UpdateError
 from anybatch.torch_inside import gradient_hooks_of
 from tests.noise.problems import PROBLEMS, TOKENS, Problem
@@ -88,6 +88,17 @@ def test_a_split_that_sorts_cuts_measured_updates_in_arrival_order(split):
         [[rows[row] for row in part] for part in sorting.cut(problem.batch(rows)).row_numbers] for rows in windows
     ]
     assert result.noise_scale.rows != pytest.approx(expected(problem, sorted_cuts), rel=1e-2)
+
+
+def test_rows_that_are_sorted_are_seen_where_the_first_of_each_micro_batch_are_not():
+    lengths = torch.tensor([9, 2, 9, 2])
+    mask = (torch.arange(9) < lengths[:, None]).long()
+    batch = {"input_ids": torch.ones(4, 9).long(), "attention_mask": mask}
+    rows = ((0, 2), (1, 3))
+    by_length = MicroBatches([take_rows(batch, list(some)) for some in rows], Cut(rows=rows, lengths=(9, 2)))
+    assert in_arrival_order(Tokens(18), batch, by_length).row_numbers == ((0, 1), (2, 3))
+    assert not is_in_arrival_order(by_length)
+    assert is_in_arrival_order(MicroBatches(by_length.micro_batches, by_length.cut, together=2))
 
 
 def trained(micro_batch: Any, noise: int | None) -> nn.Module:

@@ -86,13 +86,15 @@ class SortingSplit(Split, Protocol):
 
 def is_in_arrival_order(cut: MicroBatches) -> bool:
     """True where nobody has sorted the rows; those of a group may stand apart."""
-    firsts = [numbers[0] for numbers in cut.cut.rows if numbers] if cut.cut is not None else []
-    return firsts == sorted(firsts)
+    if cut.cut is None:
+        return True
+    order = [number for numbers in cut.cut.rows for number in (numbers if cut.together == 1 else numbers[:1])]
+    return order == sorted(order)
 
 
 def in_arrival_order(split: Split, batch: Batch, cut: MicroBatches) -> MicroBatches:
     """`cut`, which `split` made; cut anew where the split sorts rows."""
-    is_new = isinstance(split, SortingSplit) and not isinstance(batch, MicroBatches) and not is_in_arrival_order(cut)
+    is_new = isinstance(split, SortingSplit) and not isinstance(batch, MicroBatches) and cut.cut is not None
     return split.cut_in_arrival_order(batch, cut) if is_new else cut  # type: ignore[attr-defined]
 
 

@@ -97,7 +97,8 @@ class Auto:
 
     def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
         """As `Tokens` does: rows alone are never sorted."""
-        return self._tokens.cut_in_arrival_order(batch, like)
+        is_sorted = self._last is not None and self._last.kind == "tokens"
+        return self._tokens.cut_in_arrival_order(batch, like) if is_sorted else like
 
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
         """Take the rate of the batch that was cut last."""
