@@ -11,7 +11,7 @@ CHROMIUM := /usr/bin/chromium
 
 # what tests start again and again is compiled once
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := $(BIN)/python -m pytest -n 4 --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 .PHONY: help demo learn test test-torch quick check docs bench clean
 
@@ -43,7 +43,7 @@ test-torch: | $(CHROMIUM)
 	@echo "installing torch $(TORCH) and what the tests need into $(OTHER) (once)"
 	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[test,check,docs]'
-	$(OTHER)/bin/python -m pytest -n 4 --no-loadscope-reorder $(ROOM:%=tests/%)
+	$(OTHER)/bin/python -m pytest -n 2 --no-loadscope-reorder $(ROOM:%=tests/%)
 
 # Of one room: its tests, its examples, the structure, lint and types. Of all: every test that is not long.
 quick: $(READY)

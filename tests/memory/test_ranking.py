@@ -199,10 +199,9 @@ def test_the_peak_of_the_checkpointed_way_is_what_a_checkpointed_update_takes(pl
     with recomputing_of(model).on():
         _, peak = measure_peak(update, batch_of())
     _, plain = measure_peak(update, batch_of())
-    assert (
-        peak <= recomputed.peak <= 1.25 * peak
-    )  # with what lies outside torch's allocator, a sixth of so small a model
-    assert recomputed.peak <= planned.limit < plain
+    outside = planned.outside(recomputed.micro_batch)  # which the profiler does not see: a fourth of so small a model
+    assert peak <= recomputed.peak <= 1.25 * peak
+    assert recomputed.peak <= planned.limit < plain + outside
 
 
 def test_measuring_leaves_nothing_behind_and_takes_no_more_than_the_memory(room, monkeypatch):

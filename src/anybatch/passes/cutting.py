@@ -38,7 +38,7 @@ class Cutting:
         self._asked: Split | None = None
         """What batches were cut by before memory ran out; None where they still are."""
         self._bound = 0
-        """The largest micro-batch that it allowed then, which may be more than what failed: batches are cut evenly."""
+        """The largest micro-batch that it allowed then, where an even cut to it may have made what failed; else 0."""
         self._way_back = WayBack()
         self._has_warned = False
         self._has_samples = False
@@ -107,7 +107,7 @@ class Cutting:
         self.split = found
         if size is not None:
             if self._asked is None:
-                self._asked, self._bound = before, bound
+                self._asked, self._bound = before, bound if bound < 2 * size else 0
             self._way_back.fail(size, free)
         if not self._has_warned:
             self._has_warned = True

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from statistics import median
 
 from torch import nn
 
@@ -30,7 +29,7 @@ class _Entrant:
     @property
     def rate(self) -> float:
         """The one in the middle: a single batch that something else held up does not count."""
-        return median(self.rates)
+        return sorted(self.rates)[len(self.rates) // 2]
 
 
 class WayContest:
