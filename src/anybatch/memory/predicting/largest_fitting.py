@@ -132,7 +132,7 @@ def _largest(peaks: Peaks, limit: int, smallest: int, most: int) -> int:
     one = 1 if peaks.lengths else peaks.row_length
     powers = [smallest * 2**power for power in range((most // smallest).bit_length())]
     start = max((size for size in powers if peaks.peak(size) <= limit), default=0)
-    steps = (min(2 * start, most + 1) - start) // one - 1
+    steps = (min(2 * start - 1, most) - start) // one
     return start + one * largest_below(limit, lambda step: peaks.peak(start + step * one), steps) if start else 0
 
 
