@@ -9,7 +9,7 @@ from tests.browsing import browser as browser
 # nothing that a test writes has to outlive a power cut, and a busy disk takes 50 ms for each of thousands of files
 os.fsync = lambda descriptor: None
 
-# a worker has half a core: more threads than cores make tiny operations ten times slower
+# two workers on two cores: more threads than cores make tiny operations ten times slower
 torch.set_num_threads(1)
 
 collect_ignore = ["processes/loaded.py"]  # for the server of forks alone
