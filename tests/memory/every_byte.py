@@ -79,7 +79,7 @@ def metering(counted: Counted) -> float:
     peaks = []
     for act in (
         lambda: deep(rows).sum().backward(),
-        lambda: metered(lambda: deep(rows).sum().backward(), names_ops=False),
+        lambda: metered(lambda: deep(rows).sum().backward()),
     ):
         for _ in range(2):
             drop_gradients(deep.parameters())

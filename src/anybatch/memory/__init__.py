@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         metered,
         optimizer_tensors,
         standing_tensors,
+        takes_buffers,
     )
 else:
     __getattr__ = lazily(__name__)
@@ -40,4 +41,5 @@ __all__ = [
     "plan",
     "plan_config",
     "standing_tensors",
+    "takes_buffers",
 ]

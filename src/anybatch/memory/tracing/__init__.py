@@ -1,5 +1,6 @@
 """Updates tried on copies: what they allocate, op by op."""
 
+from anybatch.memory.tracing.kernel_buffers import takes_buffers
 from anybatch.memory.tracing.meter import (
     bytes_of,
     drop_gradients,
@@ -45,6 +46,7 @@ __all__ = [
     "metered",
     "optimizer_tensors",
     "standing_tensors",
+    "takes_buffers",
     "undone",
     "without_warnings",
 ]

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch, tensors
 from anybatch.device_memory import has_counters, with_peak
-from anybatch.memory.tracing.kernel_buffers import kernel_buffers
+from anybatch.memory.tracing.kernel_buffers import KernelBuffers, takes_buffers
 from anybatch.parallel import is_sharded
 from anybatch.torch_inside import profiler_events, storage_key, without_op_names
 from anybatch.update import Update, UpdateResult
@@ -39,15 +39,20 @@ class Metered(Generic[Result]):
         return peak
 
 
-def metered(action: Callable[[], Result], device_type: str = "cpu", *, names_ops: bool = True) -> Metered[Result]:
+def metered(
+    action: Callable[[], Result], device_type: str = "cpu", *, names_ops: bool = False, has_buffers: bool = False
+) -> Metered[Result]:
     """Run `action` under the profiler. Byte-true and deterministic on the CPU, where resident memory is not.
 
-    Only this thread's allocations and those of the backward passes it starts are seen. Names of ops tell of stages and of
-    columns; they may take more memory than the action does, and some hundred bytes per allocation are taken without.
+    Only this thread's allocations and those of the backward passes it starts are seen. Names of ops tell of stages; they may
+    take more memory than the action does, and some 1,200 bytes per allocation are taken without. With `has_buffers`, what
+    convolutions take outside torch's allocator counts.
     """
     named: AbstractContextManager[None] = nullcontext() if names_ops else without_op_names()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
-    with profile(activities=activities, profile_memory=True, record_shapes=names_ops) as profiler, named:
+    buffers = KernelBuffers()
+    watched: AbstractContextManager[object] = buffers if has_buffers and device_type == "cpu" else nullcontext()
+    with profile(activities=activities, profile_memory=True) as profiler, named, watched:
         result = action()
     events = profiler_events(profiler)
     stages = sorted(
@@ -58,9 +63,7 @@ def metered(action: Callable[[], Result], device_type: str = "cpu", *, names_ops
         for event in events
         if event.name() == "[memory]" and event.device_type().name.lower() == device_type
     ]
-    if device_type == "cpu":
-        allocations += kernel_buffers(events)
-    allocations.sort(key=lambda allocation: allocation[0])
+    allocations = sorted(allocations + buffers.allocations, key=lambda allocation: allocation[0])
     return Metered(result, tuple(allocations), tuple(stages))
 
 
@@ -74,7 +77,7 @@ def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:
     if has_counters(device):
         return with_peak(lambda: update(batch), device)
     held = bytes_of([*standing_tensors(update), *tensors(batch)])
-    seen = metered(lambda: update(batch))
+    seen = metered(lambda: update(batch), has_buffers=takes_buffers(update.model))
     return seen.result, seen.peak(held)
 
 

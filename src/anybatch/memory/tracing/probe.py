@@ -192,10 +192,10 @@ class RealProbe:
         state = [] if optimizer is None else optimizer_tensors(optimizer)
         there_already = _gradients_there(setup, parameters)
         standing = bytes_of([*parameters, *model.buffers(), *state, *there_already]) + setup.batch_bytes
-        is_named = takes_buffers(model, num_rows(there[0]))
+        has_buffers = takes_buffers(model, num_rows(there[0]))
         with without_warnings():
             seen = metered(
-                lambda: self._runner.run(MicroBatches(there, whole=True)), setup.device.type, names_ops=is_named
+                lambda: self._runner.run(MicroBatches(there, whole=True)), setup.device.type, has_buffers=has_buffers
             )
         changes = [nbytes for _, nbytes in seen.allocations]
         names = tuple("allocated" if nbytes > 0 else "freed" for nbytes in changes)
