@@ -44,7 +44,7 @@ WORKLOADS = {
     "GRU, bidirectional": 4,
     "Conv3d, clip_value": 8,
     "ViT, clip_norm": 2,
-    "BERT, autocast": 1,
+    "BERT, autocast": 8,
     "T5, Adafactor": 1,
 }
 """How often the 64 rows of each are repeated."""

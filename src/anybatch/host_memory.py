@@ -1,7 +1,9 @@
 """What this process may still take of the host's memory: what is free, within the limits that somebody has set it."""
 
+import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 try:
@@ -18,6 +20,47 @@ def free_on_host() -> int | None:
 def left_within_limits(proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The least that any limit leaves: of the process (RLIMIT_AS, RLIMIT_DATA), or of a control group; None without one."""
     return min((max(left, 0) for left in (*_of_process(proc), *_of_groups(proc, groups))), default=None)
+
+
+def allocated_on_host() -> int | None:
+    """What this process has allocated and not freed, whoever did, in bytes; None where the C library does not tell.
+
+    Of glibc, in some 10 microseconds. Where another allocator was loaded in its place, the number does not move.
+    """
+    ask = _mallinfo()
+    if ask is None:
+        return None
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+@cache
+def _mallinfo() -> Callable[[], _MallInfo] | None:
+    """`mallinfo2` of glibc 2.33 and later; the older one counts in 32 bits."""
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError, TypeError):
+        return None
+    ask.restype = _MallInfo
+    return ask
 
 
 def _available() -> int | None:
@@ -43,7 +86,7 @@ def _of_process(proc: Path) -> Iterator[int]:
 def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
     """Of the process's own group and all above it; files of the page cache can be given back, and do not count."""
     for folder in _folders(proc, groups):
-        for most, now, cache in (
+        for most, now, cached in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
@@ -52,7 +95,7 @@ def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
             except (OSError, ValueError):
                 continue
             if limit.isdigit() and int(limit) < 2**60:  # version 1 writes "none" as a huge number
-                yield int(limit) - used + int(_fields(folder / "memory.stat", " ").get(cache, "0"))
+                yield int(limit) - used + int(_fields(folder / "memory.stat", " ").get(cached, "0"))
 
 
 def _folders(proc: Path, groups: Path) -> Iterator[Path]:

@@ -1,12 +1,13 @@
 """`Fit`: the largest micro-batch that fits, by prediction; the fastest of those that do, if asked for."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch.batches import (
     Auto,
@@ -18,19 +19,23 @@ from anybatch.batches import (
     Tokens,
     Workload,
     in_arrival_order,
-    num_rows,
     smaller,
     tensors,
 )
-from anybatch.errors import MemoryLimitError, SplitError, first_line
+from anybatch.errors import MemoryLimitError, SplitError, first_line, levels_to_the_caller
+from anybatch.memory.batch_shape import BatchShape, shape_of
 from anybatch.memory.fitted import Fitted
+from anybatch.memory.fitting import Fitting, fitting_within
 from anybatch.memory.measured_rows import MeasuredRows
 from anybatch.memory.planning import MARGIN, plan
-from anybatch.memory.predicting import Plan
-from anybatch.memory.ranking import WayContest, fastest_own_way, fastest_split, may_recompute
-from anybatch.memory.tracing import optimizer_tensors
+from anybatch.memory.predicting import for_more_rows, micro_batch_source_of
+from anybatch.memory.ranking import WayContest, fastest_own_way, may_recompute
+from anybatch.memory.tracing import KeptMemory, learning_tensors
 from anybatch.parallel import is_sharded
 from anybatch.sizes import parse_bytes, show_bytes
+
+MUCH_KEPT = 0.1
+"""The share of the memory that kernels may keep before it is said."""
 
 
 class Fit:
@@ -41,9 +46,11 @@ class Fit:
     `Tokens(budget, ...)`; without it, a batch with `attention_mask` is cut by tokens and any other by rows. With `fastest`,
     sizes within what fits are tried on real updates and the fastest is kept; "auto" stands for `Fit(fastest=True)`. Where the
     batch has to be cut and measured passes say that checkpointing with larger micro-batches is faster, it is tried on real
-    updates too, and stays if it is: on while a batch runs, and off between batches.
+    updates too, and stays if it is: on while a batch runs, and off between batches. Without it, all micro-batches but the last
+    are as large as fits, because equal ones would leave memory unused.
 
-    Predicting takes seconds, once: it is repeated only for batches with more rows, or longer ones, than any before. Where
+    Predicting takes seconds, once: it is repeated only for longer rows than any before, or more of them where fewer fitted
+    whole. What kernels of the CPU keep for each shape that they meet is measured, and taken off what rows may have. Where
     an update cannot be predicted, rows double from batch to batch: below `memory`, measured while they run, or where that is
     None, until memory runs out. What cannot be measured either, because it is sharded, is refused with a `memory`. `choice`
     says which way it went.
@@ -73,8 +80,10 @@ class Fit:
         self.most = Rows(most) if isinstance(most, int) else most
         self.fastest = fastest
         self.margin = margin
-        self._fits: list[_Fitting] = []
-        self._last: _Fitting | None = None
+        self._fits: list[Fitting] = []
+        self._last: Fitting | None = None
+        self._kept = KeptMemory()
+        self._has_run = self._has_warned = False
 
     def __repr__(self) -> str:
         given = [repr(show_bytes(self.memory))] if self.memory is not None else []
@@ -106,13 +115,28 @@ class Fit:
         return None if self._last is None or self._last.plan is None else show_bytes(self._last.plan.least_bytes)
 
     def choose_for(self, workload: Workload, batch: Batch) -> None:
-        """Choose for a batch like this one, unless that was done."""
-        shape = self._shape_of(batch)
+        """Choose for a batch like this one, unless that was done; less where what earlier ones left needs the room."""
+        shape = shape_of(batch, self.most)
         found = next((fitting for fitting in self._fits if fitting.shape.covers(shape)), None)
         if found is None:
-            found = self._predict(workload, batch, shape)
+            found = self._as_with_fewer_rows(batch, shape) or self._predict(workload, batch, shape)
             self._fits.append(found)
         self._last = found
+        if found.make_room(self._kept.next_time) and not self._has_warned:
+            self._has_warned = self._warn_of_kept(self._kept.bytes, found)
+        if found.plan is not None and found.plan.device == "cpu":
+            self._kept.begin(_learning(workload), tensors(batch))
+
+    def batch_ran(self, ran: MicroBatches | None) -> None:
+        """The batch that was cut last has run, in these micro-batches; None where memory ran out in it."""
+        last = self._last
+        if last is None or last.plan is None:
+            return
+        # the first update after a plan on fake tensors loads what stays for the whole process, and does not count
+        if ran is not None and (self._has_run or last.plan.method == "real steps"):
+            self._kept.look(tensors(list(ran)))
+        self._kept.end()
+        self._has_run = True
 
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`, none larger than what fits."""
@@ -183,22 +207,44 @@ class Fit:
         last.split = last.asked if is_asked or resized is None else resized(size)
         return self
 
-    def _shape_of(self, batch: Batch) -> "_Shape":
-        if isinstance(self.most, Tokens) and self.most.collate is not None:
-            lengths = self.most.measure(batch).lengths
-            return _Shape(len(lengths), ((torch.long, (max(lengths),)),))
-        return _Shape(num_rows(batch), tuple((tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors(batch)))
+    def _as_with_fewer_rows(self, batch: Batch, shape: BatchShape) -> Fitting | None:
+        """As for a batch of fewer such rows that had to be cut; None where there was none, or ways have to be ranked anew."""
+        for known in [] if self.fastest else reversed(self._fits):
+            if known.plan is None or not known.shape.covers(replace(shape, rows=1)):
+                continue
+            source = micro_batch_source_of(batch, self._tokens_for(batch))
+            found = for_more_rows(known.plan, shape.rows, source.nbytes)
+            if found is not None:
+                return known.with_more_rows(found)
+        return None
 
-    def _predict(self, workload: Workload, batch: Batch, shape: "_Shape") -> "_Fitting":
+    def _warn_of_kept(self, kept: int, found: Fitting) -> bool:
+        """Say, where it is much, that kernels take the memory that rows could have."""
+        if found.plan is None or kept < MUCH_KEPT * found.plan.memory:
+            return False
+        warnings.warn(
+            f"{self!r}: kernels of the CPU keep {show_bytes(kept)} for the shapes of micro-batches that they met, and "
+            f"micro-batches become smaller for it: {found.size} {found.kind} from now on. Give batches of one size, or start "
+            "Python with ONEDNN_PRIMITIVE_CACHE_CAPACITY=64 and LRU_CACHE_CAPACITY=16 in its environment. This is said once.",
+            stacklevel=levels_to_the_caller(),
+        )
+        return True
+
+    def _tokens_for(self, batch: Batch) -> Tokens | None:
         is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
-        tokens = self.most if isinstance(self.most, Tokens) else Tokens(1) if self.most is None and is_masked else None
+        # slack gives up time for memory, and here memory is what there is
+        own = Tokens(1, slack=0) if self.most is None and is_masked else None
+        return self.most if isinstance(self.most, Tokens) else own
+
+    def _predict(self, workload: Workload, batch: Batch, shape: BatchShape) -> Fitting:
+        tokens = self._tokens_for(batch)
         try:
             found = plan(
                 workload.model,
                 workload.optimizer,
                 workload.objective,
                 batch,
-                memory=self.memory,
+                memory=None if self.memory is None else self.memory - self._kept.bytes,
                 split=tokens,
                 margin=self.margin,
                 checkpointing=False,
@@ -212,83 +258,30 @@ class Fit:
                 one for one in self._fits if one.plan is not None and one.shape.covers(replace(shape, rows=1))
             ]:
                 last = known[-1]  # of fewer rows: as many of them in a micro-batch fitted
-                return _Fitting(shape, last.split, last.kind, last.size, last.plan, first_line(error))
+                return Fitting(shape, last.split, last.kind, last.size, last.plan, first_line(error))
             if self.memory is not None and any(is_sharded(one) for one in workload.model.parameters()):
                 raise MemoryLimitError(
                     f"{self!r} cannot be kept: what an update takes could not be predicted ({first_line(error)}), nor is it "
                     "measured where ranks hold parts of a model. Give micro_batch=n, in rows; or Fit(), which doubles."
                 ) from error
             most = self.most.size if isinstance(self.most, Rows) else None
-            return _Fitting(shape, self._growing(workload, most), "rows", 1, reason=first_line(error))
+            return Fitting(shape, self._growing(workload, most), "rows", 1, reason=first_line(error))
         if not found.fits and fastest_own_way(found) is None and self.memory is not None:
             raise MemoryLimitError(
                 f"an update with a single row is predicted to need {show_bytes(found.least_bytes)}, and {self!r} allows "
                 f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use shorter rows, "
                 "an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
             )
-        return self._within(found, tokens, shape, workload.model)
+        found = found if self.memory is None else replace(found, memory=self.memory)
+        self._kept.expect(found.kept, 2 * found.kept_per_size)  # the full shape, and that of the tail
+        return fitting_within(found, workload, shape, most=self.most, tokens=tokens, is_fastest=self.fastest)
 
     def _growing(self, workload: Workload, most: int | None) -> Split:
         """Rows that grow from batch to batch: measured while they run, where there is a limit to stay below."""
         if self.memory is None:
             return Doubling(most)
-        model, optimizer = workload.model, workload.optimizer
-
-        def standing() -> list[Tensor]:
-            state = [] if optimizer is None else optimizer_tensors(optimizer)
-            return [*model.parameters(), *model.buffers(), *state]
-
-        return MeasuredRows(int(self.memory * (1 - self.margin)), standing, most)
-
-    def _within(self, found: Plan, tokens: Tokens | None, shape: "_Shape", model: nn.Module) -> "_Fitting":
-        """The split for what was predicted; where free memory seems not to suffice for a row, a row is tried."""
-        split: Rows | Tokens
-        if tokens is None:
-            most = self.most.size if isinstance(self.most, Rows) else found.rows
-            size = max(min(found.micro_batch, most), 1)
-            split = Rows(size)
-        else:
-            most = tokens.budget if self.most is tokens else found.whole_size
-            size = max(min(found.micro_batch, most), found.whole_size // found.rows)
-            split = tokens.with_budget(size)
-        chosen = fastest_split(found, model, split, most) if self.fastest else split
-        size = chosen.most if isinstance(chosen, WayContest) else size
-        return _Fitting(shape, chosen, "rows" if tokens is None else "tokens", size, found)
+        return MeasuredRows(int(self.memory * (1 - self.margin)), _learning(workload), most)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """The part of a batch that decides its memory: how many rows, and the dtype and shape of each tensor's row."""
-
-    rows: int
-    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-
-    def covers(self, other: "_Shape") -> bool:
-        """True if a batch of the other shape needs no more than one of this."""
-        return (
-            other.rows <= self.rows
-            and len(other.tensors) == len(self.tensors)
-            and all(
-                dtype == own_dtype and len(sizes) == len(own) and all(a <= b for a, b in zip(sizes, own, strict=True))
-                for (dtype, sizes), (own_dtype, own) in zip(other.tensors, self.tensors, strict=True)
-            )
-        )
-
-
-@dataclass(slots=True)
-class _Fitting:
-    """What was chosen for batches up to one shape."""
-
-    shape: _Shape
-    split: Split
-    kind: Literal["rows", "tokens"]
-    size: int
-    plan: Plan | None = None
-    reason: str = ""
-    retries: int = 0
-    chosen: int = field(init=False)
-    """The size at first, and the split for it."""
-    asked: Split = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.chosen, self.asked = self.size, self.split
+def _learning(workload: Workload) -> Callable[[], list[Tensor]]:
+    return partial(learning_tensors, workload.model, workload.optimizer)

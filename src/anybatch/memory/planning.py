@@ -166,6 +166,7 @@ def plan(
         ),
         ranking=ranked.ways,
         not_ranked=ranked.left_out,
+        kept=found.kept,
     )
 
 

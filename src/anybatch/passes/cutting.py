@@ -123,6 +123,9 @@ class Cutting:
 
         What a split that chooses how batches run has to tell is told too.
         """
+        batch_ran = getattr(self.split, "batch_ran", None)
+        if batch_ran is not None:
+            batch_ran(ran)
         for said in getattr(self.split, "news", list)():
             events.begin(Resize)
             events.end(Resize, split=said)

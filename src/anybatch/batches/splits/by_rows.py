@@ -1,7 +1,7 @@
 """`Rows(n)`: micro-batches of at most n rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any
@@ -26,10 +26,13 @@ class Rows:
     `collate_fn=list`), and those of each micro-batch are collated. `batch_dim` is the dim of tensors that is the rows, 1 for
     time-first batches; a tensor with fewer dims has them in dim 0. `groups` says which rows belong together and are never
     torn apart: a number of neighbours, `Stacked(2)` for [chosen; rejected], or a function of the batch that returns one
-    number per row, the same for rows of one group. Rows keep their order inside a micro-batch.
+    number per row, the same for rows of one group. Rows keep their order inside a micro-batch. With `tail=2`, all
+    micro-batches but the last are full, and the last has 2 rows or more: fewer shapes for kernels and compilers.
 
     >>> [len(part) for part in Rows(16).cut(torch.zeros(40, 2))]
     [14, 13, 13]
+    >>> [len(part) for part in Rows(16, tail=2).cut(torch.zeros(40, 2))]
+    [16, 16, 8]
     >>> from anybatch import Stacked
     >>> [part.tolist() for part in Rows(4, groups=Stacked(2)).cut(torch.arange(8))]
     [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -39,6 +42,7 @@ class Rows:
     collate: Callable[[list[Any]], Batch] | None = None
     batch_dim: int | None = None
     groups: Groups | None = None
+    tail: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, Integral) or self.size < 1:
@@ -51,6 +55,11 @@ class Rows:
             raise SplitError(
                 f"Rows(batch_dim={dim!r}): expected the dim that is the rows, 0 or more; 1 for time first."
             )
+        if self.tail is not None and (isinstance(self.tail, bool) or not isinstance(self.tail, int) or self.tail < 1):
+            raise SplitError(
+                f"Rows(tail={self.tail!r}): expected the fewest rows of the last micro-batch, 1 or more, such as 2; None for "
+                "near-equal micro-batches."
+            )
         if self.batch_dim and self.collate is not None:
             raise SplitError(
                 f"Rows(collate=..., batch_dim={dim}): samples are counted before they are collated. Leave batch_dim out: "
@@ -58,7 +67,7 @@ class Rows:
             )
 
     def __repr__(self) -> str:
-        said = {"size": self.size, "collate": self.collate, "batch_dim": self.batch_dim, "groups": self.groups}
+        said = {one.name: getattr(self, one.name) for one in fields(self)}
         return f"Rows({', '.join(f'{name}={value!r}' for name, value in said.items() if value is not None)})"
 
     @property
@@ -87,7 +96,7 @@ class Rows:
         if self.is_plain:
             if count <= self.size:
                 return MicroBatches((read(batch),))
-            return MicroBatches(split_rows(batch, near_equal(count, self.size)))
+            return MicroBatches(split_rows(batch, self._sizes(count, self.size)))
         groups = groups_of(self.groups or 1, batch, count)
         largest = max(map(len, groups))
         rows = self._rows_of(groups, largest)
@@ -103,6 +112,9 @@ class Rows:
         largest = min(self.size, sum(len(rows) for rows in ran.row_numbers))
         return replace(self, size=largest // 2) if largest // 2 >= ran.together else None
 
+    def _sizes(self, count: int, size: int) -> list[int]:
+        return near_equal(count, size) if self.tail is None else full_and_tail(count, size, self.tail)
+
     def _rows_of(self, groups: list[tuple[int, ...]], largest: int) -> tuple[tuple[int, ...], ...]:
         """The rows of each micro-batch, ascending."""
         if largest > self.size:
@@ -110,7 +122,7 @@ class Rows:
                 f"Rows({self.size}, groups=...): {largest} rows belong together, and a group is never torn. Use "
                 f"Rows({largest}, groups=...) or more."
             )
-        stops = [0, *accumulate(near_equal(len(groups), self.size // largest))]
+        stops = [0, *accumulate(self._sizes(len(groups), self.size // largest))]
         return tuple(
             tuple(sorted(row for group in groups[start:stop] for row in group)) for start, stop in pairwise(stops)
         )
@@ -129,3 +141,17 @@ def near_equal(count: int, size: int) -> list[int]:
     num_parts = -(-count // size)
     shortest, num_longer = divmod(count, num_parts)
     return [shortest + 1] * num_longer + [shortest] * (num_parts - num_longer)
+
+
+def full_and_tail(count: int, size: int, least: int) -> list[int]:
+    """The sizes of ceil(count / size) parts, all full but the last; where that has too few, the one before it gives some.
+
+    >>> full_and_tail(40, 16, 2), full_and_tail(33, 16, 2), full_and_tail(33, 32, 16)
+    ([16, 16, 8], [16, 15, 2], [17, 16])
+    """
+    num_full, rest = divmod(count, size)
+    parts = [size] * num_full + ([rest] if rest else [])
+    given = min(least - rest, (size - rest) // 2) if rest and num_full else 0
+    if given > 0:
+        parts[-2:] = [size - given, rest + given]
+    return parts

@@ -27,6 +27,8 @@ class LargestFitting:
     is_whole: bool
     is_confirmed: bool
     peaks: Peaks
+    kept: int = 0
+    """What trials have left in this process beside tensors."""
 
 
 def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
@@ -48,9 +50,11 @@ def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
         left_behind=found.left_behind,
         outside_once=trials.outside()[0],
         outside_each=trials.outside()[1],
+        batch_bytes=trials.setup.batch_bytes,
+        is_together=trials.is_together,
     )
     smallest = trials.smallest * one
-    size = source.num_rows * one if is_whole else _largest(peaks, limit, smallest, found.largest * one)
+    size = source.num_rows * one if is_whole else largest_of(peaks, limit, smallest, found.largest * one)
     shape: PassShape = (max(size // one, trials.smallest), source.longest)
     return LargestFitting(
         size=size,
@@ -61,6 +65,7 @@ def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
         is_whole=is_whole,
         is_confirmed=is_tried if is_whole else shape in trials.tried,
         peaks=peaks,
+        kept=found.kept.bytes,
     )
 
 
@@ -76,7 +81,7 @@ def _by_fake_steps(trials: Trials, limit: int) -> LargestFitting:
         size, shape, peak = source.num_rows * (source.row_length or 1), (source.num_rows, source.longest), whole
         is_confirmed = True
     else:
-        size = 0 if peaks.envelope is None else _largest(peaks, limit, smallest, most)
+        size = 0 if peaks.envelope is None else largest_of(peaks, limit, smallest, most)
         if peaks.envelope is not None and size and not _holds(trials, peaks, size):
             peaks = _without_envelope(trials, peaks)
         if peaks.envelope is None:
@@ -121,10 +126,12 @@ def _predict(trials: Trials) -> Peaks:
         left_behind=trials.left_behind(),
         outside_once=trials.outside()[0],
         outside_each=trials.outside()[1],
+        batch_bytes=trials.setup.batch_bytes,
+        is_together=trials.is_together,
     )
 
 
-def _largest(peaks: Peaks, limit: int, smallest: int, most: int) -> int:
+def largest_of(peaks: Peaks, limit: int, smallest: int, most: int) -> int:
     """The largest size up to `most` whose prediction fits; 0 if none does.
 
     What each micro-batch leaves makes the smallest sizes larger than those after them: the last power of two that fits begins.

@@ -54,6 +54,8 @@ class Plan:
     """What could be changed, with the peak of `micro_batch`, or of one row where nothing fits."""
     ranking: tuple[RankedWay, ...] = ()
     """The ways that fit, the fastest first; none where the whole batch fits in one piece."""
+    kept: int = 0
+    """What trials have left in this process beside tensors: kernels of the CPU keep something for each shape."""
     not_ranked: tuple[str, ...] = ()
     """Which ways are not offered, and whether times could not be measured; and why."""
 
@@ -85,6 +87,11 @@ class Plan:
     def fastest(self) -> RankedWay | None:
         """The way whose passes take least, as measured; None where none was."""
         return next((way for way in self.ranking if way.seconds is not None), None)
+
+    @property
+    def kept_per_size(self) -> int:
+        """What each size that was tried has left, as far as is known."""
+        return self.kept // max(len(self.peaks.tried) - 1, 1)
 
     @property
     def needs_accumulation(self) -> bool:

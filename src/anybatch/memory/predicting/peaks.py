@@ -1,6 +1,6 @@
 """The peak of every size of micro-batch of one batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anybatch.memory.predicting.envelope import Envelope, PassShape
 
@@ -24,11 +24,24 @@ class Peaks:
     """Of the peak, what lies outside torch's allocator whatever the size."""
     outside_each: int = 0
     """The same for each micro-batch."""
+    batch_bytes: int = 0
+    """Of the peak, the whole batch, where it lies in the memory that is planned."""
+    is_together: bool = False
+    """True where micro-batches meet, so that the rows of the whole batch decide."""
+    more: int = 0
+    """What a larger batch takes beside, of the same rows."""
 
     def peak(self, size: int) -> int:
         """The peak of an update in micro-batches of at most `size`; without an envelope, between those that were tried."""
         rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
-        return self._of_two(size) + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
+        return self._of_two(size) + self.more + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
+
+    def for_more_rows(self, num_rows: int, batch_bytes: int) -> "Peaks | None":
+        """The peaks of a larger batch of like rows; None where they have to be tried."""
+        if self.is_together:
+            return None
+        more = max(batch_bytes - self.batch_bytes, 0) if self.batch_bytes else 0
+        return replace(self, num_rows=num_rows, more=more)
 
     def outside(self, size: int) -> int:
         """Of the peak, what lies outside torch's allocator."""

@@ -1,12 +1,15 @@
 """Sizes tried by real steps, from one row upwards: none that could be above the limit."""
 
+import gc
 from contextlib import suppress
+from functools import partial
 
+from anybatch.batches import tensors
 from anybatch.errors import MemoryLimitError
 from anybatch.memory.available import available_bytes
 from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope, largest_below
 from anybatch.memory.predicting.trials import Trials
-from anybatch.memory.tracing import bytes_of
+from anybatch.memory.tracing import KeptMemory, bytes_of, learning_tensors
 
 LEAST_SLACK = 0.02
 """How far above its line the next size is held to be possible, at least; more where the last one was farther off."""
@@ -25,20 +28,28 @@ class RealSizes:
     def __init__(self, trials: Trials, limit: int) -> None:
         self._trials = trials
         self._longest = trials.source.longest
-        self._smallest = trials.smallest  # tried now: the first trial makes the optimizer's state
+        self.kept = KeptMemory()
+        self._smallest, self._first_left = self._first()
         self._fixed = trials.standing + bytes_of(one for one in trials.probe.parts[0].parameters() if one.requires_grad)
         self._above = limit + 1
         self._failed = 0
         """The fewest rows that memory ran out with; 0 where it did not."""
-        self._limit = min(limit, self._fixed + int(0.9 * available_bytes(trials.setup.device)))
+        self._most = min(limit, self._fixed + int(0.9 * available_bytes(trials.setup.device)))
         self._sizes = [self._smallest]
+        self._too_many = 0
+        """Rows that were tried, and were above the limit after all; 0 where there were none."""
         self._slack = LEAST_SLACK
         self.left_behind = trials.left_behind()
 
     @property
+    def _limit(self) -> int:
+        """What the next trial may take, beside what those before it have left."""
+        return self._most - self.kept.bytes - (self.kept.most_grown or self._first_left)
+
+    @property
     def largest(self) -> int:
-        """The most rows that were tried, and were below the limit."""
-        return self._sizes[-1]
+        """The most rows that were tried."""
+        return max(self._sizes[-1], self._too_many)
 
     def climb(self) -> None:
         """Try sizes for as long as they fit, short of the whole batch."""
@@ -50,6 +61,7 @@ class RealSizes:
                 self._failed = following
                 continue
             if peak > self._limit:
+                self._too_many = following
                 break
             if len(self._sizes) > 1:
                 self._slack = max(LEAST_SLACK, peak / expected - 1)
@@ -85,8 +97,31 @@ class RealSizes:
         following = min(GROWTH * last, count // 2 if bound == count - 1 else bound)
         return min(following, (last + self._failed) // 2) if self._failed else following
 
+    def _first(self) -> tuple[int, int]:
+        """The fewest rows, tried, which makes the optimizer's state; and what that left beside tensors.
+
+        Most of it is loaded once for a process and does not count; but of what a new size leaves nothing else is known yet.
+        """
+        first = KeptMemory()
+        self._begin(first)
+        smallest = self._trials.smallest
+        gc.collect()
+        first.look()
+        self._begin(self.kept)
+        return smallest, first.bytes
+
+    def _begin(self, kept: KeptMemory) -> None:
+        trials, (model, optimizer, _) = self._trials, self._trials.probe.parts
+        if trials.setup.device.type == "cpu":
+            kept.begin(partial(learning_tensors, model, optimizer), tensors(trials.source.batch))
+
     def _peak(self, rows: int) -> int:
-        return self._trials.peak((rows, self._longest))
+        shape = rows, self._longest
+        if shape not in self._trials.tried:
+            self._trials.peak(shape)
+            gc.collect()  # the profile and its events
+            self.kept.look()
+        return self._trials.peak(shape)
 
     def _at_most(self, rows: int) -> float:
         """What this many rows may take, of those that are not tried yet."""

@@ -1,9 +1,11 @@
 """Updates tried on copies: what they allocate, op by op."""
 
+from anybatch.memory.tracing.kept_memory import KeptMemory
 from anybatch.memory.tracing.kernel_buffers import takes_buffers
 from anybatch.memory.tracing.meter import (
     bytes_of,
     drop_gradients,
+    learning_tensors,
     measure_peak,
     metered,
     optimizer_tensors,
@@ -25,6 +27,7 @@ from anybatch.memory.tracing.trial_copies import Parts, is_real, is_watched, kee
 __all__ = [
     "ELSEWHERE",
     "FakeProbe",
+    "KeptMemory",
     "MemoryKind",
     "Moment",
     "Moments",
@@ -42,6 +45,7 @@ __all__ = [
     "is_real",
     "is_watched",
     "keeping_random_states",
+    "learning_tensors",
     "measure_peak",
     "metered",
     "optimizer_tensors",

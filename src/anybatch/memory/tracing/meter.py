@@ -86,11 +86,23 @@ def standing_tensors(update: Update) -> list[Tensor]:
     return [*update.parameters(), *update.model.buffers(), *optimizer_tensors(update.optimizer)]
 
 
+def learning_tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
+    """What an update reads and writes beside its batch: parameters, gradients, buffers, the optimizer's state."""
+    parameters = [*model.parameters()]
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    state = [] if optimizer is None else optimizer_tensors(optimizer)
+    return [*parameters, *gradients, *model.buffers(), *state]
+
+
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """The memory that these tensors hold together, in this process; views of one storage count once."""
+    return sum(storages_of(tensors).values())
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of every storage that these tensors are views of, in this process, each under a number of its own."""
     held = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-    storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in held}
-    return sum(storages.values())
+    return {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in held}
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -1,0 +1,88 @@
+"""`Fitting`: what was chosen for batches of one shape, and what it became since."""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import nn
+
+from anybatch.batches import Rows, Split, Tokens, Workload
+from anybatch.memory.batch_shape import BatchShape
+from anybatch.memory.predicting import Plan, largest_of
+from anybatch.memory.ranking import WayContest, fastest_split
+from anybatch.norms import uses_batch_statistics
+from anybatch.torch_inside import BatchNormLayer
+
+
+@dataclass(slots=True)
+class Fitting:
+    """What was chosen for batches up to one shape."""
+
+    shape: BatchShape
+    split: Split
+    kind: Literal["rows", "tokens"]
+    size: int
+    plan: Plan | None = None
+    reason: str = ""
+    retries: int = 0
+    chosen: int = field(init=False)
+    """The largest size that may be come to, and the split for it."""
+    asked: Split = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chosen, self.asked = self.size, self.split
+
+    def with_more_rows(self, found: Plan) -> "Fitting":
+        """The same for batches of more such rows, of which this was found."""
+        assert isinstance(self.asked, Rows | Tokens)
+        size = min(found.micro_batch, self.chosen)
+        return Fitting(replace(self.shape, rows=found.rows), self.asked.resized(size), self.kind, size, found)
+
+    def make_room(self, kept: int) -> bool:
+        """Come to smaller micro-batches where `kept` bytes beside those that were planned reach into half of the margin.
+
+        Then there is a whole margin again: every new size leaves something behind too, so that sizes change seldom. True
+        where they became smaller.
+        """
+        plan, asked = self.plan, self.asked
+        if plan is None or not plan.fits or not isinstance(asked, Rows | Tokens):
+            return False
+        peak = plan.whole_bytes if self.chosen >= plan.whole_size else plan.peak(self.chosen)
+        if peak + kept <= plan.memory * (1 - plan.margin / 2):
+            return False
+        one = plan.whole_size // plan.rows
+        most = min(self.chosen, plan.whole_size - one)
+        self.chosen = max(largest_of(plan.peaks, plan.limit - kept, one, most), one)
+        self.asked = asked.resized(self.chosen)
+        if self.size > self.chosen:
+            self.split, self.size = self.asked, self.chosen
+        return True
+
+
+def fitting_within(
+    found: Plan,
+    workload: Workload,
+    shape: BatchShape,
+    *,
+    most: Rows | Tokens | None,
+    tokens: Tokens | None,
+    is_fastest: bool,
+) -> Fitting:
+    """The split for what was predicted, at most `most`; where memory seems not to suffice for a row, a row is tried."""
+    split: Rows | Tokens
+    if tokens is None:
+        largest = most.size if isinstance(most, Rows) else found.rows
+        size = max(min(found.micro_batch, largest), 1)
+        split = Rows(size) if is_fastest else Rows(size, tail=_least_tail(workload.model, size))
+    else:
+        largest = tokens.budget if most is tokens else found.whole_size
+        size = max(min(found.micro_batch, largest), found.whole_size // found.rows)
+        split = tokens.with_budget(size)
+    chosen = fastest_split(found, workload.model, split, largest) if is_fastest else split
+    size = chosen.most if isinstance(chosen, WayContest) else size
+    return Fitting(shape, chosen, "rows" if tokens is None else "tokens", size, found)
+
+
+def _least_tail(model: nn.Module, size: int) -> int:
+    """The fewest rows of a last micro-batch: half of the others where it has statistics of its own, else 2."""
+    norms = [one for one in model.modules() if isinstance(one, BatchNormLayer) and uses_batch_statistics(one)]
+    return max(size // 2, 2) if norms else 2
