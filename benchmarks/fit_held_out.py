@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -79,52 +80,57 @@ def kernel_limit(more: int) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Parts:
-    """What was allocated while the micro-batch was chosen, and in the update that followed."""
+    """What was allocated and refused in one update: while the micro-batch was chosen, and apart from that."""
 
     counted: Counted
     before: int
     limit: int
     planning: dict[str, Any] = field(default_factory=dict)
+    update: dict[str, Any] = field(default_factory=dict)
 
-    def seen(self) -> dict[str, Any]:
-        """Since this was asked last."""
-        used = round((self.counted.peak - self.before) / self.limit, 4)
-        facts = {"refused": self.counted.num_refused, "used": used}
+    def start(self) -> None:
         self.counted.restart()
-        return facts
+        self.planning, self.update = ({"refused": 0, "used": 0.0} for _ in range(2))
+
+    def note(self, part: dict[str, Any]) -> None:
+        """What was since the last note belongs to that part."""
+        part["refused"] += self.counted.num_refused
+        part["used"] = max(part["used"], self.of_limit(self.counted.peak))
+        self.counted.restart()
+
+    def of_limit(self, num_bytes: int) -> float:
+        return round((num_bytes - self.before) / self.limit, 4)
 
     def watch(self, fit: Fit) -> None:
         choose = fit.choose_for
 
         def chosen(*arguments: Any) -> None:
+            self.note(self.update)
             try:
                 choose(*arguments)
             finally:
-                now, was = self.seen(), self.planning
-                self.planning = {
-                    "refused": now["refused"] + was.get("refused", 0),
-                    "used": max(now["used"], was.get("used", 0)),
-                }
+                self.note(self.planning)
 
         fit.choose_for = chosen  # type: ignore[method-assign]
 
 
 def train(workload: HeldOut, limit: int, counted: Counted) -> None:
-    """Every update at the limit; what was seen of each is said, also of one that fails."""
+    """Every update at the limit; what was seen of each is said, also of one that fails. Kept is what stands after it."""
     parts = Parts(counted, counted.live, limit)
     fit = Fit(limit)
     parts.watch(fit)
     update = workload.update(fit)
     for number in range(len(ROWS)):
         facts: dict[str, Any] = {"update": number + 1, "rows": workload.rows_of(number)}
-        parts.planning = {}
-        counted.restart()
+        parts.start()
         start = time.process_time()
         try:
             result = update(workload.numbered(number))
             facts |= {"micro_batches": result.micro_batches, "retries": result.retries}
         finally:
-            facts |= parts.seen() | {f"{key}_planning": value for key, value in parts.planning.items()}
+            parts.note(parts.update)
+            facts |= parts.update | {f"{key}_planning": value for key, value in parts.planning.items()}
+            facts["kept"] = parts.of_limit(counted.live)
             if fit.choice is not None:
                 facts |= {"kind": fit.choice.kind, "size": fit.choice.size}
             say(**facts, seconds=round(time.process_time() - start, 2))
@@ -152,12 +158,14 @@ def run_here(name: str, *, rlimit: bool) -> None:
 def measure(name: str, *, rlimit: bool) -> dict[str, Any]:
     """One workload in its own process: what it said, and how it ended."""
     arguments = ["--here", name, *(["--rlimit"] if rlimit else [])]
-    ended: str | None
+    ended = None
     try:
         process = in_own_process("benchmarks.fit_held_out", *arguments, timeout=SECONDS)
         out = process.stdout
-        last = process.stderr.strip().splitlines()[-1:]
-        ended = f"the process ended with {process.returncode}: {''.join(last)}"[:300] if process.returncode else None
+        if process.returncode < 0:
+            ended = f"the process died of {signal.Signals(-process.returncode).name}"
+        elif process.returncode:
+            ended = process.stderr.strip().splitlines()[-1][:300]
     except subprocess.TimeoutExpired as late:
         out = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
         ended = f"not done in {SECONDS} seconds"
