@@ -299,6 +299,14 @@ def test_a_convolution_of_a_small_single_row_unfolds_it(inside: ModuleType, rows
     assert inside.is_unfolding(inputs, weight, [1, 1], [1, 1], [1, 1], False, [0, 0], 1) is unfolds
 
 
+def test_what_fake_tensors_remember_is_forgotten(inside: ModuleType):
+    with inside.FakeTensorMode() as mode:
+        torch.empty(3, 4) + torch.empty(3, 4)
+    assert mode.cache_info().size > 0
+    inside.forget_fake_results()
+    assert mode.cache_info().size == 0
+
+
 def test_is_in_backward_where_a_block_is_computed_again(inside: ModuleType):
     seen = []
 

@@ -46,7 +46,7 @@ def needs(update: Update, batch: Batch, counted: Counted) -> int:
 
 
 def fitted(make: Any, counted: Counted) -> dict[str, Any]:
-    """Growing batches below the limit; then what they take in one micro-batch fewer, and what was predicted."""
+    """Growing batches below the limit; then what some sizes take, and what was predicted."""
     for split in (Fit(LIMIT, most=4), Rows(1000)):
         needs(
             learner(make(), split), batch_of(GROWING[-1]), counted
@@ -60,16 +60,15 @@ def fitted(make: Any, counted: Counted) -> dict[str, Any]:
         for rows in GROWING:
             counted.restart()
             batch = batch_of(rows)
-            parts = update(batch).micro_batches
+            update(batch)
             used.append((counted.peak - baseline) / LIMIT)
             refused += counted.num_refused
             del batch
             gc.collect()
     chosen, batch = fit.choice.plan, batch_of(GROWING[-1])
-    fewer = needs(learner(make(), Rows(-(-GROWING[-1] // (parts - 1)))), batch, counted)
     sizes = (50, 500, 1000)  # of 12,000
     off = [chosen.peak(size) / needs(learner(make(), Rows(size)), batch, counted) - 1 for size in sizes]
-    return {"method": chosen.method, "refused": refused, "used": used, "fewer": fewer / LIMIT, "off": off}
+    return {"method": chosen.method, "refused": refused, "used": used, "off": off}
 
 
 def metering(counted: Counted) -> float:

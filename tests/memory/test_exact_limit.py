@@ -19,8 +19,7 @@ def test_growing_batches_use_the_memory_and_never_ask_for_more(counted, kind):
     seen = counted[kind]
     assert seen["method"].startswith(kind)
     assert seen["refused"] == 0
-    assert min(seen["used"][1:]) >= 0.85
-    assert seen["fewer"] > 0.95, "one micro-batch fewer would have fitted into the limit less its margin"
+    assert min(seen["used"][1:]) >= 0.9
 
 
 @pytest.mark.parametrize("kind", ["fake", "real"])

@@ -62,8 +62,9 @@ def num_plans(monkeypatch):
 def test_after_memory_was_short_once_the_bound_of_before_comes_back_and_not_only_the_size_that_failed():
     fit = Fit("1GiB", most=16)
     update = update_with(fit)
+    assert update(batch_of(27)).micro_batches == 2
     with OutOfMemoryAbove(13):
-        assert update(batch_of(27)).retries == 1  # 14 and 13 rows
+        assert update(batch_of(14)).retries == 1
     assert fit.bound == 7
     counts = [update(batch_of(27)).micro_batches for _ in range(31)]
     assert counts[-1] == 2
@@ -85,7 +86,7 @@ class Reading(nn.Module):
 def test_where_a_larger_batch_cannot_be_predicted_micro_batches_stay_as_large_as_before(monkeypatch):
     fit = Fit(400_000)
     update = update_with(fit)
-    update(batch_of(512))
+    update(batch_of(128))  # in one piece: of more rows nothing is known yet
     size = fit.choice.size
 
     def refuses(*args: Any, **kwargs: Any) -> Any:

@@ -238,6 +238,8 @@ class Fit:
 
     def _predict(self, workload: Workload, batch: Batch, shape: BatchShape) -> Fitting:
         tokens = self._tokens_for(batch)
+        is_first = not self._fits
+        self._kept.begin(_learning(workload), tensors(batch))
         try:
             found = plan(
                 workload.model,
@@ -273,7 +275,11 @@ class Fit:
                 "an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
             )
         found = found if self.memory is None else replace(found, memory=self.memory)
-        self._kept.expect(found.kept, 2 * found.kept_per_size)  # the full shape, and that of the tail
+        if is_first:  # which loads what stays for the whole process: trials know what was left beside that
+            self._kept.expect(found.kept, 0)
+        elif found.device == "cpu":
+            self._kept.look()
+        self._kept.expect(0, 2 * found.kept_per_size)  # the full shape, and that of the tail
         return fitting_within(found, workload, shape, most=self.most, tokens=tokens, is_fastest=self.fastest)
 
     def _growing(self, workload: Workload, most: int | None) -> Split:

@@ -83,6 +83,6 @@ def fitting_within(
 
 
 def _least_tail(model: nn.Module, size: int) -> int:
-    """The fewest rows of a last micro-batch: half of the others where it has statistics of its own, else 2."""
+    """The fewest rows of a last micro-batch: a quarter of the others where it has statistics of its own, else 2."""
     norms = [one for one in model.modules() if isinstance(one, BatchNormLayer) and uses_batch_statistics(one)]
-    return max(size // 2, 2) if norms else 2
+    return max(size // 4, 2) if norms else 2

@@ -1,5 +1,6 @@
 """`plan()`: the largest micro-batch that fits, before anything runs."""
 
+import gc
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -44,7 +45,7 @@ from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Offload, Sums
 from anybatch.passes import Running
 from anybatch.sizes import parse_bytes
-from anybatch.torch_inside import is_compiled_in_place
+from anybatch.torch_inside import forget_fake_results, is_compiled_in_place
 
 MARGIN = 0.05
 """The share of the memory that a plan leaves free, unless told otherwise."""
@@ -136,6 +137,10 @@ def plan(
             why_not = why_unmeasured(trials, is_wrapped=module is not model or is_compiled_in_place(module))
             tokens = split if isinstance(split, Tokens) else None
             ranked = rank_ways(trials, found, moments, limit, tokens=tokens, why_not=why_not)
+    trials.seen.clear()
+    forget_fake_results()
+    gc.collect()
+    found.kept.look()  # without the records of the trials
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
         micro_batch=found.size,
@@ -166,7 +171,7 @@ def plan(
         ),
         ranking=ranked.ways,
         not_ranked=ranked.left_out,
-        kept=found.kept,
+        kept=found.kept.bytes,
     )
 
 

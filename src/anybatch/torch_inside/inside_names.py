@@ -74,6 +74,8 @@ lower_each_ = torch._foreach_clamp_max_
 """A list of tensors, none of their numbers above a bound, in place."""
 COPY_ELSEWHERE = torch.ops.aten._to_copy.default
 """The op that copies a tensor to another device."""
+forget_fake_results: Callable[[], None] = FakeTensorMode.cache_clear
+"""Frees what fake tensors remember of every op and shape, for the whole process: a megabyte for each plan."""
 SAVED = "_saved_"
 """How the names begin under which a node of the graph keeps what its backward needs: "_saved_target"."""
 outputs_of: Callable[[Any], list[Any]] = attrgetter("_input_metadata")

@@ -1,11 +1,12 @@
 """The largest size that fits: read off the envelope and confirmed, or found by trying."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from anybatch.memory.predicting.envelope import PassShape, largest_below
 from anybatch.memory.predicting.peaks import Peaks
 from anybatch.memory.predicting.real_sizes import RealSizes
 from anybatch.memory.predicting.trials import Trials
+from anybatch.memory.tracing import KeptMemory
 
 MOST_OFF = 0.001
 """How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""
@@ -27,8 +28,8 @@ class LargestFitting:
     is_whole: bool
     is_confirmed: bool
     peaks: Peaks
-    kept: int = 0
-    """What trials have left in this process beside tensors."""
+    kept: KeptMemory = field(default_factory=KeptMemory)
+    """What trials leave in this process beside tensors."""
 
 
 def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
@@ -65,7 +66,7 @@ def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
         is_whole=is_whole,
         is_confirmed=is_tried if is_whole else shape in trials.tried,
         peaks=peaks,
-        kept=found.kept.bytes,
+        kept=found.kept,
     )
 
 
