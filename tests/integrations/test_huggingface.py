@@ -14,20 +14,8 @@ from torch import nn
 
 from anybatch import Fit, LossError, Tokens, UnitsError, UpdateError
 from anybatch.integrations.huggingface import SPLIT_FILE, ExactTrainer, exact
-from benchmarks.trainers import (
-    Handed,
-    bert,
-    class_loss,
-    classified,
-    errors,
-    gpt2,
-    llama,
-    next_token_loss,
-    pad,
-    texts,
-    trained,
-    windows_of,
-)
+from benchmarks.tiny_models import bert, class_loss, classified, gpt2, llama, next_token_loss, pad, texts
+from benchmarks.trainers import Handed, errors, trained, windows_of
 from tests.processes.ranks import on_ranks
 
 EXACT = 5e-7
