@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +14,11 @@ from anybatch.cli.main import run
 from anybatch.training.checkpoints.saving import read
 from anybatch.training.launch.torchrun import find_launch
 from benchmarks import kill_ranks
+from tests.processes.forked import main_module, started
 from tests.processes.server import server
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
 def weights(folder):
@@ -27,16 +27,18 @@ def weights(folder):
 
 
 def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same_end(tmp_path, task_file, capsys):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "anybatch"]
-    command += ["train", str(task_file), "--epochs", "200", "--save-every", "50", "--out", "out"]
-    agent = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    options = ["--standalone", "--nproc-per-node", "2", "-m", "anybatch"]
+    options += ["train", str(task_file), "--epochs", "200", "--save-every", "50", "--out", "out"]
     out = tmp_path / "out"
-    while not list(out.glob("checkpoints/update-*")):
-        assert agent.poll() is None
-        time.sleep(0.01)
-    os.kill(kill_ranks.workers_of(agent.pid)[1], signal.SIGTERM)  # a wish on one rank stops both, after the same update
-    text = agent.communicate()[0]
-    assert agent.returncode == 1
+    with started(main_module, "torch.distributed.run", options, cwd=tmp_path, env=ENVIRONMENT) as agent:
+        while not list(out.glob("checkpoints/update-*")):
+            assert agent.process.is_alive()
+            time.sleep(0.01)
+        # a wish on one rank stops both, after the same update
+        os.kill(kill_ranks.workers_of(agent.pid)[1], signal.SIGTERM)
+        done = agent.wait()
+    assert done.returncode == 1
+    text = done.stdout
     assert text.count("training mine") == text.count("stopped after update") == 1
     assert "on cpu, fp32, 2 ranks (ddp)" in text
     record = json.loads((out / "run.json").read_text())
