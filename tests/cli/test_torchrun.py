@@ -3,19 +3,17 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from anybatch.cli.main import run
 from anybatch.training.checkpoints.saving import read
 from anybatch.training.launch.torchrun import find_launch
 from benchmarks import kill_ranks
 from tests.processes.forked import main_module, started
-from tests.processes.server import server
+from tests.processes.torchrun import launched
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
@@ -56,27 +54,17 @@ def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same
 
 
 class WarmTorchrun:
-    """The agent of torchrun, here, and its ranks, forked: each of six cold ranks would take 5 s of a core to load torch."""
+    """The agent of torchrun with ranks that are forked."""
 
     seconds_to_start = 0.3
 
     def __init__(self, arguments, log, ranks, restarts):
-        server()
         log.touch()
         self.folder = log.with_suffix(".processes")
         self.folder.mkdir()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            max_restarts=restarts,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            run_id=log.stem,
-            start_method="forkserver",
+        self.agent = launched(
+            command_line_on_rank, arguments, self.folder, name=log.stem, ranks=ranks, restarts=restarts
         )
-        launch = elastic_launch(config, command_line_on_rank)
-        self.agent = ThreadPoolExecutor(1).submit(launch, arguments, self.folder)
 
     def poll(self):
         return self.wait() if self.agent.done() else None
