@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -38,6 +37,8 @@ class Head:
     has_batch_norm: bool = False
 
     def make(self) -> nn.Module:
+        import transformers
+
         torch.manual_seed(0)
         cls = getattr(transformers, self.model)
         model: nn.Module = cls(cls.config_class(**self.config))

@@ -15,7 +15,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from benchmarks.trainers import Handed, arguments, texts, vector_of
+from benchmarks.tiny_models import texts
+from benchmarks.trainers import Handed, arguments, vector_of
 
 
 class Encoder(nn.Module):

@@ -11,7 +11,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
-from benchmarks.trainers import Handed, arguments, llama, preference_loss, texts
+from benchmarks.tiny_models import llama, preference_loss, texts
+from benchmarks.trainers import Handed, arguments
 
 WORDS = [f"w{number}" for number in range(50)]
 

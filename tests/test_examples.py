@@ -2,8 +2,6 @@
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from anybatch.cli.main import run
+from tests.processes.torchrun import launched, script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOKS = runpy.run_path(str(EXAMPLES / "notebooks/make.py"))
@@ -94,11 +93,10 @@ def test_the_textbook_is_exact_in_every_epoch(output):
     assert all(float(line.split()[-1]) < 5e-7 for line in output.splitlines()[1:])
 
 
-def test_two_ranks_learn_from_every_row_once():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(EXAMPLES / "two_ranks.py")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "569 rows on 2 ranks" in done.stdout
+def test_two_ranks_learn_from_every_row_once(tmp_path):
+    said = tmp_path / "said"
+    launched(script, EXAMPLES / "two_ranks.py", said, name="two ranks").result()
+    assert "569 rows on 2 ranks" in said.read_text()
 
 
 def test_a_task_of_ones_own_trains(tmp_path):

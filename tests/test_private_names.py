@@ -6,6 +6,7 @@ anybatch.torch_inside` stops at the first that is gone.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,7 +86,8 @@ def _used_inside() -> set[str]:
     return {name for name in names if _is_private(name)} | undocumented
 
 
-def _of_our_own() -> set[str]:
+@cache
+def _of_our_own() -> frozenset[str]:
     """Private names that some class or module of anybatch defines, and those of every named tuple."""
     names = {"_fields", "_replace", "_asdict"}
     for path in SOURCE.rglob("*.py"):
@@ -97,10 +99,10 @@ def _of_our_own() -> set[str]:
                 names |= {target.id for target in targets if isinstance(target, ast.Name)}
                 own = [target for target in targets if isinstance(target, ast.Attribute)]
                 names |= {target.attr for target in own if ast.unparse(target.value) == "self"}
-    return names
+    return frozenset(names)
 
 
-def _used_privately(tree: ast.AST, known: set[str], own: set[str]) -> Iterator[str]:
+def _used_privately(tree: ast.AST, known: set[str], own: frozenset[str]) -> Iterator[str]:
     yield from (f"{module}.{name}" for module, name in _imports(tree))
     yield from _dotted(tree)
     for node in ast.walk(tree):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ INPUTS = ("input_ids", "pixel_values", "input_features")
 OUTPUTS = ("logits", "start_logits", "log_probs")
 
 
+def later(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The model that `make` would make now, made when it is first asked for: frameworks take seconds to load."""
+    state = torch.get_rng_state()
+
+    @cache
+    def model() -> nn.Module:
+        with torch.random.fork_rng(devices=()):
+            torch.set_rng_state(state)
+            return make()
+
+    return model
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One row of the table."""
@@ -26,7 +40,8 @@ class Case:
     """Who is asked: "any" loop; for a "head" of transformers and the like, the frameworks; "pairs" are
     sentence-transformers' own, "SFT" and "DPO" TRL's."""
     rows: Sequence[Any]
-    model: nn.Module
+    model: Callable[[], nn.Module]
+    """The one that all start from: to be copied, not trained."""
     loss: Callable[[nn.Module, Any], Tensor]
     """The loss of (model, batch) as a user writes it: a mean over the rows, tokens or weights that it is given."""
     objective: Objective | Coupled

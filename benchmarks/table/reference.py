@@ -22,7 +22,7 @@ class Wanted:
 
 def whole_batch(case: Case, recorded: Recorded, rows: range) -> Wanted:
     """One backward pass over these rows, clipped where the case clips."""
-    twin = precise_twin(case.model)
+    twin = precise_twin(case.model())
     with torch.no_grad():
         for parameter, weight in zip(twin.parameters(), recorded.weights, strict=True):
             parameter.copy_(weight)

@@ -26,7 +26,7 @@ DONE = "done with case"
 def watch(case: Case, learn: Learn) -> Run:
     """Let a contender learn a case, and say what its optimizer was handed."""
     torch.manual_seed(0)
-    model: nn.Module = copy.deepcopy(case.model).train()
+    model: nn.Module = copy.deepcopy(case.model()).train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     witness = Witness(case, model, optimizer)
     learnt = learn(case, model, optimizer)

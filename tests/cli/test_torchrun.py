@@ -1,24 +1,22 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from anybatch.cli.main import run
 from anybatch.training.checkpoints.saving import read
 from anybatch.training.launch.torchrun import find_launch
 from benchmarks import kill_ranks
-from tests.processes.server import server
+from tests.processes.forked import main_module, started
+from tests.processes.torchrun import launched
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
 def weights(folder):
@@ -27,16 +25,18 @@ def weights(folder):
 
 
 def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same_end(tmp_path, task_file, capsys):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "anybatch"]
-    command += ["train", str(task_file), "--epochs", "200", "--save-every", "50", "--out", "out"]
-    agent = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    options = ["--standalone", "--nproc-per-node", "2", "-m", "anybatch"]
+    options += ["train", str(task_file), "--epochs", "200", "--save-every", "50", "--out", "out"]
     out = tmp_path / "out"
-    while not list(out.glob("checkpoints/update-*")):
-        assert agent.poll() is None
-        time.sleep(0.01)
-    os.kill(kill_ranks.workers_of(agent.pid)[1], signal.SIGTERM)  # a wish on one rank stops both, after the same update
-    text = agent.communicate()[0]
-    assert agent.returncode == 1
+    with started(main_module, "torch.distributed.run", options, cwd=tmp_path, env=ENVIRONMENT) as agent:
+        while not list(out.glob("checkpoints/update-*")):
+            assert agent.process.is_alive()
+            time.sleep(0.01)
+        # a wish on one rank stops both, after the same update
+        os.kill(kill_ranks.workers_of(agent.pid)[1], signal.SIGTERM)
+        done = agent.wait()
+    assert done.returncode == 1
+    text = done.stdout
     assert text.count("training mine") == text.count("stopped after update") == 1
     assert "on cpu, fp32, 2 ranks (ddp)" in text
     record = json.loads((out / "run.json").read_text())
@@ -54,27 +54,17 @@ def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same
 
 
 class WarmTorchrun:
-    """The agent of torchrun, here, and its ranks, forked: each of six cold ranks would take 5 s of a core to load torch."""
+    """The agent of torchrun with ranks that are forked."""
 
     seconds_to_start = 0.3
 
     def __init__(self, arguments, log, ranks, restarts):
-        server()
         log.touch()
         self.folder = log.with_suffix(".processes")
         self.folder.mkdir()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            max_restarts=restarts,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            run_id=log.stem,
-            start_method="forkserver",
+        self.agent = launched(
+            command_line_on_rank, arguments, self.folder, name=log.stem, ranks=ranks, restarts=restarts
         )
-        launch = elastic_launch(config, command_line_on_rank)
-        self.agent = ThreadPoolExecutor(1).submit(launch, arguments, self.folder)
 
     def poll(self):
         return self.wait() if self.agent.done() else None

@@ -1,8 +1,6 @@
 """`anybatch doctor`: a script, unmodified, in a process of its own."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,12 +56,7 @@ def test_children_that_are_spawned_are_watched(tmp_path: Path):
     body = "\n".join(f"    {line}" for line in WRONG.read_text().splitlines()[2:])
     start = "    import torch.multiprocessing as mp\n    mp.spawn(learn, nprocs=1)"
     script.write_text(f"def learn(rank):\n{body}\n\nif __name__ == '__main__':\n{start}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "anybatch", "doctor", "--json", str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = run_anybatch("doctor", "--json", str(script), cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "not-divided" in {finding["kind"] for finding in json.loads(done.stdout)["findings"]}
 

@@ -1,8 +1,7 @@
 """Memory that runs out in an optimizer's first step: what the step had changed is put back, its options and draws too."""
 
 import copy
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +10,6 @@ from torch import Tensor, nn
 
 from anybatch import Objective, Update
 from tests.injection import OutOfMemoryAt
-
-
-@pytest.fixture(autouse=True)
-def _frozen() -> Iterator[None]:
-    gc.freeze()  # each retry collects, and is to look at this test's objects alone
-    yield
-    gc.unfreeze()
 
 
 class Restless(torch.optim.Optimizer):

@@ -1,10 +1,12 @@
 """transformers' Trainer: its updates have the whole batch's gradient, and all else is as it was."""
 
+import importlib
 import json
 import os
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,20 +16,8 @@ from torch import nn
 
 from anybatch import Fit, LossError, Tokens, UnitsError, UpdateError
 from anybatch.integrations.huggingface import SPLIT_FILE, ExactTrainer, exact
-from benchmarks.trainers import (
-    Handed,
-    bert,
-    class_loss,
-    classified,
-    errors,
-    gpt2,
-    llama,
-    next_token_loss,
-    pad,
-    texts,
-    trained,
-    windows_of,
-)
+from benchmarks.tiny_models import bert, class_loss, classified, gpt2, llama, next_token_loss, pad, texts
+from benchmarks.trainers import Handed, errors, trained, windows_of
 from tests.processes.ranks import on_ranks
 
 EXACT = 5e-7
@@ -476,8 +466,11 @@ def under_deepspeed(made):
                 )
             return optimizer
 
+    backend = importlib.import_module("deepspeed.comm.torch")
     given, rows = Handed(), texts(19)
-    with as_launched(), warnings.catch_warnings():
+    # a kernel for the all-reduces of inference: a new machine would compile it for 50 s
+    without_kernel = mock.patch.object(backend, "build_shm_op", return_value=None)
+    with as_launched(), without_kernel, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained(Seen, llama(), rows, ddp_backend="gloo", gradient_accumulation_steps=2, deepspeed=ENGINE)
     return max(errors(given, llama(), windows_of(rows), next_token_loss))

@@ -2,16 +2,18 @@
 
 import os
 import socket
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes.forked import main_module, started
+
 SCRIPT = str(Path(__file__).parent / "launched.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=static"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+TORCHRUN = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=static"]
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
 """`--cpu` would start one process, whatever their number."""
 
 
@@ -32,19 +34,16 @@ def agents_of(launcher: str) -> list[list[str]]:
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_two_processes_learn_what_one_does(launcher: str, tmp_path: Path):
     names = {"torchrun": ["by_update"], "accelerate": ["by_accelerate", "by_trainer"]}[launcher]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    agents = [
-        subprocess.Popen(
-            [sys.executable, *command, SCRIPT, str(tmp_path), *names],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in agents_of(launcher)
-    ]
-    said = [agent.communicate()[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0] * len(agents), said
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with ExitStack() as running:
+        agents = [
+            running.enter_context(
+                started(main_module, module, [*options, SCRIPT, str(tmp_path), *names], env=environment)
+            )
+            for module, *options in agents_of(launcher)
+        ]
+        said = [agent.wait() for agent in agents]
+    assert [agent.returncode for agent in said] == [0] * len(agents), said
     for rank in (0, 1):
         told = torch.load(tmp_path / f"{rank}.pt")
         assert told.pop("ranks") == 2

@@ -9,7 +9,8 @@ from datasets import Dataset
 
 from anybatch import LossError, SplitError, Tokens
 from anybatch.integrations.huggingface import exact
-from benchmarks.trainers import errors, llama
+from benchmarks.tiny_models import llama
+from benchmarks.trainers import errors
 from benchmarks.trl_cases import DPO, REWARD, SFT, batches_of, fitted, tokenizer
 
 EXACT = 1e-6

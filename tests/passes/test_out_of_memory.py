@@ -1,6 +1,5 @@
 """Out of memory at any operation: the batch starts again, smaller, and nothing is counted twice."""
 
-import gc
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -82,13 +81,6 @@ def test_what_the_allocator_really_raises_is_recognised():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
-
-
-@pytest.fixture(autouse=True)
-def _quick_collection():
-    """A collection looks at all objects of the process, 0.1 s with a test suite in it: tests that freeze those before."""
-    yield
-    gc.unfreeze()
 
 
 @dataclass(frozen=True)
@@ -229,7 +221,6 @@ def test_out_of_memory_at_every_operation_ends_in_the_weights_of_a_run_that_bega
         {updates: outcome(case.train(split(), updates=updates)[0]) for updates in (1, 10)}
         for split in (case.split, case.settled)
     )
-    gc.freeze()
     total = 0
     for point in range(num_operations(case)):
         updates = 1 if point % 16 else 10

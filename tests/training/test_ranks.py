@@ -25,7 +25,11 @@ from tests.processes.ranks import on_ranks
 
 TASKS = ("textbook", "stdlib", "pairs", "digits")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-UPDATES = 20
+UPDATES = 10
+PER_EPOCH = 4
+"""Updates: three of whole batches, and the tail."""
+WARMUP = 4
+"""Of the tasks that warm up: then their learning rate decays."""
 SIZES = (1, 2, 4)
 KINDS = ("ddp", "fsdp2")
 BATCH = {"textbook": 63, "stdlib": 9, "pairs": 27, "digits": 27}
@@ -35,9 +39,9 @@ TAIL = 2
 """Rows of the last batch of an epoch: fewer than four ranks can share."""
 SHORT = 49
 """Bytes of a row of stdlib, and one: enough to be ragged."""
-SEED = {"digits": 2}
-"""Of the seeds 0 to 3 the only one whose 20 updates in float32 cross no kink of ReLU, where rounding decides. At one, even the
-whole batch at once leaves its run in float64 by 2e-4; in float64 every seed holds."""
+SEED = {"digits": 2, "stdlib": 3}
+"""With these, 10 updates in float32 cross no kink of ReLU, where rounding decides. With seed 0 they cross one: even the whole
+batch at once leaves its run in float64, by 3e-5 and 9e-5. In float64 every seed holds."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,12 +59,12 @@ def functions_in(library: Path) -> tuple[sources.Function, ...]:
 
 
 def small(name: str, dtype: torch.dtype) -> Callable[[], Task]:
-    """A built-in task with so few rows that 20 updates go through several epochs, each with a tail of `TAIL` rows."""
+    """A built-in task with so few rows that 10 updates go through several epochs, each with a tail of `TAIL` rows."""
 
     def build() -> Task:
         task = find_task(name)()
         task.model.to(dtype)
-        num_rows = 6 * BATCH[name] + TAIL
+        num_rows = (PER_EPOCH - 1) * BATCH[name] + TAIL
         parts = {field: getattr(task, field) for field in Task.__dataclass_fields__}
         if name == "stdlib":
             training = [row[:SHORT] for row in task.training[:num_rows]]
@@ -89,7 +93,7 @@ def in_dtype(data: TensorDataset, dtype: torch.dtype) -> TensorDataset:
 
 def settings(name: str, kind: str = "ddp") -> Settings:
     wish = Settings(batch_size=BATCH[name], micro_batch=MICRO_BATCH.get(name), updates=UPDATES, parallel=kind)
-    return replace(wish, seed=SEED.get(name, 0))
+    return replace(wish, seed=SEED.get(name, 0), warmup=None if name == "textbook" else WARMUP)
 
 
 def run(
@@ -197,7 +201,7 @@ def test_a_task_on_any_number_of_ranks_ends_as_one_process_with_the_whole_batch(
 def test_in_float32_it_ends_as_near_as_rounding_allows(library, reference, name, kind):
     results = on_ranks(4, spread, name, kind, "float32", library)
     expected, losses = reference(name, "float32")
-    # how far 20 updates carry a rounding depends on the processor's kernels: the whole batch at once shows it
+    # how far 10 updates carry a rounding depends on the processor's kernels: the whole batch at once shows it
     rounding = off(expected, reference(name, "float64")[0])
     assert rounding < 1e-3
     for result in results:
@@ -239,7 +243,7 @@ def test_the_mean_over_ranks_of_each_ranks_mean_does_not(name):
 def test_the_last_batch_of_an_epoch_has_fewer_rows_than_four_ranks(library):
     told = on_ranks(4, spread, "textbook", "ddp", "float64", library)[0][1]
     rows = [record[4] for record in told if len(record) == 6]
-    assert rows[6] == rows[13] == TAIL
+    assert rows[PER_EPOCH - 1] == rows[2 * PER_EPOCH - 1] == TAIL
 
 
 def on_some(size: int, action: Callable[[Any], Any]) -> Any:
@@ -261,8 +265,8 @@ def shared_folder() -> Path:
 def changing(name: str, first: str, last: str) -> tuple[Tensor, list[Any]]:
     """A task that begins on 2 ranks, goes on in one process, and ends on 4 ranks."""
     folder, build = shared_folder(), small(name, torch.float64)
-    on_some(2, lambda group: run(build, settings(name, first), group, folder=folder, stop_after=6))
-    on_some(1, lambda _: run(build, settings(name), None, folder=folder, stop_after=13))
+    on_some(2, lambda group: run(build, settings(name, first), group, folder=folder, stop_after=3))
+    on_some(1, lambda _: run(build, settings(name), None, folder=folder, stop_after=7))
     found: tuple[Tensor, list[Any]] = on_some(4, lambda group: run(build, settings(name, last), group, folder=folder))
     return found
 
@@ -271,7 +275,7 @@ def changing(name: str, first: str, last: str) -> tuple[Tensor, list[Any]]:
 def test_two_ranks_then_one_process_then_four_ranks_end_as_if_never_changed(reference, first, last):
     for result in on_ranks(4, changing, "textbook", first, last):
         assert off(result[0], reference("textbook", "float64")[0]) < 1e-12
-        assert [record[0] for record in result[1] if len(record) == 6] == list(range(14, UPDATES + 1))
+        assert [record[0] for record in result[1] if len(record) == 6] == list(range(8, UPDATES + 1))
 
 
 def with_dropout() -> Task:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from anybatch import TaskError
 from anybatch.records import UpdateDone
@@ -8,6 +9,7 @@ from anybatch.training.loop import Loop
 from anybatch.training.settings import Settings
 from anybatch.training.tasks import sources, stdlib
 from anybatch.training.tasks.lookup import BUILT_IN, find_task
+from tests.processes.forked import run_code
 from tests.training.small_tasks import small_task
 
 
@@ -35,6 +37,17 @@ def test_textbook_is_the_one_of_the_textbooks():
     assert task.training[0][0].shape == (10,)
     assert (task.batch_size, task.micro_batch, task.epochs) == (64, 16, 10)
     assert task.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_digits_are_scikit_learns_which_is_not_imported_for_them():
+    pixels, labels = load_digits(return_X_y=True)
+    task = find_task("digits")()
+    order = torch.randperm(1797, generator=torch.Generator().manual_seed(1)).tolist()
+    for part, rows in ((task.training, order[:1437]), (task.validation, order[1437:])):
+        assert part.tensors[0].tolist() == (pixels[rows].reshape(-1, 1, 8, 8) / 16).tolist()
+        assert part.tensors[1].tolist() == labels[rows].tolist()
+    done = run_code("import sys; from anybatch.training import find_task; find_task('digits')(); print(*sys.modules)")
+    assert "sklearn" not in done.stdout.split()
 
 
 def test_the_standard_librarys_functions_are_many_and_ragged():

@@ -1,7 +1,5 @@
 """Memory runs out once, anywhere: a few of the hundred runs of `benchmarks.random_oom`, most kinds once."""
 
-import gc
-
 import pytest
 
 from anybatch.state import once_more
@@ -10,14 +8,6 @@ from benchmarks import random_oom
 
 ANYWHERE, IN_THE_TAIL = (2, 3, 6, 7, 8), (10, 11, 14, 15)
 """Seeds: the last digit is the kind, and those from 10 to 19 fail after the last backward pass."""
-
-
-@pytest.fixture(autouse=True)
-def _quick_collection():
-    gc.collect()
-    gc.freeze()  # each retry collects, and is to look at the objects of its run alone
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.filterwarnings("ignore:memory ran out", "ignore:BatchNorm")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Coupled, info_nce, supervised
-from benchmarks.table.case import Case
+from benchmarks.table.case import Case, later
 from benchmarks.table.cases.rows import cross_entropy
 
 TEMPERATURE = 0.05
@@ -26,11 +26,10 @@ def cases() -> list[Case]:
 def batch_norm() -> Case:
     torch.manual_seed(8)
     x = torch.randn(256, 10)
-    layers = [nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()]
     return Case(
         name="BatchNorm, 64 rows, by 8",
         rows=list(zip(x, (x.sum(1) > 0).long(), strict=True)),
-        model=nn.Sequential(*layers, nn.Linear(32, 2)),
+        model=later(normed),
         loss=cross_entropy,
         objective=supervised(nn.CrossEntropyLoss()),
         batch=64,
@@ -38,6 +37,11 @@ def batch_norm() -> Case:
         are_rows_coupled=True,
         limit=3e-6,
     )
+
+
+def normed() -> nn.Module:
+    layers = [nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(32, 2))
 
 
 def encode(model: nn.Module, batch: Pair) -> Pair:
@@ -57,7 +61,7 @@ def contrastive() -> Case:
     return Case(
         name="InfoNCE, 64 pairs, by 8",
         rows=list(zip(queries, keys, strict=True)),
-        model=nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)),
+        model=later(lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))),
         loss=contrastive_loss,
         objective=Coupled(encode, info_nce(TEMPERATURE)),
         batch=64,

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from anybatch import huggingface
-from benchmarks.table.case import Case
+from benchmarks.table.case import Case, later
 from benchmarks.table.cases.heads import own_loss
-from benchmarks.trainers import llama, next_token_loss, pad, preference_loss, texts
+from benchmarks.tiny_models import llama, next_token_loss, pad, preference_loss, texts
 
 ROWS = 19
 EOS = torch.tensor([2])
@@ -29,7 +29,7 @@ def answers() -> Case:
         name="SFT, a tail of 7",
         kind="SFT",
         rows=rows,
-        model=llama(),
+        model=later(llama),
         loss=own_loss,
         precise_loss=next_token_loss,
         objective=huggingface(),

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch import supervised
-from benchmarks.table.case import Case
+from benchmarks.table.case import Case, later
 from benchmarks.table.cases.rows import cross_entropy
 
 
@@ -20,7 +20,7 @@ def bf16(num_micro_batches: int) -> Case:
     return Case(
         name=f"bf16, {num_micro_batches} micro-batches",
         rows=list(zip(x, labels, strict=True)),
-        model=nn.Linear(64, 10).bfloat16(),
+        model=later(lambda: nn.Linear(64, 10).bfloat16()),
         loss=cross_entropy,
         precise_loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         objective=supervised(nn.CrossEntropyLoss()),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import supervised
-from benchmarks.table.case import Case
+from benchmarks.table.case import Case, later
 
 Pair = tuple[Tensor, Tensor]
 
@@ -41,7 +41,7 @@ def uneven_tail() -> Case:
     return Case(
         name="1,000 rows = 15 x 64 + 40, by 16",
         rows=list(zip(x, (x.sum(1) > 0).long(), strict=True)),
-        model=nn.Linear(10, 2),
+        model=later(lambda: nn.Linear(10, 2)),
         loss=cross_entropy,
         objective=supervised(nn.CrossEntropyLoss()),
         batch=64,
@@ -72,7 +72,7 @@ def class_weights() -> Case:
     return Case(
         name="class weights 0.2, 1, 20",
         rows=list(zip(torch.randn(256, 10), classes, strict=True)),
-        model=nn.Linear(10, 3),
+        model=later(lambda: nn.Linear(10, 3)),
         loss=lambda model, batch: cross_entropy(model, batch, weight),
         objective=supervised(nn.CrossEntropyLoss(weight)),
         batch=64,

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from anybatch import huggingface, supervised
 from benchmarks.models import TokenModel
-from benchmarks.table.case import Case
+from benchmarks.table.case import Case, later
 from benchmarks.table.cases.rows import cross_entropy
 
 IGNORED = -100
@@ -22,7 +21,7 @@ def cases() -> list[Case]:
     llama = ragged_llama()
     return [
         llama,
-        replace(llama, name="ragged tokens, GPT-2", model=gpt2()),
+        replace(llama, name="ragged tokens, GPT-2", model=later(gpt2)),
         ragged_own_model(),
         replace(llama, name="a micro-batch with no target, Llama", rows=with_a_gap(llama)),
         bert_classifier(),
@@ -57,7 +56,22 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def ragged_llama() -> Case:
-    torch.manual_seed(3)
+    return Case(
+        name="ragged tokens, Llama",
+        rows=[{"input_ids": text, "labels": text} for text in texts(128, seed=4)],
+        model=later(llama),
+        loss=own_loss,
+        precise_loss=next_token_loss,
+        objective=huggingface(),
+        collate=pad,
+        batch=32,
+        micro_batch=4,
+    )
+
+
+def llama() -> nn.Module:
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -68,20 +82,12 @@ def ragged_llama() -> Case:
         pad_token_id=0,
         use_cache=False,
     )
-    return Case(
-        name="ragged tokens, Llama",
-        rows=[{"input_ids": text, "labels": text} for text in texts(128, seed=4)],
-        model=transformers.LlamaForCausalLM(config),
-        loss=own_loss,
-        precise_loss=next_token_loss,
-        objective=huggingface(),
-        collate=pad,
-        batch=32,
-        micro_batch=4,
-    )
+    return transformers.LlamaForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
+    import transformers
+
     torch.manual_seed(5)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, use_cache=False,
@@ -110,7 +116,7 @@ def ragged_own_model() -> Case:
     return Case(
         name="ragged tokens, a model of one's own",
         rows=rows,
-        model=TokenModel(VOCABULARY),
+        model=later(lambda: TokenModel(VOCABULARY)),
         loss=cross_entropy,
         objective=supervised(nn.CrossEntropyLoss()),
         collate=collate,
@@ -119,13 +125,19 @@ def ragged_own_model() -> Case:
     )
 
 
-def bert_classifier() -> Case:
-    """A head of transformers that takes `**kwargs`; every micro-batch is full, so that even a mean of means is right."""
-    torch.manual_seed(7)
+def bert() -> nn.Module:
+    import transformers
+
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3, pad_token_id=0,
     )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+def bert_classifier() -> Case:
+    """A head of transformers that takes `**kwargs`; every micro-batch is full, so that even a mean of means is right."""
+    torch.manual_seed(7)
     ids, labels = torch.randint(1, VOCABULARY, (256, 12)), torch.randint(0, 3, (256,))
     rows: list[dict[str, Any]] = [
         {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": label}
@@ -134,7 +146,7 @@ def bert_classifier() -> Case:
     return Case(
         name="full micro-batches, Bert classifier",
         rows=rows,
-        model=transformers.BertForSequenceClassification(config),
+        model=later(bert),
         loss=own_loss,
         objective=huggingface(),
         batch=64,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
 from benchmarks.table.contenders.hf_trainer import arguments, run
-from benchmarks.trainers import llama
+from benchmarks.tiny_models import llama
 from benchmarks.trl_cases import WORDS, tokenizer
 
 TRAINERS = {"SFT": (trl.SFTTrainer, trl.SFTConfig), "DPO": (trl.DPOTrainer, trl.DPOConfig)}

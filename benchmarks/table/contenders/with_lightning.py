@@ -81,7 +81,7 @@ def fit_with(case: Case, module: Module, strategy: Any, accumulate: int, loader:
 
 def default_lr(case: Case) -> float:
     """Where the learning rate ends with Lightning's own interval, as a share of the first."""
-    model = copy.deepcopy(case.model)
+    model = copy.deepcopy(case.model())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     fit(case, model, optimizer, "epoch")
     return float(optimizer.param_groups[0]["lr"])
