@@ -1,6 +1,7 @@
 """The self-check runs on copies that share the model's weights: nothing of them is changed, whatever a run writes to them."""
 
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,3 +200,28 @@ def test_attention_that_draws_inside_its_kernel_runs_again_by_kernels_that_show_
     update = checked(Attending(), labelled())
     assert update.guard.finding == "passed"
     assert list(flash[:4]) == [1, 0, 0, 0]  # in one go, again, and two parts
+
+
+class OnlyCheckpointed(Rows):
+    """Rows that run checkpointed, of which so many would fit without."""
+
+    @property
+    def choice(self) -> SimpleNamespace:
+        return SimpleNamespace(plain_rows=self.size - 8)
+
+
+@pytest.mark.parametrize(("size", "compared"), [(8, 0), (12, 3), (16, 6)])
+def test_no_more_rows_are_compared_than_fit_without_checkpointing(size, compared):
+    seen = array("q")
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        seen.append(len(batch[0]))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    update = Update(model, optimizer, Objective(loss), micro_batch=OnlyCheckpointed(size), check=True)
+    update._look_at_first(labelled(48))
+    assert max(seen, default=0) == compared
+    assert update.guard.finding == ("passed" if compared else "not judged")
+    assert ("without checkpointing" in update.guard.reason) == (not compared)
