@@ -400,7 +400,10 @@ def test_checkpointing_is_used_where_nothing_else_fits_and_only_if_it_was_asked_
         update_of(model, Fit(room, margin=0.0))(batch_of())
     update = update_of(model, Fit(room, fastest=True, margin=0.0))
     assert update(batch_of()).applied
-    assert update.accumulator.split.choice.way.kind == "checkpointing"
+    choice = update.accumulator.split.choice
+    assert choice.way.kind == "checkpointing"
+    assert choice.plain_rows == choice.plan.micro_batch == 0
+    assert replace(choice, way=None).plain_rows is None
 
 
 def test_fit_does_not_take_a_way_that_it_cannot_run(planned):

@@ -83,7 +83,7 @@ def test_a_first_batch_of_two_rows_is_left_to_the_next():
         update(labelled(9))
 
 
-def test_the_check_compares_bf16_in_float64():
+def test_the_check_compares_bf16_in_fp32():
     inputs, targets = labelled(64)
     targets[::2] = -100
     model = mlp().bfloat16()

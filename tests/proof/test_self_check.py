@@ -107,7 +107,7 @@ def test_a_checked_update_is_the_same_to_the_bit_as_one_that_is_not_checked():
     assert len(batch) == 2
 
 
-def test_the_check_runs_once_and_costs_two_passes_over_one_micro_batch():
+def test_the_check_runs_once_and_costs_two_passes_over_three_quarters_of_a_micro_batch():
     rows_seen = array("q")  # a list would be put back, as all is that a check changes
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_the_check_runs_once_and_costs_two_passes_over_one_micro_batch():
     update = Update(model, adam(model), Objective(loss), micro_batch=6, check=True)
     inputs = torch.randn(24, 6), torch.randint(0, 3, (24,))
     update(inputs)
-    assert sum(rows_seen) == 24 + 2 * 6
+    assert sum(rows_seen) == 24 + 2 * 4
     del rows_seen[:]
     update(inputs)
     assert sum(rows_seen) == 24

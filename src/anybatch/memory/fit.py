@@ -252,6 +252,7 @@ class Fit:
                 checkpointing=False,
                 ranking=self.fastest and may_recompute(workload.model),
                 running=workload.running,
+                check=workload.check,
             )
         except (
             Exception
@@ -269,10 +270,11 @@ class Fit:
             most = self.most.size if isinstance(self.most, Rows) else None
             return Fitting(shape, self._growing(workload, most), "rows", 1, reason=first_line(error))
         if not found.fits and fastest_own_way(found) is None and self.memory is not None:
+            less = "check='first', " if workload.check == "full" else ""
             raise MemoryLimitError(
                 f"an update with a single row is predicted to need {show_bytes(found.least_bytes)}, and {self!r} allows "
-                f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use shorter rows, "
-                "an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
+                f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use {less}shorter "
+                "rows, an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
             )
         found = found if self.memory is None else replace(found, memory=self.memory)
         if is_first:  # which loads what stays for the whole process: trials know what was left beside that

@@ -29,6 +29,13 @@ class Fitted:
     way: RankedWay | None = None
     """How batches run, where that is with checkpointing."""
 
+    @property
+    def plain_rows(self) -> int | None:
+        """How many rows fit without checkpointing, where batches run with it; None where they do not."""
+        if self.way is None or self.plan is None:
+            return None
+        return self.plan.micro_batch // (self.plan.whole_size // self.plan.rows)
+
     def describe(self) -> str:
         """In words: what was chosen, and why."""
         size = f"{self.size} {self.kind} per micro-batch"

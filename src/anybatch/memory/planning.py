@@ -42,8 +42,9 @@ from anybatch.memory.tracing import (
 )
 from anybatch.memory.unwrapping import without_wrappers
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload, Sums
-from anybatch.passes import Running
+from anybatch.options import Autocast, BatchNorm, Check, Offload, Sums
+from anybatch.passes import Running, check_of
+from anybatch.proof import check_cost
 from anybatch.sizes import parse_bytes
 from anybatch.torch_inside import forget_fake_results, is_compiled_in_place
 
@@ -66,6 +67,7 @@ def plan(
     batch_norm: BatchNorm | None = None,
     offload: Offload = "auto",
     sums: Sums = "fp32",
+    check: Check | bool = "first",
     margin: float = MARGIN,
     checkpointing: bool = True,
     ranking: bool = True,
@@ -77,7 +79,8 @@ def plan(
     meta device and `device` need not be there; where fake tensors cannot see or run it, small real steps on a real copy.
     `memory` is all there is for it, "6GiB" or bytes; None: what the device has free, with what this model already takes there.
     Without an optimizer it is the gradient alone. With `split=Tokens(...)` sizes are budgets of tokens. The options are
-    those of `Update`; `running` gives them as one value instead. In `DistributedDataParallel` each rank plans for its own rows,
+    those of `Update`; `running` gives all but `check` as one value instead: with `check=True` what that takes before the first
+    batch counts. In `DistributedDataParallel` each rank plans for its own rows,
     and its buckets are taken off `memory`; a model sharded by `fully_shard` has to be planned before. Parameters, buffers,
     gradients, the optimizer and random states stay as they are.
 
@@ -112,6 +115,7 @@ def plan(
             memory=memory,
             device=device,
             split=split,
+            check=check,
             margin=margin,
             checkpointing=checkpointing,
             ranking=ranking,
@@ -124,7 +128,8 @@ def plan(
         own = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
         is_in_place = own <= {there.type} and not bucket_bytes and not is_watched(module)
         batch_bytes = 0 if is_elsewhere else source.nbytes
-        setup = TrialSetup(parts, there, batch_bytes, is_elsewhere, running, is_in_place)
+        cost = check_cost(module, running.autocast) if check_of(check) == "full" else None
+        setup = TrialSetup(parts, there, batch_bytes, is_elsewhere, running, cost, is_in_place)
         trials = start_trials(setup, source, undo)
         # what the first trial had torch load is no longer free, nor are buckets that are there already
         room = available_bytes(there) + _already(parts, there) if asked is None else asked

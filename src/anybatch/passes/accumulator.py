@@ -16,7 +16,7 @@ from anybatch.gradients import GradientSum, check_hooks
 from anybatch.noise import NOT_ASKED, NoiseRecord
 from anybatch.norms import NO_POWER, Layers, NormPolicy
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload
+from anybatch.options import Autocast, BatchNorm, Check, Offload
 from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.agreement import OwnRows, own_rows, plan_batch, size_of
@@ -30,8 +30,7 @@ from anybatch.passes.running import (
     Running,
     autocast_context,
     check_drops,
-    check_model,
-    check_objective,
+    check_learner,
     common_device,
     in_a_line,
     passes_fp16,
@@ -106,8 +105,7 @@ class Accumulator:
         running: Running | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
-        check_model(model)
-        check_objective(objective)
+        check_learner(model, objective)
         self.running = running or Running(
             autocast=autocast,
             batch_norm=batch_norm,
@@ -126,6 +124,7 @@ class Accumulator:
         self.norms = NormPolicy(model, self.running.batch_norm)
         self._optimizer = optimizer
         self.noise: NoiseRecord = NOT_ASKED  # an `Update` puts in what keeps the noise of its gradients
+        self.check: Check = "off"  # an `Update` says what it is yet to look at
         check_drops(self.running, objective, self.engine)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
         self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
@@ -218,7 +217,8 @@ class Accumulator:
     @property
     def workload(self) -> Workload:
         """What micro-batches are cut for: all that the memory of an update depends on."""
-        return Workload(model=self.model, objective=self.objective, optimizer=self._optimizer, running=self.running)
+        parts = {"model": self.model, "objective": self.objective, "optimizer": self._optimizer}
+        return Workload(**parts, running=self.running, check=self.check)
 
     def prepare(
         self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, given: Schedule | None = None

@@ -13,7 +13,7 @@ from torch import nn
 from anybatch.errors import ArgumentsError, LossError, ParallelError, UpdateError
 from anybatch.faces import called, did_you_mean, name_of, one_of
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload, OnEmpty, OnNonFinite, Sums
+from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.parallel import Engine
 from anybatch.state import check_offload
 
@@ -79,6 +79,15 @@ class Running:
         """The options that are not what they are by default."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return {field.name: held[field.name] for field in fields(self) if held[field.name] != field.default}
+
+
+def check_of(check: Check | bool) -> Check:
+    """What is looked at before the first batch is learnt from: True is all there is, False nothing."""
+    if check is True or check is False:
+        return "full" if check else "off"
+    if check not in get_args(Check):
+        raise UpdateError(f"check={check!r}: True is 'full', False is 'off'; {one_of(check, get_args(Check))}")
+    return check
 
 
 def says_what_to_write(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
@@ -150,8 +159,9 @@ def check_model(model: nn.Module) -> None:
         raise UpdateError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
 
 
-def check_objective(objective: Objective | Coupled) -> None:
-    """Refuse what is no objective."""
+def check_learner(model: nn.Module, objective: Objective | Coupled) -> None:
+    """Refuse what is no module, and what is no objective."""
+    check_model(model)
     if not isinstance(objective, Objective | Coupled):
         raise LossError(
             f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "

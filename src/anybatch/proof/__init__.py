@@ -6,6 +6,7 @@ from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
     from anybatch.proof.cases import functions_of
+    from anybatch.proof.checked_rows import CheckCost, check_cost
     from anybatch.proof.comparing import verify
     from anybatch.proof.first_batch import self_check
     from anybatch.proof.first_look import PENDING, FirstLook, look_first
@@ -17,12 +18,14 @@ else:
 
 __all__ = [
     "Cause",
+    "CheckCost",
     "CutResult",
     "FirstLook",
     "PENDING",
     "ParameterError",
     "PythonState",
     "Verdict",
+    "check_cost",
     "functions_of",
     "look_first",
     "self_check",

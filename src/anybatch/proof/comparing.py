@@ -21,6 +21,7 @@ from anybatch.proof.cases import (
     Gradient,
     leaving_untouched,
     make_case,
+    raised_dtype,
     rounded_otherwise,
     roundoff,
     why_not_float64,
@@ -203,8 +204,9 @@ class Proof:
 
 def unit_of(case: Case) -> float:
     """The unit roundoff of the precision that the case runs in."""
-    if case.precision == "float64":
-        return torch.finfo(torch.float64).eps / 2
+    raised = raised_dtype(case.precision)
+    if raised is not None:
+        return torch.finfo(raised).eps / 2
     return roundoff(chain(case.model.parameters(), case.model.buffers()), _autocast_dtype(case))
 
 

@@ -21,13 +21,11 @@ relative to `scale`, the norm of the parameter's gradient, or a millionth of |al
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-import torch
-from torch import Tensor
-
-from anybatch.proof.cases import Gradient, norm_of
+from anybatch.proof.cases import Gradient, distance
 
 SAFETY = 6.0
 """One or two permutations are a small sample of all orders of adding up."""
@@ -83,19 +81,49 @@ class Floor:
 
     def errors(self, accumulated: Gradient, num_micro_batches: int) -> tuple[ParameterError, ...]:
         """The error of each parameter, and its floor for so many micro-batches."""
-        norms = {name: norm_of(grad) for name, grad in self.whole.parameters.items()}
-        terms = {name: max(norm, accumulated.terms.get(name, 0.0)) for name, norm in norms.items()}
-        total = math.sqrt(sum(norm**2 for norm in norms.values()))
-        passed = math.sqrt(sum(term**2 for term in terms.values() if math.isfinite(term)))
-        steps = min(self.unit, UNIT_OF_SUMS) * (1 + math.sqrt(num_micro_batches))
+        apart = Apart(norms=self.whole.norms, distances=self.whole.distances(accumulated), terms=accumulated.terms)
+        return apart.errors(num_micro_batches, self.unit, spread=self.spread, is_bounded=not self.is_widened)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """How far an accumulated gradient is from the whole batch's, in norms, by parameter."""
+
+    norms: Mapping[str, float]
+    """Of the whole batch's."""
+    distances: Mapping[str, float]
+    terms: Mapping[str, float]
+    """Those of what micro-batches added, summed."""
+
+    @property
+    def relative(self) -> float:
+        """|accumulated - whole| / |whole| over all parameters; 0 where both are zero."""
+        apart = _together(self.distances.values())
+        if apart == 0:
+            return 0.0
+        scale = max(_together(self.norms.values()), SMALLEST_SCALE * _together(self.terms.values()))
+        return apart / scale if scale and math.isfinite(apart) else math.inf
+
+    def errors(
+        self,
+        num_micro_batches: int,
+        unit: float,
+        *,
+        spread: Mapping[str, float] = MappingProxyType({}),
+        is_bounded: bool = True,
+    ) -> tuple[ParameterError, ...]:
+        """The error of each parameter, and its floor for so many micro-batches and this unit roundoff."""
+        terms = {name: max(norm, self.terms.get(name, 0.0)) for name, norm in self.norms.items()}
+        total = _together(self.norms.values())
+        passed = _together(term for term in terms.values() if math.isfinite(term))
+        steps = min(unit, UNIT_OF_SUMS) * (1 + math.sqrt(num_micro_batches))
         found = []
-        for name, whole in self.whole.parameters.items():
-            scale = max(norms[name], SMALLEST_SCALE * total)
-            floor = SAFETY * self.spread[name] + 2 * self.unit * terms[name] + steps * (2 * terms[name] + passed)
-            floor *= FLOAT64_FACTOR if self.unit < 1e-12 else 1.0
-            floor = floor if self.is_widened else min(floor, largest_floor(self.unit) * passed)
-            error = distance(whole, accumulated.parameters[name])
-            error = error if math.isfinite(error) else math.inf
+        for name, norm in self.norms.items():
+            scale = max(norm, SMALLEST_SCALE * total)
+            floor = SAFETY * spread.get(name, 0.0) + 2 * unit * terms[name] + steps * (2 * terms[name] + passed)
+            floor *= FLOAT64_FACTOR if unit < 1e-12 else 1.0
+            floor = min(floor, largest_floor(unit) * passed) if is_bounded else floor
+            error = self.distances[name] if math.isfinite(self.distances[name]) else math.inf
             if scale:
                 found.append(ParameterError(name=name, error=error / scale, floor=floor / scale))
             else:  # a gradient of zero: what is there beyond rounding is all wrong
@@ -121,15 +149,8 @@ def floor_of(whole: Gradient, others: Sequence[Gradient], unit: float) -> Floor:
 
 def relative(whole: Gradient, other: Gradient) -> float:
     """|other - whole| / |whole| over all parameters; 0 where both are zero."""
-    apart = sum(distance(grad, other.parameters[name]) ** 2 for name, grad in whole.parameters.items()) ** 0.5
-    if apart == 0:
-        return 0.0
-    scale = max(whole.norm, SMALLEST_SCALE * math.sqrt(sum(term**2 for term in other.terms.values())))
-    return apart / scale if scale and math.isfinite(apart) else math.inf
+    return Apart(norms=whole.norms, distances=whole.distances(other), terms=other.terms).relative
 
 
-def distance(one: Tensor | None, other: Tensor | None) -> float:
-    """|one - other|, none being zero."""
-    if one is None or other is None:
-        return norm_of(one if other is None else other)
-    return norm_of(one.double() - other.to(one.device, torch.float64))
+def _together(norms: Iterable[float]) -> float:
+    return math.sqrt(sum(norm**2 for norm in norms))

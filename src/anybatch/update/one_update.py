@@ -1,7 +1,6 @@
 """The update in its one right order: zero, micro-batches, unscale, clip, step, scaler, scheduler."""
 
 import math
-from typing import get_args
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -9,15 +8,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batches import Batch, MicroBatch
-from anybatch.errors import NonFiniteError, UpdateError
+from anybatch.errors import NonFiniteError
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
-from anybatch.faces import one_of
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.low_precision import number_in
 from anybatch.noise import noise_record
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
-from anybatch.passes import Accumulator, Option, Running, find_culprit, in_a_line, says_what_to_write
+from anybatch.passes import Accumulator, Option, Running, check_of, find_culprit, in_a_line, says_what_to_write
 from anybatch.proof import PENDING, FirstLook, look_first
 from anybatch.state import once_more
 from anybatch.update.callbacks import OnUpdate, callbacks_of, tell
@@ -43,8 +41,9 @@ class Update:
 
     `check` is what is looked at before anything is learnt from the first batch that is cut. `"first"`: whether the losses of a
     few rows add up, by forwards alone, for less than one micro-batch takes; `guard` tells what was found. `"full"`, or True:
-    whether the gradients of as many rows as a micro-batch has are the same in one go and accumulated, on a copy. `"off"`:
-    nothing. Where it is not so, `ExactnessError` names the cause, and nothing was changed.
+    whether the gradients of some rows are the same in one go and accumulated, on a copy that shares the weights, for no more
+    memory than the update takes; what it takes for micro-batches of fewer than 3 rows, or to raise bf16 weights, `Fit` counts.
+    `"off"`: nothing. Where it is not so, `ExactnessError` names the cause, and nothing was changed.
 
     `noise=8` measures in one update of 8 how much the gradients of its micro-batches differ: `noise_scale` of a result says how
     large a batch has as much noise as signal. In those updates rows are cut as they came; gradients stay what they are.
@@ -127,8 +126,8 @@ class Update:
         self.noise = self.accumulator.noise = noise_record(running.noise, self._stepped)
         self._scale: LossScale = loss_scale(self.scaler, optimizer)
         self._stepping = Stepping(optimizer)
-        self._check = _check_of(check)
-        self.guard = FirstLook(finding="off") if self._check == "off" else PENDING
+        self.accumulator.check = check_of(check)
+        self.guard = FirstLook(finding="off") if self.accumulator.check == "off" else PENDING
         """What the look at the first batch found."""
         self._is_first = True
 
@@ -167,7 +166,7 @@ class Update:
             self._is_first = False
             check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
             self._scale.make(self._stepped()[0].device)
-        if self._check != "off":
+        if self.accumulator.check != "off":
             self._look_at_first(batch)
         events = events_for(self.observer)
         before = self.accumulator.before_batch()
@@ -222,7 +221,7 @@ class Update:
         return tell(self.on_update, result)
 
     def _look_at_first(self, batch: Batch) -> None:
-        if self._check == "first":
+        if self.accumulator.check == "first":
             self.guard = look_first(self.accumulator, batch)
         else:
             from anybatch.proof import (
@@ -231,7 +230,7 @@ class Update:
 
             self.guard = self_check(self.accumulator, batch)
         if self.guard is not PENDING:
-            self._check = "off"
+            self.accumulator.check = "off"
 
     def _stepped(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -284,14 +283,6 @@ class Update:
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
             "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
         )
-
-
-def _check_of(check: Check | bool) -> Check:
-    if check is True or check is False:
-        return "full" if check else "off"
-    if check not in get_args(Check):
-        raise UpdateError(f"check={check!r}: True is 'full', False is 'off'; {one_of(check, get_args(Check))}")
-    return check
 
 
 def _value(lr: float | Tensor) -> float | Tensor:

@@ -116,6 +116,8 @@ class Workload:
     """None where the caller steps the optimizer."""
     running: Any = None
     """Its options, as one value."""
+    check: Any = "off"
+    """What is looked at before the first batch is learnt from, as long as that is to be done."""
 
 
 @runtime_checkable

@@ -42,7 +42,6 @@ def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
     found = RealSizes(trials, limit)
     found.climb()
     whole, is_tried = found.whole()
-    is_whole = whole <= limit
     peaks = Peaks(
         num_rows=source.num_rows,
         tried=_tried(trials, one, found.left_behind),
@@ -53,7 +52,11 @@ def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
         outside_each=trials.outside()[1],
         batch_bytes=trials.setup.batch_bytes,
         is_together=trials.is_together,
+        fixed=found.fixed,
+        check=trials.setup.check,
     )
+    whole = peaks.with_check(whole, source.num_rows // 2 * one)
+    is_whole = whole <= limit
     smallest = trials.smallest * one
     size = source.num_rows * one if is_whole else largest_of(peaks, limit, smallest, found.largest * one)
     shape: PassShape = (max(size // one, trials.smallest), source.longest)
@@ -71,7 +74,8 @@ def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
 
 
 def _by_fake_steps(trials: Trials, limit: int) -> LargestFitting:
-    source, whole, peaks = trials.source, trials.whole(), _predict(trials)
+    source, peaks = trials.source, _predict(trials)
+    whole = _whole(trials, peaks)
     smallest = trials.smallest * (source.row_length or 1)
     most = max(source.num_rows * (source.row_length or 1) - 1, smallest)
     if whole <= limit:
@@ -129,7 +133,25 @@ def _predict(trials: Trials) -> Peaks:
         outside_each=trials.outside()[1],
         batch_bytes=trials.setup.batch_bytes,
         is_together=trials.is_together,
+        check=trials.setup.check,
     )
+
+
+def _whole(trials: Trials, peaks: Peaks) -> int:
+    """The peak of the whole batch in one piece, or of the check before it, which looks at rows as for halves."""
+    half = trials.source.num_rows // 2
+    if peaks.envelope is not None or peaks.check is None:
+        return peaks.with_check(trials.whole(), half * (trials.source.row_length or 1))
+    return max(trials.whole(), _tried_check(trials, half))
+
+
+def _tried_check(trials: Trials, rows: int) -> int:
+    """The check's peak for micro-batches of so many rows, by trying; 0 where there is none."""
+    check = trials.setup.check
+    if check is None:
+        return 0
+    alike = max(min(check.size(rows), trials.source.num_rows), trials.smallest)
+    return check.copied + trials.peak((alike, trials.source.longest))
 
 
 def largest_of(peaks: Peaks, limit: int, smallest: int, most: int) -> int:
@@ -164,7 +186,7 @@ def _largest_tried(trials: Trials, limit: int) -> int:
     source = trials.source
 
     def tried(rows: int) -> int:
-        return trials.peak((max(rows, trials.smallest), source.longest))
+        return max(trials.peak((max(rows, trials.smallest), source.longest)), _tried_check(trials, rows))
 
     rows = largest_below(limit, tried, source.num_rows - 1)
     return (max(rows, trials.smallest) if rows else 0) * (source.row_length or 1)

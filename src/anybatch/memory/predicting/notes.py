@@ -22,6 +22,12 @@ def notes_for(trials: Trials, setup: TrialSetup, shape: PassShape, *, bucket_byt
         notes.append("What batch_norm='exact' moves to the host or to disk is counted as if it stayed: an upper bound.")
     if setup.running.prefetch and setup.is_elsewhere:
         notes.append("prefetch=True has the inputs of two micro-batches on the device at a time; one is counted.")
+    if setup.check is not None:
+        copied = f" and {show_bytes(setup.check.copied)} of weights, raised to fp32" if setup.check.copied else ""
+        notes.append(
+            f"check='full' is counted: before the first batch it takes as much as micro-batches of {setup.check.fewest} rows "
+            f"at least{copied}."
+        )
     if trials.is_together:
         notes.append("Micro-batches do not stand alone in this update, so each size was tried with the whole batch.")
     return tuple(notes)

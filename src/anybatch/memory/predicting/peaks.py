@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from anybatch.memory.predicting.envelope import Envelope, PassShape
+from anybatch.proof import CheckCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,23 @@ class Peaks:
     more: int = 0
     """What a larger batch takes beside, of the same rows."""
 
+    fixed: int = 0
+    """What rows of any number stand beside: weights, state, gradients and the batch, where it is known."""
+    check: CheckCost | None = None
+    """What comparing gradients takes before the first batch, where that counts."""
+
     def peak(self, size: int) -> int:
         """The peak of an update in micro-batches of at most `size`; without an envelope, between those that were tried."""
+        return self.with_check(self._of_update(size), size)
+
+    def with_check(self, peak: int, size: int) -> int:
+        """The larger of this peak and that of the check, which looks at rows for micro-batches of `size`."""
+        if self.check is None:
+            return peak
+        alike = self.check.size(size, one=self.lengths[-1] if self.lengths else self.row_length)
+        return max(peak, self.check.copied + self._of_update(min(alike, self.num_rows * self.row_length)))
+
+    def _of_update(self, size: int) -> int:
         rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
         return self._of_two(size) + self.more + self.left_behind * max(-(-self.num_rows // rows) - 2, 0)
 
@@ -73,7 +89,7 @@ class Peaks:
         if below is None and above is not None:
             return above[1]
         if above is None:  # beyond all that was tried
-            below, above = self.tried[-2:] if len(self.tried) > 1 else ((0, 0), self.tried[-1])
+            below, above = self.tried[-2:] if len(self.tried) > 1 else ((0, self.fixed), self.tried[-1])
         assert below is not None
         share = (size - below[0]) / (above[0] - below[0])
         return round(below[1] + share * (above[1] - below[1]))

@@ -30,11 +30,11 @@ class RealSizes:
         self._longest = trials.source.longest
         self.kept = KeptMemory()
         self._smallest, self._first_left = self._first()
-        self._fixed = trials.standing + bytes_of(one for one in trials.probe.parts[0].parameters() if one.requires_grad)
+        self.fixed = trials.standing + bytes_of(one for one in trials.probe.parts[0].parameters() if one.requires_grad)
         self._above = limit + 1
         self._failed = 0
         """The fewest rows that memory ran out with; 0 where it did not."""
-        self._most = min(limit, self._fixed + int(0.9 * available_bytes(trials.setup.device)))
+        self._most = min(limit, self.fixed + int(0.9 * available_bytes(trials.setup.device)))
         self._sizes = [self._smallest]
         self._too_many = 0
         """Rows that were tried, and were above the limit after all; 0 where there were none."""
@@ -75,7 +75,7 @@ class RealSizes:
         else:
             pieces = [trials.probe(trials.source.micro_batch((rows, self._longest))) for rows in self._sizes[-2:]]
             line = fit_envelope([(rows, None) for rows in self._sizes[-2:]], pieces) if len(pieces) == 2 else None
-            grown = self._fixed + (pieces[-1].peak - self._fixed) * count / self._sizes[-1]
+            grown = self.fixed + (pieces[-1].peak - self.fixed) * count / self._sizes[-1]
             expected = grown if line is None else line.peak((count, None))
         if not self._failed and expected * (1 + self._slack) <= self._limit:
             with suppress(MemoryLimitError, MemoryError):
@@ -139,4 +139,4 @@ class RealSizes:
 
     def _grown(self, rows: int) -> float:
         last = self._sizes[-1]
-        return self._fixed + (self._peak(last) - self._fixed) * rows / last
+        return self.fixed + (self._peak(last) - self.fixed) * rows / last

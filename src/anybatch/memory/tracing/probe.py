@@ -24,6 +24,7 @@ from anybatch.norms import uses_batch_statistics
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import OnNonFinite
 from anybatch.passes import Accumulator, Running
+from anybatch.proof import CheckCost
 from anybatch.torch_inside import BatchNormLayer, FakeTensorMode
 from anybatch.update import Update
 
@@ -58,7 +59,8 @@ class TrialSetup:
     """True where micro-batches are brought to the device one by one."""
     running: Running = field(default_factory=Running)
     """The options of `Update`, or of `Accumulator` where there is no optimizer."""
-
+    check: CheckCost | None = None
+    """What comparing gradients takes before the first batch, where that is asked for."""
     is_in_place: bool = False
     """True where real trials may run on the parts themselves, and are undone; else they run on copies."""
 

@@ -1,10 +1,9 @@
 """One case, run in one go or accumulated: every run on a fresh copy, every row with the random draws it had in the first."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,33 +17,15 @@ from anybatch.objectives import Coupled, Objective, checked_loss
 from anybatch.options import Autocast, BatchNorm
 from anybatch.passes import Accumulator, autocast_context, common_device
 from anybatch.proof.cases.copies import Copy, copy_batch, copy_model, free_parameters
-from anybatch.proof.cases.float64 import ComparedPrecision, Float64, keep_in_backward, to_float64
+from anybatch.proof.cases.gradient import Gradient, add_norm, gradients_of
 from anybatch.proof.cases.model_state import ModelState
 from anybatch.proof.cases.objective_state import ObjectiveState, functions_of, objective_state
+from anybatch.proof.cases.raised import ComparedPrecision, Raised, keep_in_backward, raised, raised_dtype
 from anybatch.proof.cases.row_draws import Draws, recomputing, recording, replaying, visible
+from anybatch.proof.cases.shared_weights import SharedWeights
 
 BeforeRun = Callable[[nn.Module], "Callable[[], None] | None"]
 """Called with the copy before it runs; what it returns is called when that is done, before anything is put back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """What one run left: its loss, and the gradients by parameter; None where the run did not touch one."""
-
-    loss: float
-    parameters: Mapping[str, Tensor | None]
-    terms: Mapping[str, float] = field(default_factory=dict)
-    """The norms of what micro-batches added, summed, by parameter; nothing of a run in one go."""
-
-    @property
-    def norm(self) -> float:
-        """The norm of all gradients together."""
-        return math.sqrt(sum(norm_of(grad) ** 2 for grad in self.parameters.values()))
-
-
-def norm_of(grad: Tensor | None) -> float:
-    """The norm of a gradient, 0 for none."""
-    return 0.0 if grad is None else float(torch.linalg.vector_norm(grad, dtype=torch.float64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +48,8 @@ class Case:
     batch_dim: int | None = None
     """The dim that is the rows where the model runs."""
     precision: ComparedPrecision = "own"
+    shared: SharedWeights | None = None
+    """Where there is no memory to spare: copies share these weights, and the batch, which is nobody else's, is not copied."""
     restores_state: bool = False
     """Whether the model is put back to its first state before every forward."""
     copies_inputs: bool = False
@@ -112,12 +95,12 @@ class Case:
             named = self._named(model)
             terms: dict[str, Tensor] = {}
             self.draws.start_run()
-            meters = [held.register_hook(partial(_add_norm, terms, name)) for name, held in named.items()]
+            meters = [held.register_hook(partial(add_norm, terms, name)) for name, held in named.items()]
             accumulator = Accumulator(
                 model,
                 followed,
                 micro_batch=Rows(1),
-                autocast=None if self.precision == "float64" else self.autocast,
+                autocast=self.autocast if self.precision == "own" else None,
                 batch_norm=self.batch_norm,
                 keep_fp32=True,
                 parameters=lambda: [*model.parameters(), *extra],
@@ -128,7 +111,7 @@ class Case:
             finally:
                 for meter in meters:
                     meter.remove()
-            return Gradient(float(loss), _gradients(named), {name: float(norm) for name, norm in terms.items()})
+            return Gradient(float(loss), gradients_of(named), {name: float(norm) for name, norm in terms.items()})
 
     def _once(self, batch: Batch, rows: Sequence[int] | None, watch: BeforeRun | None = None) -> Gradient:
         with self._setting() as model:
@@ -138,14 +121,14 @@ class Case:
                     layer.train(layer.running_mean is None and layer.training)
             done = None if watch is None else watch(model)
             device = common_device(model.parameters())
-            autocast = autocast_context(None if self.precision == "float64" else self.autocast, device)
+            autocast = autocast_context(self.autocast if self.precision == "own" else None, device)
             with autocast:
                 loss, _ = checked_loss(self._forward(model, self._own_batch(batch, model), rows))
             with recomputing(self.draws, is_first=rows is None):
                 torch.autograd.backward(loss)
             if done is not None:
                 done()
-            return Gradient(float(loss.detach()), _gradients(self._named(model)))
+            return Gradient(float(loss.detach()), gradients_of(self._named(model)))
 
     def _forward(self, model: nn.Module, batch: Batch, rows: Sequence[int] | None) -> Any:
         objective = self.objective
@@ -159,25 +142,29 @@ class Case:
     @contextmanager
     def _setting(self) -> Iterator[nn.Module]:
         """A fresh model in this precision, the objective as it was at first, and quiet."""
-        is_raised = self.precision == "float64"
-        model = copy_model(self.model, self.copy)
+        dtype = raised_dtype(self.precision)
+        model = copy_model(self.model, self.copy) if self.shared is None else self.shared.twin()
         for module in model.modules():
             if self.draws.is_quiet and isinstance(module, nn.RReLU):
                 module.training = False  # it draws inside its kernel
         default = torch.get_default_dtype()
         with ExitStack() as stack:
+            if self.shared is not None:
+                stack.callback(self.shared.put_back)
             stack.callback(free_parameters, model)  # somebody may hold the model in a circle until the next collection
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(_visible_recurrence(model))
-            stack.enter_context(visible())
-            stack.enter_context(self.held.fresh(is_raised=is_raised))
-            if is_raised:
+            if self.shared is None or self.shared.is_attention_visible:
+                stack.enter_context(visible())
+            stack.enter_context(self.held.fresh(dtype))
+            if dtype is not None:
                 stack.callback(torch.set_default_dtype, default)
-                torch.set_default_dtype(torch.float64)
-                model.double()
-                keep_in_backward(model)
-                stack.enter_context(Float64())
+                torch.set_default_dtype(dtype)
+                if self.shared is None:
+                    (model.double if dtype is torch.float64 else model.float)()
+                keep_in_backward(model, dtype)
+                stack.enter_context(Raised(dtype))
             yield model
 
     def _own_batch(
@@ -189,8 +176,8 @@ class Case:
 
         def copied(tensor: Tensor) -> Tensor:
             if id(tensor) not in known:
-                there = tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
-                known[id(tensor)] = tensor, to_float64(there) if self.precision == "float64" else there
+                there = tensor.detach().to(device or tensor.device, copy=self.shared is None)
+                known[id(tensor)] = tensor, raised(there, raised_dtype(self.precision))
             return known[id(tensor)][1]
 
         return map_tensors(rows_in_dim(batch, self.batch_dim) if self.batch_dim else batch, copied)
@@ -282,14 +269,3 @@ def _visible_recurrence(model: nn.Module) -> Iterator[None]:
     is_hidden = any(isinstance(module, nn.RNNBase) and module.dropout > 0 for module in model.modules())
     with torch.backends.cudnn.flags(enabled=False) if is_hidden else nullcontext():
         yield
-
-
-def _add_norm(terms: dict[str, Tensor], name: str, grad: Tensor) -> None:
-    """A hook: what one micro-batch adds to a parameter's gradient."""
-    values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
-    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-    terms[name] = terms[name] + norm if name in terms else norm
-
-
-def _gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    return {name: None if held.grad is None else held.grad.detach().to_dense() for name, held in named.items()}

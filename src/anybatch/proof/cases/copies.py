@@ -1,8 +1,9 @@
 """Copies to experiment on, and the promise that what the user gave is left as it was."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -16,10 +17,15 @@ from anybatch.state import outer_random, random_state
 Copy = Callable[[nn.Module], nn.Module]
 
 
-def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
-    """Another model with the same weights, state and modes, and no gradients; `make` for models that deepcopy refuses."""
+def copy_model(
+    model: nn.Module, make: Copy | None = None, *, known: Mapping[int, object] = MappingProxyType({})
+) -> nn.Module:
+    """Another model with the same weights, state and modes, and no gradients; `make` for models that deepcopy refuses.
+
+    `known` has what stands for some of its tensors in the copy, by their id.
+    """
     try:
-        twin = copy.deepcopy(model) if make is None else make(model)
+        twin = copy.deepcopy(model, dict(known)) if make is None else make(model)
     except Exception as error:
         raise VerifyError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {str(error)[:200]}), and its gradients are "
@@ -67,9 +73,12 @@ def copy_batch(batch: Batch) -> Batch:
 
 
 @contextmanager
-def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator[ObjectiveState]:
+def leaving_untouched(
+    model: nn.Module, objective: Objective | Coupled, put_back: Callable[[], None] | None = None
+) -> Iterator[ObjectiveState]:
     """The block after which gradients, buffers, all random states and what the objective holds are what they were before.
 
+    Buffers are copied, unless `put_back` makes them, and all weights, what they were.
     An objective that reaches for the model it was made with, not the one that it is given, is told so.
     """
     held = objective_state(objective, model)
@@ -77,7 +86,7 @@ def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Itera
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None  # so that copies have none, and what is there later was put there
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if put_back is None]
     devices = {tensor.device for tensor in (*parameters, *model.buffers())}
     states = random_state(devices), outer_random()
     try:
@@ -87,6 +96,8 @@ def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Itera
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
         held.python.put_back()
+        if put_back is not None:
+            put_back()
         with torch.no_grad():
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):

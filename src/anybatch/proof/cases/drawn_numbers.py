@@ -1,5 +1,6 @@
 """The random numbers of one operation: where they are among its results, and other ones in their place."""
 
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ _PURE = frozenset(
 
 
 def generator_state(func: Any, args: Any, kwargs: Any) -> bytes:
-    """Where the generator is that an operation draws from."""
+    """Where the generator is that an operation draws from, in 16 bytes: its state takes 5,056, and each draw keeps one."""
     generator = kwargs.get("generator")
     if generator is None:
         device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
@@ -81,4 +82,4 @@ def generator_state(func: Any, args: Any, kwargs: Any) -> bytes:
         state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     else:
         state = generator.get_state()
-    return bytes(state.cpu().numpy().tobytes())
+    return blake2b(state.cpu().numpy().tobytes(), digest_size=16).digest()

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from anybatch.objectives import Coupled, Objective
-from anybatch.proof.cases.float64 import LOWER
+from anybatch.proof.cases.raised import is_below, raised
 from anybatch.proof.python_state import PythonState
 
 
@@ -23,17 +24,17 @@ class ObjectiveState:
     """These, and the buffers of the modules."""
 
     @contextmanager
-    def fresh(self, *, is_raised: bool) -> Iterator[None]:
-        """The block in which everything is as it was at first, without gradients; `is_raised`, in float64."""
+    def fresh(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """The block in which everything is as it was at first, without gradients; raised to `dtype`, where there is one."""
         self.python.put_back()
         before = [(tensor, tensor.data) for tensor in self.tensors]
         grads = [(parameter, parameter.grad) for parameter in self.parameters.values()]
         try:
             for parameter, _ in grads:
                 parameter.grad = None
-            for tensor, data in before if is_raised else ():
-                if data.dtype in LOWER:
-                    tensor.data = data.double()
+            for tensor, data in before:
+                if is_below(data.dtype, dtype):
+                    tensor.data = raised(data, dtype)
             yield
         finally:
             for parameter, _ in grads:

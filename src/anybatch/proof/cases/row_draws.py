@@ -79,7 +79,7 @@ class Draws:
 def recording(draws: Draws) -> Iterator[None]:
     """The forward of the whole batch, whose draws are kept."""
     torch.manual_seed(FIRST_SEED)
-    with visible(), _Recording(draws):
+    with _Recording(draws):
         yield
 
 
@@ -91,12 +91,11 @@ def replaying(draws: Draws, rows: Sequence[int], *, is_later: bool = False) -> I
     """
     torch.manual_seed(FIRST_SEED + 1 + hash(tuple(rows)) % 2**31)
     if draws.is_drawn:
-        with visible(), _Replaying(draws, tuple(rows), is_later):
+        with _Replaying(draws, tuple(rows), is_later):
             yield
         return
     before = torch.get_rng_state()  # watching every operation costs as much as running it
-    with visible():
-        yield
+    yield
     is_alone = threading.current_thread() is threading.main_thread()  # forwards in lockstep seed amid each other
     if is_alone and not torch.equal(before, torch.get_rng_state()):
         draws.strange.append("a micro-batch draws where the whole batch drew nothing")
