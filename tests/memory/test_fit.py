@@ -135,7 +135,7 @@ def test_a_batch_is_predicted_once_and_again_only_where_it_grows(num_plans):
     assert len(num_plans) == 2
 
 
-def test_longer_rows_get_a_smaller_micro_batch(num_plans):
+def test_the_longer_rows_are_the_smaller_is_the_micro_batch(num_plans):
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     objective = Objective(lambda twin, tokens: twin(tokens).square().mean())
     accumulator = Accumulator(model, objective, micro_batch=Fit("200KiB"))
@@ -143,8 +143,31 @@ def test_longer_rows_get_a_smaller_micro_batch(num_plans):
     for length in (16, 8, 64, 32, 16):
         accumulator.backward(torch.randint(0, 10, (64, length)))
         sizes.append(accumulator.split.choice.size)
-    assert len(num_plans) == 2
-    assert sizes[0] == sizes[1] == sizes[4] > sizes[2] == sizes[3]
+    assert len(num_plans) == 3  # 8 long, all rows fit in one piece as they do 16 long
+    assert sizes[0] == sizes[1] == sizes[4] == 64 > sizes[3] > sizes[2]
+    accumulator.backward(torch.randint(0, 10, (80, 60)))
+    assert len(num_plans) == 3, "more rows that are hardly shorter are as those that were planned for"
+    assert sizes[2] - 1 <= accumulator.split.choice.size <= sizes[2]
+
+
+def test_the_size_for_more_rows_is_the_one_that_a_plan_of_them_would_give(num_plans):
+    fit = Fit(400_000)
+    update = update_with(fit)
+    update(batch_of(512))
+    update(batch_of(900))
+    assert len(num_plans) == 1
+    derived, model = fit.choice.plan, wide()
+    anew = plan(model, torch.optim.AdamW(model.parameters()), CLASSES, batch_of(900), memory=400_000, ranking=False)
+    assert derived.micro_batch == anew.micro_batch < num_rows_planned(512)
+    assert derived.peak_bytes == anew.peak_bytes
+    assert derived.rows == anew.rows
+
+
+def num_rows_planned(rows: int) -> int:
+    model = wide()
+    return plan(
+        model, torch.optim.AdamW(model.parameters()), CLASSES, batch_of(rows), memory=400_000, ranking=False
+    ).micro_batch
 
 
 def test_a_ragged_batch_is_fitted_by_tokens():

@@ -1,5 +1,6 @@
 """`BatchShape`: the part of a batch that decides its memory."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,11 @@ class BatchShape:
 
     rows: int
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    @property
+    def row_elements(self) -> int:
+        """The numbers in one row."""
+        return sum(math.prod(sizes) for _, sizes in self.tensors)
 
     def covers(self, other: "BatchShape") -> bool:
         """True if a batch of the other shape needs no more than one of this."""

@@ -117,8 +117,9 @@ class Fit:
     def choose_for(self, workload: Workload, batch: Batch) -> None:
         """Choose for a batch like this one, unless that was done; less where what earlier ones left needs the room."""
         shape = shape_of(batch, self.most)
-        found = next((fitting for fitting in self._fits if fitting.shape.covers(shape)), None)
-        if found is None:
+        covering = [fitting for fitting in self._fits if fitting.shape.covers(shape)]
+        found = min(covering, key=lambda fitting: (fitting.shape.row_elements, fitting.shape.rows), default=None)
+        if found is None or found.wastes(shape):
             found = self._as_with_fewer_rows(batch, shape) or self._predict(workload, batch, shape)
             self._fits.append(found)
         self._last = found
@@ -209,8 +210,9 @@ class Fit:
 
     def _as_with_fewer_rows(self, batch: Batch, shape: BatchShape) -> Fitting | None:
         """As for a batch of fewer such rows that had to be cut; None where there was none, or ways have to be ranked anew."""
-        for known in [] if self.fastest else reversed(self._fits):
-            if known.plan is None or not known.shape.covers(replace(shape, rows=1)):
+        alike = [] if self.fastest else [one for one in self._fits if one.shape.covers(replace(shape, rows=1))]
+        for known in sorted(alike, key=lambda one: one.shape.row_elements):
+            if known.plan is None or known.wastes(shape):
                 continue
             source = micro_batch_source_of(batch, self._tokens_for(batch))
             found = for_more_rows(known.plan, shape.rows, source.nbytes)

@@ -12,6 +12,9 @@ from anybatch.memory.ranking import WayContest, fastest_split
 from anybatch.norms import uses_batch_statistics
 from anybatch.torch_inside import BatchNormLayer
 
+WORTH_PLANNING = 0.85
+"""Rows shorter than this share of those that were planned for have a plan of their own."""
+
 
 @dataclass(slots=True)
 class Fitting:
@@ -30,6 +33,11 @@ class Fitting:
 
     def __post_init__(self) -> None:
         self.chosen, self.asked = self.size, self.split
+
+    def wastes(self, shape: BatchShape) -> bool:
+        """True where rows as short as these could be so many more in a micro-batch that it is worth planning for them."""
+        is_cut = self.kind == "rows" and shape.rows > self.chosen and not self.reason
+        return is_cut and shape.row_elements < WORTH_PLANNING * self.shape.row_elements
 
     def with_more_rows(self, found: Plan) -> "Fitting":
         """The same for batches of more such rows, of which this was found."""
