@@ -18,7 +18,7 @@ from benchmarks.models import SmallTransformer
 
 CLASSES = supervised(nn.CrossEntropyLoss())
 FEW, SIZES = 24, (1, 8, 24)
-MANY, LIMIT = 2000, 14 * 2**20
+MANY, LIMIT = 12000, 60 * 2**20
 
 
 def deep(width: int = 256, dtype: torch.dtype = torch.float32) -> nn.Module:

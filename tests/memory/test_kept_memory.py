@@ -64,6 +64,16 @@ def test_what_the_last_batch_left_and_is_gone_by_the_next_one_no_longer_counts(k
         del held
 
 
+def test_little_does_not_count_until_it_is_more(kept):
+    held = []
+    for number in range(1, 5):
+        kept.begin(list, [])
+        held.append(bytearray(400_000))
+        kept.look()
+        assert (kept.bytes > 0) is (number >= 3)
+    assert kept.bytes == pytest.approx(1_600_000, rel=0.02)
+
+
 def test_where_the_c_library_does_not_tell_nothing_counts(kept, monkeypatch):
     monkeypatch.setattr(kept_module, "allocated_on_host", lambda: None)
     kept.begin(list, [])

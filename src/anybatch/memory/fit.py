@@ -248,7 +248,7 @@ class Fit:
                 workload.optimizer,
                 workload.objective,
                 batch,
-                memory=None if self.memory is None else self.memory - self._kept.bytes,
+                memory=None if self.memory is None else self._kept.left_of(self.memory),
                 split=tokens,
                 margin=self.margin,
                 checkpointing=False,

@@ -48,12 +48,14 @@ class Fitting:
     def make_room(self, kept: int) -> bool:
         """Come to smaller micro-batches where `kept` bytes beside those that were planned reach into half of the margin.
 
-        Then there is a whole margin again: every new size leaves something behind too, so that sizes change seldom. True
-        where they became smaller.
+        Half of the memory is left to rows, whatever is kept: kernels of bf16 would take all of a small one. Then there is a
+        whole margin again: every new size leaves something behind too, so that sizes change seldom. True where they became
+        smaller.
         """
         plan, asked = self.plan, self.asked
         if plan is None or not plan.fits or not isinstance(asked, Rows | Tokens):
             return False
+        kept = min(kept, plan.memory // 2)
         peak = plan.whole_bytes if self.chosen >= plan.whole_size else plan.peak(self.chosen)
         if peak + kept <= plan.memory * (1 - plan.margin / 2):
             return False

@@ -44,7 +44,7 @@ class RealSizes:
     @property
     def _limit(self) -> int:
         """What the next trial may take, beside what those before it have left."""
-        return self._most - self.kept.bytes - (self.kept.most_grown or self._first_left)
+        return max(self._most - self.kept.bytes - (self.kept.most_grown or self._first_left), self._most // 2)
 
     @property
     def largest(self) -> int:

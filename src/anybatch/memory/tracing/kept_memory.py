@@ -7,6 +7,9 @@ from torch import Tensor
 from anybatch.host_memory import allocated_on_host
 from anybatch.memory.tracing.meter import storages_of
 
+LITTLE = 2**20
+"""What Python's own objects and the buffers of matrix products come to: not counted, if that is all."""
+
 
 class KeptMemory:
     """Bytes that stay after batches have run on the CPU, in the memory that was given for them.
@@ -17,16 +20,26 @@ class KeptMemory:
     """
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self._sum = 0
         self._known: Callable[[], Iterable[Tensor]] = tuple
         self._batch: dict[int, int] = {}
         self._before: int | None = None
         self._after = self._grown = self.most_grown = 0
 
     @property
+    def bytes(self) -> int:
+        """All that is kept; 0 while it is little."""
+        return self._sum if self._sum >= LITTLE else 0
+
+    @property
     def next_time(self) -> int:
         """What will be kept when the next batch has run, which may have another new shape."""
-        return self.bytes + self.most_grown
+        expected = self._sum + self.most_grown
+        return expected if expected >= LITTLE else 0
+
+    def left_of(self, memory: int) -> int:
+        """What rows may have of this memory now: half of it at least, because kernels would else take all of a small one."""
+        return max(memory - self.bytes, memory // 2)
 
     def begin(self, known: Callable[[], Iterable[Tensor]], batch: Iterable[Tensor]) -> None:
         """From now on everything counts that is not known; the batch is not held."""
@@ -56,7 +69,7 @@ class KeptMemory:
         self.most_grown = max(self.most_grown, at_once)
 
     def _add(self, grown: int) -> None:
-        self.bytes = max(self.bytes + grown, 0)
+        self._sum = max(self._sum + grown, 0)
 
     def _beside(self) -> int | None:
         allocated = allocated_on_host()
