@@ -42,6 +42,8 @@ def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
     found = RealSizes(trials, limit)
     found.climb()
     whole, is_tried = found.whole()
+    if whole > limit:
+        found.climb(beyond_half=True)
     peaks = Peaks(
         num_rows=source.num_rows,
         tried=_tried(trials, one, found.left_behind),

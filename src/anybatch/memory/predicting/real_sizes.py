@@ -39,6 +39,7 @@ class RealSizes:
         self._too_many = 0
         """Rows that were tried, and were above the limit after all; 0 where there were none."""
         self._slack = LEAST_SLACK
+        self._beyond_half = False
         self.left_behind = trials.left_behind()
 
     @property
@@ -51,8 +52,9 @@ class RealSizes:
         """The most rows that were tried."""
         return max(self._sizes[-1], self._too_many)
 
-    def climb(self) -> None:
-        """Try sizes for as long as they fit, short of the whole batch."""
+    def climb(self, *, beyond_half: bool = False) -> None:
+        """Try sizes for as long as they fit, short of the whole batch: up to half of it, or where it must be cut, beyond."""
+        self._beyond_half = beyond_half
         while (following := self._following()) >= WORTH_TRYING * self._sizes[-1]:
             expected = self._line(following)
             try:
@@ -91,10 +93,11 @@ class RealSizes:
         return fit_envelope(shapes, [self._trials.timeline((rows, self._longest)) for rows in self._sizes[-2:]])
 
     def _following(self) -> int:
-        """The next size to try; where even one row less than the batch fits, halves of it are the last."""
+        """The next size to try; where even one row less than the batch fits, the whole of it is tried after halves."""
         last, count = self._sizes[-1], self._trials.source.num_rows
         bound = largest_below(self._limit, lambda rows: round(self._at_most(max(rows, last))), count - 1)
-        following = min(GROWTH * last, count // 2 if bound == count - 1 else bound)
+        is_half_enough = bound == count - 1 and not self._beyond_half
+        following = min(GROWTH * last, count // 2 if is_half_enough else bound)
         return min(following, (last + self._failed) // 2) if self._failed else following
 
     def _first(self) -> tuple[int, int]:
