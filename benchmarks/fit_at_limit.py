@@ -5,8 +5,7 @@
 The limit is what the largest batch takes in micro-batches of a quarter of its rows, as counted. Model and optimizer are made
 first; batches, plans and updates come under the limit, after updates of a twin, planned and of the size at the limit, so
 that what torch and Python load once for a process (5 to 15 MB) is there. A process per workload. Rows are repeated for larger
-limits, because Python's own objects, and what kernels keep for each shape that they meet, take 1 to 4 MB at any limit. A
-batch is cut evenly, so that it may take less than the limit: what it is predicted to take in one micro-batch fewer is said.
+limits, because Python's own objects, and what kernels keep for each shape that they meet, take 1 to 9 MB at any limit.
 """
 
 import copy
@@ -75,14 +74,13 @@ def at_limit(name: str) -> dict[str, Any]:
     for _ in range(2):
         first(take_rows(twin.batch, slice(0, 8)))
     del twin, optimizer, first
-    model, fit = work.model, Fit(limit)
-    update = Update(model, work.optimizer(model.parameters()), work.objective, micro_batch=fit, running=running)
+    model = work.model
+    update = Update(model, work.optimizer(model.parameters()), work.objective, micro_batch=Fit(limit), running=running)
     gc.collect()
     standing = bytes_of([*model.parameters(), *model.buffers()])
     baseline, error = counted.live - standing, ""
     used: list[float] = []
     sizes: list[int] = []
-    fewer: list[float] = []
     counted.restart()
     refused, begin = 0, process_time()
     with counted.limited(limit - standing):
@@ -99,32 +97,21 @@ def at_limit(name: str) -> dict[str, Any]:
                 refused += counted.num_refused
             used.append((counted.peak - baseline) / limit)
             sizes.append(-(-rows // result.micro_batches))
-            fewer.append(_with_one_fewer(fit, rows, result.micro_batches) / limit)
             del batch, result
             gc.collect()
             counted.restart()
     found = {"name": name, "rows": ROWS * times, "limit": limit, "refused": refused, "used": used, "sizes": sizes}
-    return found | {"fewer": fewer, "error": error, "seconds": round(process_time() - begin)}
-
-
-def _with_one_fewer(fit: Fit, rows: int, micro_batches: int) -> float:
-    """What the batch is predicted to take in one micro-batch fewer; infinite where there is no fewer."""
-    plan = fit.choice.plan if fit.choice is not None else None
-    if plan is None or micro_batches == 1:
-        return float("inf")
-    one = plan.whole_size // plan.rows
-    return plan.peak(-(-rows // (micro_batches - 1)) * one) if micro_batches > 2 else plan.whole_bytes
+    return found | {"error": error, "seconds": round(process_time() - begin)}
 
 
 def show(found: dict[str, Any]) -> str:
     """A row of the table."""
-    later = list(zip(found["used"], found["fewer"], strict=True))[1:]
-    low = [(used, fewer) for used, fewer in later if used < ENOUGH]
-    said = f"{len(low)} below {ENOUGH}: one micro-batch fewer {min((fewer for _, fewer in low), default=0):.2f}"
-    least, most = min((used for used, _ in later), default=0), max((used for used, _ in later), default=0)
+    later = found["used"][1:]
+    low = [used for used in later if used < ENOUGH]
+    least, most = min(later, default=0), max(later, default=0)
     return (
         f"{found['name']:26} {found['limit'] / 2**20:6.1f} MiB  {len(found['used'])} updates, {found['refused']} refused, used "
-        f"{least:.2f} to {most:.2f} ({said if low else 'none below'}), micro-batches of {min(found['sizes'], default=0)} to "
+        f"{least:.2f} to {most:.2f} ({len(low)} below {ENOUGH}), micro-batches of {min(found['sizes'], default=0)} to "
         f"{max(found['sizes'], default=0)} rows, {found['seconds']} s  {found['error']}"
     )
 

@@ -226,9 +226,9 @@ class Fit:
             return False
         warnings.warn(
             f"{self!r}: kernels of the CPU keep {show_bytes(kept)} for the shapes of micro-batches that they met, and "
-            f"micro-batches become smaller for it: {found.size} {found.kind} from now on. Give batches of one size, or bound what "
-            "they keep: ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY in the environment that Python starts in, such as "
-            "256 and 16 (docs/memory.md). This is said once.",
+            f"micro-batches become smaller for it: {found.size} {found.kind} from now on. Give batches of one size, or bound "
+            "what they keep: ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY in the environment that Python starts in, "
+            "such as 256 and 16 (docs/memory.md). This is said once.",
             stacklevel=levels_to_the_caller(),
         )
         return True
