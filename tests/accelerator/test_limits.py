@@ -98,6 +98,20 @@ def test_fit_uses_nine_tenths_of_the_device_and_never_runs_out(model):
     assert used >= 0.9, (used, update.accumulator.split.choice.describe())
 
 
+@on_device
+def test_what_the_host_comes_to_hold_takes_nothing_off_the_device():
+    room = int(1.06 * peak_of(64, model=WIDE))
+    _, _, update = trained(plug(), rows=ROWS, model=WIDE, micro_batch=Fit(room))
+    held: list[bytearray] = []
+    update.model.register_forward_hook(lambda *_: held.append(bytearray(2**20)))
+    sizes = []
+    for rows in (ROWS, ROWS + 1, ROWS, ROWS):
+        update(batch(rows))
+        sizes.append(update.accumulator.split.choice.size)
+    assert sum(map(len, held)) > 4 * room
+    assert max(sizes) - min(sizes) <= 1
+
+
 @contextmanager
 def garbage_on_device(size: int) -> Iterator[None]:
     """Memory that nobody can reach, and that is collected only by who asks for it: what a model before leaves behind."""

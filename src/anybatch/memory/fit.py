@@ -34,9 +34,6 @@ from anybatch.memory.tracing import KeptMemory, learning_tensors
 from anybatch.parallel import is_sharded
 from anybatch.sizes import parse_bytes, show_bytes
 
-MUCH_KEPT = 0.1
-"""The share of the memory that kernels may keep before it is said."""
-
 
 class Fit:
     """The largest micro-batch whose update is predicted to fit into `memory`, less `margin` of it.
@@ -123,10 +120,11 @@ class Fit:
             found = self._as_with_fewer_rows(batch, shape) or self._predict(workload, batch, shape)
             self._fits.append(found)
         self._last = found
-        if found.make_room(self._kept.next_time) and not self._has_warned:
-            self._has_warned = self._warn_of_kept(self._kept.bytes, found)
-        if found.plan is not None and found.plan.device == "cpu":
-            self._kept.begin(_learning(workload), tensors(batch))
+        if found.make_room(self._kept.next_time) and not self._has_warned and found.keeps_much(self._kept.bytes):
+            self._has_warned = True
+            warnings.warn(f"{self!r}: {found.said_of(self._kept.bytes)}", stacklevel=levels_to_the_caller())
+        if found.plan is not None:
+            self._begin(workload, batch)
 
     def batch_ran(self, ran: MicroBatches | None) -> None:
         """The batch that was cut last has run, in these micro-batches; None where memory ran out in it."""
@@ -220,19 +218,6 @@ class Fit:
                 return known.with_more_rows(found)
         return None
 
-    def _warn_of_kept(self, kept: int, found: Fitting) -> bool:
-        """Say, where it is much, that kernels take the memory that rows could have."""
-        if found.plan is None or kept < MUCH_KEPT * found.plan.memory:
-            return False
-        warnings.warn(
-            f"{self!r}: kernels of the CPU keep {show_bytes(kept)} for the shapes of micro-batches that they met, and "
-            f"micro-batches become smaller for it: {found.size} {found.kind} from now on. Give batches of one size, or bound "
-            "what they keep: ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY in the environment that Python starts in, "
-            "such as 256 and 16 (docs/memory.md). This is said once.",
-            stacklevel=levels_to_the_caller(),
-        )
-        return True
-
     def _tokens_for(self, batch: Batch) -> Tokens | None:
         is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
         # slack gives up time for memory, and here memory is what there is
@@ -242,7 +227,7 @@ class Fit:
     def _predict(self, workload: Workload, batch: Batch, shape: BatchShape) -> Fitting:
         tokens = self._tokens_for(batch)
         is_first = not self._fits
-        self._kept.begin(_learning(workload), tensors(batch))
+        self._begin(workload, batch)
         try:
             found = plan(
                 workload.model,
@@ -272,20 +257,26 @@ class Fit:
                 ) from error
             most = self.most.size if isinstance(self.most, Rows) else None
             return Fitting(shape, self._growing(workload, most), "rows", 1, reason=first_line(error))
-        if not found.fits and fastest_own_way(found) is None and self.memory is not None:
+        found = found if self.memory is None else replace(found, memory=self.memory)
+        is_too_much = not found.fits and found.least_bytes > found.limit  # beside what is kept a row may still be tried
+        if is_too_much and fastest_own_way(found) is None and self.memory is not None:
             less = "check='first', " if workload.check == "full" else ""
             raise MemoryLimitError(
                 f"an update with a single row is predicted to need {show_bytes(found.least_bytes)}, and {self!r} allows "
                 f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use {less}shorter "
                 "rows, an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
             )
-        found = found if self.memory is None else replace(found, memory=self.memory)
         if is_first:  # which loads what stays for the whole process: trials know what was left beside that
             self._kept.expect(found.kept, 0)
-        elif found.device == "cpu":
+        else:
             self._kept.look()
         self._kept.expect(0, 2 * found.kept_per_size)  # the full shape, and that of the tail
         return fitting_within(found, workload, shape, most=self.most, tokens=tokens, is_fastest=self.fastest)
+
+    def _begin(self, workload: Workload, batch: Batch) -> None:
+        """Count what is kept from now on, where that lies in the memory of the model."""
+        if all(one.device.type == "cpu" for one in workload.model.parameters()):
+            self._kept.begin(_learning(workload), tensors(batch))
 
     def _growing(self, workload: Workload, most: int | None) -> Split:
         """Rows that grow from batch to batch: measured while they run, where there is a limit to stay below."""

@@ -10,10 +10,14 @@ from anybatch.memory.batch_shape import BatchShape
 from anybatch.memory.predicting import Plan, largest_of
 from anybatch.memory.ranking import WayContest, fastest_split
 from anybatch.norms import uses_batch_statistics
+from anybatch.sizes import show_bytes
 from anybatch.torch_inside import BatchNormLayer
 
 WORTH_PLANNING = 0.85
 """Rows shorter than this share of those that were planned for have a plan of their own."""
+
+MUCH_KEPT = 0.1
+"""The share of the memory that kernels may keep before it is said."""
 
 
 @dataclass(slots=True)
@@ -36,7 +40,7 @@ class Fitting:
 
     def wastes(self, shape: BatchShape) -> bool:
         """True where rows as short as these could be so many more in a micro-batch that it is worth planning for them."""
-        is_cut = self.kind == "rows" and shape.rows > self.chosen and not self.reason
+        is_cut = isinstance(self.asked, Rows) and shape.rows > self.chosen and not self.reason
         return is_cut and shape.row_elements < WORTH_PLANNING * self.shape.row_elements
 
     def with_more_rows(self, found: Plan) -> "Fitting":
@@ -66,6 +70,19 @@ class Fitting:
         if self.size > self.chosen:
             self.split, self.size = self.asked, self.chosen
         return True
+
+    def keeps_much(self, kept: int) -> bool:
+        """True where so many bytes are worth a word."""
+        return self.plan is not None and kept >= MUCH_KEPT * self.plan.memory
+
+    def said_of(self, kept: int) -> str:
+        """That kernels take the memory that rows could have, and what to do."""
+        return (
+            f"kernels of the CPU keep {show_bytes(kept)} for the shapes of micro-batches that they met, and micro-batches "
+            f"become smaller for it: {self.size} {self.kind} from now on. Give batches of one size, or bound what they keep: "
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY in the environment that Python starts in, such as 256 and "
+            "16 (docs/memory.md). This is said once."
+        )
 
 
 def fitting_within(
