@@ -208,6 +208,7 @@ class PlanRecord:
     ranking: tuple[TimedWay, ...] = ()
     """The ways that fit, the fastest first."""
     not_ranked: tuple[str, ...] = ()
+    kept: int = 0
     method: str
     reason: str
     is_confirmed: bool
