@@ -1,7 +1,11 @@
 """What batches leave in the process beside tensors: kernels of the CPU keep something for each shape that they meet."""
 
+import copy
 import ctypes
+import gc
+import threading
 import warnings
+import weakref
 from functools import cache
 
 import pytest
@@ -9,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Fit, Rows, Update, supervised
+from anybatch.batches import Workload
 from anybatch.memory.tracing import KeptMemory
 from anybatch.memory.tracing import kept_memory as kept_module
+from anybatch.passes import Running
 
 MB = 10**6
 
@@ -134,6 +140,29 @@ def test_micro_batches_become_smaller_by_what_is_kept_and_it_is_said_once():
     plan = fit.choice.plan
     kept = EACH * (kept_for.cache_info().currsize - 1)  # the first shape came with what is loaded once
     assert plan.peak(sizes[-1]) + kept <= plan.memory < plan.peak(plain[-1]) + kept
+
+
+def test_a_split_that_is_copied_while_a_batch_is_at_hand_copies_no_model():
+    fit, model = Fit("20MiB"), nn.Linear(16, 4)
+    batch = torch.randn(64, 16), torch.randint(0, 4, (64,))
+    objective = supervised(nn.CrossEntropyLoss())
+    fit.choose_for(Workload(model=model, objective=objective, running=Running()), batch)
+    model.lock = threading.Lock()
+    with pytest.raises(TypeError, match="lock"):
+        copy.deepcopy(model)
+    assert len(copy.deepcopy(fit).cut(batch)) == 1  # as a look at the first batch does
+
+
+def test_a_split_holds_no_model_when_its_batch_has_run():
+    fit, model = Fit("20MiB"), nn.Linear(16, 4)
+    update = Update(
+        model, torch.optim.SGD(model.parameters()), supervised(nn.CrossEntropyLoss()), micro_batch=fit, check="off"
+    )
+    update((torch.randn(64, 16), torch.randint(0, 4, (64,))))
+    alive = weakref.ref(model)
+    del model, update
+    gc.collect()
+    assert alive() is None
 
 
 def test_all_micro_batches_but_the_last_are_full_and_the_last_is_no_single_row():

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -46,8 +45,9 @@ class Fit:
     updates too, and stays if it is: on while a batch runs, and off between batches. Without it, all micro-batches but the last
     are as large as fits, because equal ones would leave memory unused.
 
-    Predicting takes seconds, once: it is repeated only for longer rows than any before, or more of them where fewer fitted
-    whole. What kernels of the CPU keep for each shape that they meet is measured, and taken off what rows may have. Where
+    Predicting takes seconds, once: it is repeated only for longer rows than any before, for rows that are cut and shorter by
+    15 % or more, or for more of them where fewer fitted whole. What kernels of the CPU keep for each shape that they meet is
+    measured, and taken off what rows may have. Where
     an update cannot be predicted, rows double from batch to batch: below `memory`, measured while they run, or where that is
     None, until memory runs out. What cannot be measured either, because it is sharded, is refused with a `memory`. `choice`
     says which way it went.
@@ -286,4 +286,4 @@ class Fit:
 
 
 def _learning(workload: Workload) -> Callable[[], list[Tensor]]:
-    return partial(learning_tensors, workload.model, workload.optimizer)
+    return lambda: learning_tensors(workload.model, workload.optimizer)  # no partial, whose copy would copy the model

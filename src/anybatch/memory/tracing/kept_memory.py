@@ -60,8 +60,8 @@ class KeptMemory:
         self._add(self._grown)
 
     def end(self) -> None:
-        """From now on nothing counts."""
-        self._before = None
+        """From now on nothing counts, and nothing is held."""
+        self._before, self._known = None, tuple
 
     def expect(self, kept: int, at_once: int) -> None:
         """Planning has left so much behind, and the next batch may leave so much at once."""
