@@ -39,7 +39,7 @@ def test_what_the_check_takes_beyond_the_update_is_planned(counted, kind):
 def test_a_checked_first_batch_never_goes_beyond_the_limit(counted, dtype):
     found = counted["limits"][dtype]
     assert found["finding"] == "passed"
-    assert found["used"] <= 0.96
+    assert found["used"] <= 0.975  # half of the margin is for what kernels keep
     assert found["size"] > 2000, "what kernels keep for a shape, most of all in bf16, leaves half of the limit to rows"
 
 
