@@ -5,7 +5,6 @@ are its files and the rooms inside it.
 """
 
 import ast
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,32 +72,6 @@ class Tree:
         return module.removeprefix(f"{self.package}.") if module.startswith(f"{self.package}.") else None
 
 
-def long_modules(tree: Tree, at_most: int, known: Mapping[str, int]) -> list[str]:
-    """`known` are modules that are longer, with the length they may not exceed."""
-    lengths = {name: len(path.read_text().splitlines()) for name, path in tree.files.items()}
-    too_long = [
-        f"{name} has {length} lines, and {known.get(name, at_most)} are the most"
-        for name, length in lengths.items()
-        if length > known.get(name, at_most)
-    ]
-    mended = [
-        f"{name} has {lengths.get(name, 0)} lines by now: take it out of the list"
-        for name in known
-        if lengths.get(name, 0) <= at_most
-    ]
-    return too_long + mended
-
-
-def crowded_rooms(tree: Tree, at_most: int) -> list[str]:
-    """Files beside the `__init__`; a room inside counts its own."""
-    counts = {room: sum(child not in tree.rooms for child in tree.children(room)) for room in ("", *sorted(tree.rooms))}
-    return [
-        f"{room or tree.package} has {count} files, and {at_most} are the most"
-        for room, count in counts.items()
-        if count > at_most
-    ]
-
-
 def arrows_between_rooms(
     tree: Tree, order: Sequence[str], only: Mapping[str, Collection[str]], known: Collection[tuple[str, str]] = ()
 ) -> list[str]:
@@ -156,20 +129,6 @@ def doors_passed_by(tree: Tree, entries: Collection[str]) -> list[str]:
         if door is not None and door != target:
             found.append(f"{name} imports {target} past the door {door}")
     return found
-
-
-def same_names(tree: Tree, known: Collection[str] = ()) -> list[str]:
-    """Classes and modules that share their name with another of the tree; those that begin with _ too."""
-    homes: dict[str, list[str]] = defaultdict(list)
-    for name, syntax in tree.syntax.items():
-        if name:
-            homes[f"module {name.rpartition('.')[2]}"].append(name)
-        for node in ast.walk(syntax):
-            if isinstance(node, ast.ClassDef):
-                homes[f"class {node.name}"].append(name)
-    shared = {thing: where for thing, where in homes.items() if len(where) > 1}
-    found = [f"{thing} is in {', '.join(where)}" for thing, where in shared.items() if thing not in known]
-    return found + [f"{thing} is there once by now: take it out of the list" for thing in known if thing not in shared]
 
 
 def exports_named_as_submodules(tree: Tree) -> list[str]:
