@@ -49,7 +49,6 @@ ROOMS = [
     "records",
     "training",
     "selftest",
-    "advice",
     "lessons",
     "api",
     "report",

@@ -8,7 +8,7 @@ from anybatch import __version__
 from anybatch.cli import arguments as opt
 from anybatch.cli import doctor_options as doctor_opt
 from anybatch.cli.plans import plan
-from anybatch.cli.showing import advise, learn, report, self_test
+from anybatch.cli.showing import learn, report, self_test
 from anybatch.training import Settings, check_alone
 
 app = typer.Typer(
@@ -248,4 +248,3 @@ def doctor(
 app.command()(learn)
 app.command()(report)
 app.command("self-test")(self_test)
-app.command()(advise)

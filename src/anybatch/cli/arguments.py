@@ -165,7 +165,7 @@ Noise = Annotated[
     typer.Option(
         "--noise",
         metavar="N",
-        help="Measure the noise of the gradient in one update of N: what another batch would bring.",
+        help="Measure the noise of the gradient in one update of N; the page shows it beside the batch.",
         rich_help_panel=WHERE,
     ),
 ]

@@ -35,6 +35,9 @@ def run(arguments: list[str]) -> int:
         from anybatch.cli.app import app
     except ModuleNotFoundError as error:
         return _fail(f"the command line needs {error.name}. Install it with: pip install 'anybatch[cli]'", 2)
+    removed = _removed(arguments)
+    if removed is not None:
+        return _fail(removed, 2)
     empty = _empty_option(arguments)
     if empty is not None:
         return _fail(f"{empty} is empty: give it a value, or leave it out.", 2)
@@ -49,6 +52,16 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         return _code_of(error)
     return code if isinstance(code, int) else 0
+
+
+def _removed(arguments: list[str]) -> str | None:
+    """The message for a command that earlier versions had."""
+    if arguments[:1] == ["advise"]:
+        return (
+            "there is no command 'advise' any more: its predictions were right within a factor of five only. "
+            "Update(noise=8) and anybatch train --noise 8 measure the noise scale; docs/noise.md says how to read it."
+        )
+    return None
 
 
 def _empty_option(arguments: list[str]) -> str | None:

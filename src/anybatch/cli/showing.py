@@ -1,4 +1,4 @@
-"""Commands that show what is there: lessons, the page of a run, what its batch is worth, whether it holds on a device."""
+"""Commands that show what is there: lessons, the page of a run, whether it holds on a device."""
 
 from pathlib import Path
 from typing import Annotated
@@ -65,45 +65,3 @@ def self_test(
     from anybatch.cli.commands import self_test_command
 
     return self_test_command(device, rows=rows, out=out, is_quiet=quiet)
-
-
-def advise(
-    task: Annotated[
-        str,
-        typer.Argument(
-            metavar="TASK | RUN", help="A task, or a run that was trained with --noise.", show_default=False
-        ),
-    ],
-    batch_size: opt.BatchSize = None,
-    micro_batch: opt.MicroBatch = None,
-    lr: opt.LR = None,
-    updates: Annotated[
-        int, typer.Option("--updates", metavar="N", help="Updates to measure a task in; more see more of the training.")
-    ] = 100,
-    ranks: opt.RanksOption = None,
-    bandwidth: opt.Bandwidth = None,
-    latency: opt.Latency = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    out: opt.Out = None,
-    quiet: opt.Quiet = False,
-) -> int:
-    """Say what a larger or a smaller batch would bring: updates, samples, time. Exit code 1 where nothing can be said.
-
-    A task is trained for a short while, and every update is measured. Of a run, what it recorded is read.
-
-    Example: anybatch advise stdlib
-
-    Example: anybatch advise runs/stdlib-20261115-120000
-    """
-    from anybatch.cli.commands import advise_command
-    from anybatch.training import Settings
-
-    if ranks is None:
-        opt.refuse_without_ranks(bandwidth=bandwidth, latency=latency)
-    size = opt.rows_of(micro_batch)
-    settings = Settings(
-        batch_size=batch_size, micro_batch=size, lr=lr, updates=updates, noise=1, seed=seed, device=device
-    )
-    network = None if ranks is None else (ranks, bandwidth or "25GB/s", latency or "10us")
-    return advise_command(task, settings, network=network, out=out, is_quiet=quiet)

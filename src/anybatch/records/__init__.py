@@ -1,6 +1,5 @@
 """What a run leaves on disk: defined once, written by training, read by the report. Knows nothing of torch."""
 
-from anybatch.records.advice_schema import AdviceRecord, BatchOutlook
 from anybatch.records.comparison import Arm, ArmEpoch, ArmRun, Comparison
 from anybatch.records.json_text import plain
 from anybatch.records.over_seeds import Spread, at_epoch, over_runs, spread_of
@@ -29,11 +28,9 @@ from anybatch.records.tolerant_reading import read
 from anybatch.records.traced_update import Trace, TracedImage, TracedLayer, TracedStage
 
 __all__ = [
-    "AdviceRecord",
     "Arm",
     "ArmEpoch",
     "ArmRun",
-    "BatchOutlook",
     "Comparison",
     "CutRecord",
     "EpochDone",

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from anybatch.records.advice_schema import AdviceRecord
 from anybatch.records.comparison import Comparison
 from anybatch.records.proof_schema import ProofRecord
 from anybatch.records.run_folder import RunFolder
@@ -37,7 +36,6 @@ class Results:
     trace: Trace | None = None
     proof: ProofRecord | None = None
     plan: PlanRecord | None = None
-    advice: AdviceRecord | None = None
     num_unreadable: int = 0
     """Lines of `metrics.jsonl` that are no JSON object, because a kill in the middle of a write cut them off."""
 
@@ -63,7 +61,6 @@ def read_results(path: Path) -> Results:
         trace=read(Trace, folder.read_object(Trace.file) or None),
         proof=read(ProofRecord, folder.read_object(ProofRecord.file) or None),
         plan=read(PlanRecord, folder.read_object(PlanRecord.file) or None),
-        advice=read(AdviceRecord, folder.read_object(AdviceRecord.file) or None),
         num_unreadable=sum(event is None for event in events),
     )
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.errors import RunError
-from anybatch.records.advice_schema import AdviceRecord
 from anybatch.records.comparison import Comparison
 from anybatch.records.json_text import plain, to_json
 from anybatch.records.proof_schema import ProofRecord
@@ -20,7 +19,7 @@ from anybatch.records.schema import Metric, PlanRecord, Run
 from anybatch.records.tolerant_reading import loads, read, whole
 from anybatch.records.traced_update import Trace
 
-ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan`, `verify` or `advise` named when it ended."
+ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan` or `verify` named when it ended."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class RunFolder:
         """The run's `metrics.jsonl`."""
         return self.path / "metrics.jsonl"
 
-    def write(self, record: Run | Comparison | Trace | ProofRecord | PlanRecord | AdviceRecord) -> None:
+    def write(self, record: Run | Comparison | Trace | ProofRecord | PlanRecord) -> None:
         """Replace the record's file."""
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.path / record.file, to_json(record, indent=1))
@@ -74,7 +73,7 @@ class RunFolder:
             what = "is a file" if is_file else f"has no {Run.file}" if is_folder else "does not exist"
             raise RunError(
                 f"{str(self.path)!r} {what}; a run folder holds {Run.file}, and metrics.jsonl, compare.json, trace.json, "
-                f"plan.json, verify.json or advice.json. {ADVICE}"
+                f"plan.json or verify.json. {ADVICE}"
             )
         run = read(Run, fields)
         if run is None or not run.kind or not run.task:

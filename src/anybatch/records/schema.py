@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-RunKind = Literal["train", "compare", "trace", "plan", "verify", "advise"]
+RunKind = Literal["train", "compare", "trace", "plan", "verify"]
 Scalar = str | int | float | bool | None
 Scalars = Mapping[str, Scalar]
 """Names and plain values: what a table of settings shows."""

@@ -27,8 +27,8 @@ def summary(results: Results) -> str:
         return _traced(results)
     if results.plan is not None and results.plan.sentences:
         return results.plan.sentences[0]
-    if results.advice is not None and not results.updates and results.advice.sentences:
-        return results.advice.sentences[0]
+    if results.run.kind == "advise":  # of an earlier version
+        return f"Advice on {task}, by a command that is no longer there: advice.json in this folder holds what it said."
     return _trained(results)
 
 

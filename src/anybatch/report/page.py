@@ -12,7 +12,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from anybatch.records import (
-    AdviceRecord,
     Comparison,
     PlanRecord,
     ProofRecord,
@@ -27,7 +26,6 @@ from anybatch.records import (
 from anybatch.report.charts import (
     Chart,
     Table,
-    charts_of_advice,
     charts_of_comparison,
     charts_of_plan,
     charts_of_proof,
@@ -141,7 +139,6 @@ def sections(results: Results) -> tuple[Section, ...]:
         *(_proof_sections(results.proof) if results.proof is not None else ()),
         *(_comparison_sections(results.comparison) if results.comparison is not None else ()),
         *(_plan_sections(results.plan) if results.plan is not None else ()),
-        *(_advice_sections(results.advice) if results.advice is not None else ()),
         *(_trace_sections(results.trace) if results.trace is not None else ()),
         *_training_sections(results),
     )
@@ -183,12 +180,6 @@ def _comparison_sections(comparison: Comparison) -> Iterator[Section]:
 
 def _plan_sections(plan: PlanRecord) -> Iterator[Section]:
     yield Section(name="memory", title="What fits", notes=plan.sentences[1:], charts=tuple(charts_of_plan(plan)))
-
-
-def _advice_sections(advice: AdviceRecord) -> Iterator[Section]:
-    yield Section(
-        name="advice", title="Is the batch worth it?", notes=advice.sentences, charts=tuple(charts_of_advice(advice))
-    )
 
 
 def _trace_sections(trace: Trace) -> Iterator[Section]:

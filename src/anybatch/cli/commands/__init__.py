@@ -6,7 +6,6 @@ from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
     from anybatch.cli.commands.opened_run import TrainRequest
-    from anybatch.cli.commands.run_advise import advise_command
     from anybatch.cli.commands.run_compare import compare_command
     from anybatch.cli.commands.run_doctor import DoctorRequest, doctor_command
     from anybatch.cli.commands.run_pages import learn_command, self_test_command
@@ -19,7 +18,6 @@ else:
 __all__ = [
     "DoctorRequest",
     "TrainRequest",
-    "advise_command",
     "compare_command",
     "doctor_command",
     "learn_command",

@@ -40,8 +40,7 @@ def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path 
 
     with its_end_told(folder, run):
         comparison = compare(build, settings, num_seeds=num_seeds, tell=tell)
-    pointer = f"what other batches would bring: anybatch advise {task}"
-    for line in ["", *comparison_lines(comparison), "", pointer]:
+    for line in ["", *comparison_lines(comparison), ""]:
         say(line, is_quiet=is_quiet)
     folder.write(comparison)
     ends = {arm.name: at_epoch(arm, 0, lambda point: point.metric).mean for arm in comparison.arms}

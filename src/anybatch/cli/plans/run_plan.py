@@ -32,8 +32,7 @@ def plan_command(
     check_task_exists(task)
     check_installed("torchdata")
     limit = None if memory is None else parse_bytes(memory)
-    following = f"whether a batch this large pays: anybatch advise {task}"
-    telling = Telling(task, settings, following, out=out, is_json=is_json, is_quiet=is_quiet)
+    telling = Telling(task, settings, out=out, is_json=is_json, is_quiet=is_quiet)
     return telling.tell(lambda: _plan(task, settings, limit, sums))
 
 
@@ -43,7 +42,6 @@ class Telling:
 
     name: str
     settings: Settings
-    following: str = ""
     _: KW_ONLY
     out: Path | None
     is_json: bool
@@ -65,7 +63,7 @@ class Telling:
             assert record is not None
             folder.write(record)
             page = write_page(folder)
-            for line in ["", *([self.following] if self.following else []), f"page: {page}"]:
+            for line in ["", f"page: {page}"]:
                 say(line, is_quiet=is_quiet)
         return 0 if planned.fits else 1
 

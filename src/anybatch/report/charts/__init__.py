@@ -1,6 +1,5 @@
 """Results as pictures, each with its table."""
 
-from anybatch.report.charts.advice_charts import charts_of_advice, noise_charts
 from anybatch.report.charts.cell_pictures import RowCells, row_cells, shares_picture
 from anybatch.report.charts.chart import Chart, Table
 from anybatch.report.charts.comparison_charts import charts_of_comparison, final_table, num_seeds
@@ -15,14 +14,13 @@ from anybatch.report.charts.proof_charts import (
     written_precision,
 )
 from anybatch.report.charts.trace_charts import charts_of_trace
-from anybatch.report.charts.training_charts import epoch_charts, rate_and_norm_charts, update_charts
+from anybatch.report.charts.training_charts import epoch_charts, noise_charts, rate_and_norm_charts, update_charts
 from anybatch.report.charts.window_charts import memory_charts, stage_colour, timeline_chart
 
 __all__ = [
     "Chart",
     "RowCells",
     "Table",
-    "charts_of_advice",
     "charts_of_comparison",
     "charts_of_plan",
     "charts_of_proof",

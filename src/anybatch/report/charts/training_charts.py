@@ -57,6 +57,38 @@ def rate_and_norm_charts(results: Results) -> Iterator[Chart]:
         yield chart
 
 
+def noise_charts(results: Results) -> Iterator[Chart]:
+    """The noise scale over training, and the batch beside it."""
+    points = [one for one in results.updates if one.noise_scale is not None]
+    if not points:
+        return
+    x = [one.update for one in points]
+    batches = [one.rows for one in points]
+    lines: list[Series] = [
+        Series(name="noise scale", x=x, y=[one.noise_scale for one in points], colour=1),
+        Series(name="low end of 90 %", x=x, y=[one.noise_low for one in points], colour=1, kind="faint"),
+        Series(name="high end of 90 %", x=x, y=[one.noise_high for one in points], colour=1, kind="faint"),
+        Series(name="your batch", x=x, y=batches, colour=2, dash=1),
+    ]
+    rows = evenly_spaced(len(x))
+    last = points[-1]
+    yield line_chart(
+        "noise",
+        lines,
+        title="Noise scale, in rows",
+        caption=f"A batch of {number(_two_digits(last.noise_scale))} rows has as much noise as signal at update "
+        f"{number(last.update)}; yours has {number(last.rows)}. The interval is that of sampling alone.",
+        table=Table(
+            columns=("update", "noise scale", "low", "high"),
+            rows=tuple(
+                (number(x[row]), *_written(points[row].noise_scale, points[row].noise_low, points[row].noise_high))
+                for row in rows
+            ),
+        ),
+        x_title="update",
+    )
+
+
 def _epoch_chart(
     name: str,
     title: str,
@@ -141,3 +173,11 @@ def _update_chart(
 
 def _names(tables: Sequence[Mapping[str, float | None]]) -> list[str]:
     return list(dict.fromkeys(name for table in tables for name in table))
+
+
+def _written(*values: float | None) -> Sequence[str]:
+    return [number(_two_digits(value)) for value in values]
+
+
+def _two_digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.2g}")
