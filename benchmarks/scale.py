@@ -5,8 +5,15 @@ python -m benchmarks.scale
 
 from pathlib import Path
 
-from anybatch.cli.plans.ranks_tables import batch_table, ranks_table, sharding_table, update_table
-from anybatch.projection.network import Network, PassSeconds, Projection
+from benchmarks.scale_model import (
+    Network,
+    PassSeconds,
+    Projection,
+    batch_table,
+    ranks_table,
+    sharding_table,
+    update_table,
+)
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "scale.svg"
 PARAMETERS = 124e6

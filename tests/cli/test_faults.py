@@ -342,7 +342,7 @@ def test_a_collate_that_drops_rows_is_said(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "textbook", "--micro-batch", "4"], "--micro-batch '4' is of a plan for many ranks"),
+        (["plan", "textbook", "--micro-batch", "4"], "No such option: --micro-batch"),
         (["train", "textbook", "--out", ""], "--out is empty"),
         (["train", "textbook", "--out="], "--out is empty"),
         (["train", "--resume", ""], "--resume is empty"),

@@ -2,6 +2,8 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from anybatch.cli.main import run
 from anybatch.cli.plans.run_plan import ranking_lines
 from anybatch.memory import RankedWay
@@ -59,3 +61,12 @@ def test_the_ways_that_fit_are_a_table_with_the_fastest_first():
 def test_a_size_that_is_none_is_refused_before_anything_is_loaded(task_file, capsys):
     assert run(["plan", str(task_file), "--memory", "lots"]) == 2
     assert "'lots' is no memory size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [["--ranks", "64"], ["--ranks=64", "--bandwidth", "25GB/s"], ["--flops", "85TFLOP/s"]]
+)
+def test_a_plan_for_many_ranks_is_gone_and_says_where_it_went(option, capsys):
+    assert run(["plan", "textbook", *option]) == 2
+    assert f"no {option[0].partition('=')[0]} any more" in (said := capsys.readouterr().err)
+    assert "docs/scale.md" in said

@@ -43,7 +43,6 @@ ROOMS = [
     "update",
     "loggers",
     "memory",
-    "projection",
     "doctor",
     "integrations",
     "records",

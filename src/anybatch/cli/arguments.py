@@ -12,7 +12,6 @@ from anybatch.training import BUILT_IN, Decay, LRRule, MemoryLimit, Parallel, Pr
 TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."
 HOW = "How it learns"
 WHERE = "Where and how long"
-MANY = "On many ranks"
 
 
 def complete_task(incomplete: str) -> list[str]:
@@ -192,39 +191,6 @@ PlanMemory = Annotated[
         rich_help_panel=WHERE,
     ),
 ]
-RanksOption = Annotated[
-    int | None,
-    typer.Option(
-        "--ranks",
-        metavar="N",
-        help="Say instead what an update would take on N processes that share each batch.",
-        rich_help_panel=MANY,
-    ),
-]
-Bandwidth = Annotated[
-    str | None,
-    typer.Option(
-        "--bandwidth",
-        metavar="RATE",
-        help="What each rank can send, such as 200Gbit/s; if not given, 25GB/s.",
-        rich_help_panel=MANY,
-    ),
-]
-Latency = Annotated[
-    str | None,
-    typer.Option(
-        "--latency", metavar="TIME", help="How long one message takes; if not given, 10us.", rich_help_panel=MANY
-    ),
-]
-Flops = Annotated[
-    str | None,
-    typer.Option(
-        "--flops",
-        metavar="RATE",
-        help="What a rank computes, such as 85TFLOP/s; if not given, a pass is timed here.",
-        rich_help_panel=MANY,
-    ),
-]
 PlanJson = Annotated[
     bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.", rich_help_panel=WHERE)
 ]
@@ -277,11 +243,3 @@ def given_options(context: typer.Context) -> set[str]:
         if source is not None and source.name == "COMMANDLINE":
             names.add(name)
     return names
-
-
-def refuse_without_ranks(**given: str | None) -> None:
-    """Raise for an option that only many ranks have a use for."""
-    for name, value in given.items():
-        if value is not None:
-            option = f"--{name.replace('_', '-')} {value!r}"
-            raise SettingsError(f"{option} is of a plan for many ranks: say how many, such as --ranks 64.")

@@ -55,12 +55,19 @@ def run(arguments: list[str]) -> int:
 
 
 def _removed(arguments: list[str]) -> str | None:
-    """The message for a command that earlier versions had."""
+    """The message for a command or an option that earlier versions had."""
     if arguments[:1] == ["advise"]:
         return (
             "there is no command 'advise' any more: its predictions were right within a factor of five only. "
             "Update(noise=8) and anybatch train --noise 8 measure the noise scale; docs/noise.md says how to read it."
         )
+    options = {argument.partition("=")[0] for argument in arguments if arguments[0] == "plan"}
+    for option in ("--ranks", "--bandwidth", "--latency", "--flops"):
+        if option in options:
+            return (
+                f"anybatch plan has no {option} any more: what many ranks take was a model that no network confirmed. "
+                "docs/scale.md has its formulas and tables, and benchmarks/scale_model.py the model."
+            )
     return None
 
 

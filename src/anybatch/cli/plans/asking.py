@@ -65,11 +65,6 @@ def plan(
     batch_size: opt.BatchSize = None,
     clip_norm: opt.ClipNorm = None,
     precision: opt.PrecisionOption = "fp32",
-    ranks: opt.RanksOption = None,
-    bandwidth: opt.Bandwidth = None,
-    latency: opt.Latency = None,
-    flops: opt.Flops = None,
-    micro_batch: opt.MicroBatch = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     out: opt.Out = None,
@@ -80,15 +75,11 @@ def plan(
 
     The device need not be there: a laptop can plan for a card that it does not have. Where the batch has to be cut, the ways
     that fit (smaller micro-batches, checkpointing, saved tensors on the host) are in the order of their time, as measured on a
-    model that is here. With --ranks: what synchronising
-    costs on many ranks, and how large the batch must be, on paper. With --model: of a transformers config.json instead of a
-    task; no weights are made.
+    model that is here. With --model: of a transformers config.json instead of a task; no weights are made.
 
     Example: anybatch plan stdlib --memory 64MiB
 
     Example: anybatch plan --model llama-8b.json --tokens 4096 --dtype bf16 --optimizer adamw --memory 80GB
-
-    Example: anybatch plan stdlib --ranks 64 --bandwidth 25GB/s
     """
     asked = {"tokens": tokens, "rows": rows, "dtype": dtype, "optimizer": optimizer}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -96,10 +87,8 @@ def plan(
         batch_size=batch_size, clip_norm=clip_norm, precision=precision, seed=seed, device=device, updates=1
     )
     if model is not None:
-        if task is not None or ranks is not None:
-            raise SettingsError(
-                "--model is planned instead of a task, on one device; give no TASK and no --ranks with it."
-            )
+        if task is not None:
+            raise SettingsError("--model is planned instead of a task, on one device; give no TASK with it.")
         from anybatch.cli.plans.run_config_plan import config_plan_command
 
         options = given | {"checkpointing": checkpointing, "sums": sums, "memory": memory}
@@ -108,13 +97,6 @@ def plan(
         raise SettingsError("plan needs a TASK, or --model with the config.json of a model of transformers.")
     for name in (*given, *(["checkpointing"] if checkpointing else [])):
         raise SettingsError(f"--{name} is of a config file: give one with --model, or leave the option out.")
-    if ranks is not None:
-        from anybatch.cli.plans.run_ranks_plan import ranks_plan_command
-
-        settings = Settings(batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), device=device)
-        network = {"bandwidth": bandwidth or "25GB/s", "latency": latency or "10us"}
-        return ranks_plan_command(task, settings, ranks=ranks, **network, flops=flops, is_json=is_json)
-    opt.refuse_without_ranks(bandwidth=bandwidth, latency=latency, flops=flops, micro_batch=micro_batch)
     from anybatch.cli.plans.run_plan import plan_command
 
     return plan_command(task, settings, sums=sums, memory=memory, out=out, is_json=is_json, is_quiet=quiet)

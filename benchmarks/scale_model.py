@@ -1,4 +1,4 @@
-"""What synchronising costs as ranks grow, on paper: a model of time, in seconds and bytes.
+"""Model of the time and the bytes that synchronising takes as ranks grow; benchmarks/scale.py makes docs/scale.md from it.
 
     all-reduce in a ring   2 (N - 1) / N * bytes / bandwidth + 2 (N - 1) * latency, for each bucket of 25 MiB
     overlapped             max(compute + transfer / buckets, compute / buckets + transfer): buckets wait for each other
@@ -11,10 +11,15 @@ ways, and so for their difference.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from anybatch.cli.tables import table
 from anybatch.errors import ParallelError
 from anybatch.parallel import BUCKET_BYTES
+from anybatch.sizes import show_seconds
+
+EFFICIENCIES = (0.8, 0.9, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +61,6 @@ class PassSeconds:
     """Seconds."""
     gradient_bytes: float
     parameter_bytes: float
-    source: str = ""
-    """Where the seconds come from, in words."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or min(self.forward, self.backward, self.gradient_bytes, self.parameter_bytes) <= 0:
@@ -194,3 +197,85 @@ class Sharding:
     def efficiency(self) -> float:
         """The share of time that is compute."""
         return self.projection.micro_batches * self.projection.one_pass.seconds / self.seconds
+
+
+def update_table(one_pass: PassSeconds, network: Network, micro_batches: Sequence[int]) -> list[str]:
+    """Time and efficiency by the number of micro-batches."""
+    rows = []
+    for count in micro_batches:
+        one = Projection(network=network, one_pass=one_pass, micro_batches=count)
+        rows.append(
+            [
+                f"{count}",
+                f"{one.batch:,}",
+                show_seconds(one.seconds),
+                show_seconds(one.seconds_each),
+                f"{one.efficiency:.1%}",
+                f"{one.efficiency_each:.1%}",
+                show_megabytes(one.bytes_sent),
+                show_megabytes(count * one.bytes_sent),
+            ]
+        )
+    head = ["micro-batches", "batch", "once", "each", "efficiency once", "each", "sent once", "each"]
+    return table(head, rows)
+
+
+def batch_table(one_pass: PassSeconds, network: Network, efficiencies: Sequence[float] = EFFICIENCIES) -> list[str]:
+    """The smallest batch for each efficiency."""
+    rows = []
+    for efficiency in efficiencies:
+        one = Projection(network=network, one_pass=one_pass, micro_batches=1).reaching(efficiency)
+        rows.append([f"{efficiency:.0%}", f"{one.micro_batches}", f"{one.batch:,}", f"{one.efficiency:.1%}"])
+    return table(["efficiency", "micro-batches", "batch", "reached"], rows)
+
+
+def ranks_table(one_pass: PassSeconds, network: Network, ranks: Sequence[int], micro_batches: int) -> list[str]:
+    """What grows with the number of ranks."""
+    rows = []
+    for count in ranks:
+        one = Projection(network=replace(network, ranks=count), one_pass=one_pass, micro_batches=micro_batches)
+        rows.append(
+            [
+                f"{count}",
+                show_seconds(one.all_reduce),
+                show_seconds(one.exposed),
+                f"{one.efficiency:.1%}",
+                f"{one.efficiency_each:.1%}",
+                f"{one.reaching(0.95).micro_batches}",
+                f"{one.reaching(0.95).batch:,}",
+            ]
+        )
+    head = ["ranks", "all-reduce", "exposed", "efficiency once", "each", "micro-batches for 95%", "batch"]
+    return table(head, rows)
+
+
+def sharding_table(one_pass: PassSeconds, network: Network, micro_batches: Sequence[int]) -> list[str]:
+    """Freeing and keeping gathered parameters."""
+    rows = []
+    for count in micro_batches:
+        projection = Projection(network=network, one_pass=one_pass, micro_batches=count)
+        freed, kept = (Sharding(projection=projection, keeps=keeps) for keeps in (False, True))
+        rows.append(
+            [
+                f"{count}",
+                show_seconds(freed.seconds),
+                show_seconds(kept.seconds),
+                f"{freed.efficiency:.1%}",
+                f"{kept.efficiency:.1%}",
+                show_megabytes(freed.bytes_sent),
+                show_megabytes(kept.bytes_sent),
+                show_megabytes(freed.bytes_held),
+                show_megabytes(kept.bytes_held),
+            ]
+        )
+    head = ["micro-batches", "freed", "kept", "efficiency freed", "kept", "sent freed", "kept", "held freed", "kept"]
+    return table(head, rows)
+
+
+def show_megabytes(number: float) -> str:
+    """Bytes in decimal units, as networks count them.
+
+    >>> show_megabytes(51_240), show_megabytes(2.5e9)
+    ('0.0512 MB', '2.5 GB')
+    """
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.3g} MB"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from anybatch import ParallelError
-from anybatch.projection.network import Network, PassSeconds, Projection, Sharding, overlapped
 from benchmarks import scale
+from benchmarks.scale_model import Network, PassSeconds, Projection, Sharding, overlapped
 
 NETWORK = Network(ranks=8, bandwidth=10e9, latency=5e-6)
 PASS = PassSeconds(rows=8, forward=0.02, backward=0.04, gradient_bytes=400e6, parameter_bytes=400e6)
