@@ -47,15 +47,11 @@ def test_a_loss_that_is_nan_is_null_in_json(log):
     assert told["updates"][0]["micro_batches"][0]["loss"] is None
 
 
-def test_hints_of_the_source_come_in_every_form(tmp_path: Path):
-    done = run_anybatch(
-        "doctor", "--static", "--github", "--sarif", "hints.sarif", "--fail-on", "note", str(WRONG), cwd=tmp_path
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("::notice file=")
-    assert "cleared-before-use" in done.stdout
-    (run,) = json.loads((tmp_path / "hints.sarif").read_text())["runs"]
-    assert {result["level"] for result in run["results"]} == {"note"}
+def test_static_hints_are_gone_and_a_run_is_named_instead():
+    done = run_anybatch("doctor", "--static", "--github", str(WRONG))
+    assert done.returncode == 2
+    assert "--static is gone" in done.stderr
+    assert "runs the script for 20 updates" in done.stderr
 
 
 def test_sarif_has_what_its_schema_requires():

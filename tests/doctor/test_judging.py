@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.doctor import as_github, as_sarif, describe, hints, judge_folder
+from anybatch.doctor import as_github, as_sarif, describe, judge_folder
 from anybatch.doctor.judging import judge
 from anybatch.doctor.loops import Log
 
@@ -105,11 +105,3 @@ def test_the_same_diagnosis_as_text_json_sarif_and_annotations():
         .splitlines()[0]
         .startswith("::error file=/a/train.py,line=7,title=not-divided::The weights")
     )
-
-
-def test_hints_are_notes_and_what_is_no_python_has_none():
-    script = (
-        "for i, b in enumerate(l):\n  o.zero_grad()\n  (f(b) / n).backward()\n  if (i + 1) % n == 0:\n    o.step()\n"
-    )
-    assert [(hint.kind, hint.line, hint.severity) for hint in hints(script, "a")] == [("cleared-before-use", 2, "note")]
-    assert hints("for (", "a") == ()

@@ -9,6 +9,7 @@ from anybatch.cli import arguments as opt
 from anybatch.cli import doctor_options as doctor_opt
 from anybatch.cli.plans import plan
 from anybatch.cli.showing import learn, report, self_test
+from anybatch.errors import DoctorError
 from anybatch.training import Settings, check_alone
 
 app = typer.Typer(
@@ -227,6 +228,11 @@ def doctor(
     """
     from anybatch.cli.commands import DoctorRequest, doctor_command
 
+    if static:
+        raise DoctorError(
+            "--static is gone: hints from the source alone were half of what a run finds, and sometimes wrong. Leave it "
+            "out: the doctor runs the script for 20 updates (--updates) and finds more."
+        )
     if not script and log is None:
         raise typer.BadParameter("name a script, or -- and a command; or --log with the folder of an earlier run.")
     request = DoctorRequest(
@@ -239,7 +245,6 @@ def doctor(
         fail_on=fail_on,
         is_json=is_json,
         is_github=github,
-        is_static=static,
         is_compiling=compiling,
     )
     return doctor_command(request)

@@ -27,5 +27,5 @@ FailOn = Annotated[
 ]
 DoctorJson = Annotated[bool, typer.Option("--json", help="Print one JSON object: findings and updates.")]
 GitHub = Annotated[bool, typer.Option("--github", help="Print annotations for GitHub's actions.")]
-Static = Annotated[bool, typer.Option("--static", help="Do not run; hints from the source alone.")]
+Static = Annotated[bool, typer.Option("--static", hidden=True)]
 Compiling = Annotated[bool, typer.Option("--compile", help="Leave torch.compile on; it hides losses.")]

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from anybatch.doctor.judging import Diagnosis, judge_folder
     from anybatch.doctor.launching import run_watched
     from anybatch.doctor.recording import Watch
-    from anybatch.doctor.static_hints import hints
     from anybatch.doctor.watching import Doctor
     from anybatch.doctor.wording import describe
 else:
@@ -26,7 +25,6 @@ __all__ = [
     "as_github",
     "as_sarif",
     "describe",
-    "hints",
     "judge_folder",
     "run_watched",
 ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anybatch import __version__
 from anybatch.cli.screen import say
-from anybatch.doctor import SEVERITIES, Diagnosis, as_github, as_sarif, describe, hints, judge_folder, run_watched
+from anybatch.doctor import SEVERITIES, Diagnosis, as_github, as_sarif, describe, judge_folder, run_watched
 from anybatch.errors import DoctorError
 from anybatch.faces import did_you_mean
 from anybatch.lessons import lesson_of_finding, see
@@ -27,7 +27,6 @@ class DoctorRequest:
     fail_on: str
     is_json: bool
     is_github: bool
-    is_static: bool
     is_compiling: bool
 
 
@@ -40,8 +39,6 @@ def doctor_command(request: DoctorRequest) -> int:
         raise DoctorError(
             f"--updates is {request.updates} and --short-epochs {request.short_epochs}; 0 is without end, and none is less."
         )
-    if request.is_static:
-        return _static(request)
     with tempfile.TemporaryDirectory(prefix="anybatch-doctor-") as name:
         folder = request.log or Path(name)
         code = _run(request, folder) if request.words else 0
@@ -91,10 +88,3 @@ def _tell(request: DoctorRequest, diagnosis: Diagnosis, code: int) -> int:
         say(f"page: {request.page}", is_quiet=request.is_json or request.is_github)
     has_failed = code != 0 and any(loop.reason == "error" for loop in diagnosis.loops)
     return 1 if diagnosis.at_least(request.fail_on) or has_failed else 0
-
-
-def _static(request: DoctorRequest) -> int:
-    scripts = [Path(word) for word in request.words if word.endswith(".py")]
-    if not scripts or not scripts[0].is_file():
-        raise DoctorError("--static reads a Python script; name one that is there.")
-    return _tell(request, Diagnosis(hints(scripts[0].read_text(errors="replace"), str(scripts[0].resolve())), ()), 0)
