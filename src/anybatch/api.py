@@ -48,7 +48,6 @@ from anybatch.errors import (
     WindowError,
 )
 from anybatch.gradients import Window
-from anybatch.loggers import ProgressBar, TensorBoardLogger
 from anybatch.memory import Breakdown, Checkpointing, Fit, Fitted, Plan, SizePeak, measure_peak, plan
 from anybatch.noise import NoiseScale
 from anybatch.objectives import (
@@ -113,7 +112,6 @@ __all__ = [
     "PerRow",
     "Plan",
     "PlanError",
-    "ProgressBar",
     "Ranks",
     "Resumed",
     "Rows",
@@ -128,7 +126,6 @@ __all__ = [
     "Sum",
     "Task",
     "TaskError",
-    "TensorBoardLogger",
     "Terms",
     "Tokens",
     "UnitsError",

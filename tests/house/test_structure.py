@@ -41,7 +41,6 @@ ROOMS = [
     "passes",
     "proof",
     "update",
-    "loggers",
     "memory",
     "doctor",
     "integrations",

@@ -2,16 +2,14 @@
 
 import itertools
 import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from anybatch import ProgressBar, TensorBoardLogger, Update, UpdateError, plan, supervised
+from anybatch import Update, UpdateError, plan, supervised
 
 BATCHES = [
     (torch.randn(12, 3, generator=torch.Generator().manual_seed(seed)), torch.arange(12) % 2) for seed in range(4)
@@ -86,18 +84,6 @@ def test_what_cannot_be_called_is_refused_with_an_example(bad):
         made(on_update=bad)
 
 
-def test_tensorboard_gets_every_number_under_the_number_of_its_update(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(tmp_path, updates=7)
-    results = [made(on_update=logger)(BATCHES[0])]
-    logger.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    for name, value in results[0].scalars().items():
-        (scalar,) = events.Scalars(f"update/{name}")
-        assert (scalar.step, scalar.value) == (8, pytest.approx(value, rel=1e-6))
-
-
 class StandIn:
     """The part of Weights & Biases, MLflow and trackio that the docs use; they are too large to be installed for the tests."""
 
@@ -121,40 +107,3 @@ def test_the_line_of_the_docs_hands_each_logger_plain_numbers_by_update(name):
     results = [update(batch) for batch in BATCHES[:2]]
     assert logger.told == [(number, result.scalars()) for number, result in enumerate(results, start=1)]
     assert {type(value) for _, told in logger.told for value in told.values()} == {float}
-
-
-class Notebook:
-    """What IPython looks like from the kernel of a notebook."""
-
-    def __init__(self):
-        self.shown = []
-        self.display = SimpleNamespace(HTML=str, display=self._display)
-
-    def get_ipython(self):
-        return SimpleNamespace(kernel=object())
-
-    def _display(self, html, display_id):
-        assert display_id
-        self.shown.append(html)
-        return SimpleNamespace(update=self.shown.append)
-
-
-def test_progress_is_one_bar_that_moves_in_a_notebook(monkeypatch):
-    notebook, times = Notebook(), iter([0.0, 1.0, 1.01, 2.0, 2.01])
-    monkeypatch.setitem(sys.modules, "IPython", notebook)
-    update = made(on_update=ProgressBar(4, clock=lambda: next(times)))
-    for batch in BATCHES:
-        update(batch)
-    assert [html.split('max="4"')[0] for html in notebook.shown] == [f'<progress value="{n}" ' for n in (1, 3, 4)]
-    assert "update 3 of 4, loss 0." in notebook.shown[1]
-    assert "1.5/s, 1 s left" in notebook.shown[1]
-    assert "done" in notebook.shown[2]
-
-
-def test_progress_is_one_line_on_a_terminal_and_nothing_in_a_log(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "IPython", None)
-    made(on_update=ProgressBar(1))(BATCHES[0])
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    made(on_update=ProgressBar(1))(BATCHES[0])
-    assert capsys.readouterr().err.startswith("\r\x1b[Kupdate 1 of 1, loss 1.")
