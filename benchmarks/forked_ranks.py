@@ -76,7 +76,7 @@ def _launch(ranks: int) -> dict[str, str]:
 
     _stores[:] = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_stores[0].port), "WORLD_SIZE": str(ranks)}  # type: ignore[attr-defined]
-    return variables | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "soak"}
+    return variables | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "forked"}
 
 
 def _forked(

@@ -17,7 +17,7 @@ from tests.processes.server import ALONE, ROOT
     [("textbook", "--epochs 4 --save-every 3"), ("digits", "--epochs 1 --save-every 2 --batch-size 32")],
 )
 def test_killed_at_random_moments_and_resumed_it_ends_bit_for_bit_the_same(task, options):
-    # twice here; `python -m benchmarks.soak` kills a hundred times
+    # twice here; `python -m benchmarks.kill_resume --kills 100` kills as often as one likes
     done = run_module("benchmarks.kill_resume", "--task", task, "--kills", "2", "--options", options, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 kills" in done.stdout
