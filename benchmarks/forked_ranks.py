@@ -15,7 +15,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "anybatch.cli.commands.run_train",
+    "anybatch.cli.train",
     "anybatch.report",
     "anybatch.training.loop",
     "anybatch.training.tasks.digits",

@@ -21,7 +21,7 @@ PRELOADED = (
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
-    "anybatch.cli.commands.run_train",
+    "anybatch.cli.train",
     "anybatch.training.loop",
     "anybatch.training.tasks.digits",
 )

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from anybatch.cli.tables import table
+from anybatch.cli.screen import table
 from anybatch.errors import ParallelError
 from anybatch.parallel import BUCKET_BYTES
 from anybatch.sizes import show_seconds

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from anybatch.cli.main import run
-from anybatch.cli.plans.run_plan import ranking_lines
+from anybatch.cli.plan import ranking_lines
 from anybatch.memory import RankedWay
 
 

@@ -46,7 +46,7 @@ def test_train_says_something_before_it_loads_torch():
     watch = """
 import sys
 from anybatch.cli import main, screen
-from anybatch.cli.commands import run_train as train
+from anybatch.cli import train
 def say(text, **_):
     assert "torch" not in sys.modules, "torch was loaded first"
     print(text)

@@ -122,7 +122,7 @@ def test_an_error_of_another_rank_says_whose_it_is(as_rank, capsys):
 
 
 def test_a_restarted_launch_finds_its_run_and_another_does_not(tmp_path, task_file, as_rank):
-    from anybatch.cli.commands.opened_run import TrainRequest, open_run
+    from anybatch.cli.train import TrainRequest, open_run
     from anybatch.training.settings import Settings
 
     def opened(out):

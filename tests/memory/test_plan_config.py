@@ -133,7 +133,7 @@ def test_options_that_do_not_go_together_are_said(config, capsys, options, said)
 
 
 def test_a_missing_transformers_is_said_with_how_to_get_it(config, capsys, monkeypatch):
-    monkeypatch.setattr("anybatch.cli.plans.run_config_plan.find_spec", lambda name: None)
+    monkeypatch.setattr("anybatch.cli.plan.find_spec", lambda name: None)
     assert run(["plan", "--model", str(config), "--memory", "1GB"]) == 2
     assert "needs transformers. Install it with: pip install 'anybatch[huggingface]'" in capsys.readouterr().err
 
@@ -153,7 +153,7 @@ def test_a_large_task_is_planned_without_its_weights(tmp_path, capsys, monkeypat
     )
     found = {}
     for free in (2**40, 8 * 20_000):
-        monkeypatch.setattr("anybatch.cli.plans.run_plan.free_on_host", lambda free=free: free)
+        monkeypatch.setattr("anybatch.cli.plan.free_on_host", lambda free=free: free)
         assert run(["plan", str(task), "--memory", "1GiB", "--device", "cuda", "--json"]) == 0
         found[free] = json.loads(capsys.readouterr().out)
     first, second = found.values()

@@ -17,7 +17,7 @@ import torch.profiler
 
 import anybatch.api
 import anybatch.cli.app
-import anybatch.cli.commands
+import anybatch.cli.train
 import anybatch.report.page
 import anybatch.training.loop  # noqa: F401
 

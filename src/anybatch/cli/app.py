@@ -1,15 +1,13 @@
-"""The commands and their options. What a command does is imported when it is called."""
+"""The commands: each names its options, and imports its module when it is called."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from anybatch import __version__
 from anybatch.cli import arguments as opt
-from anybatch.cli import doctor_options as doctor_opt
-from anybatch.cli.plans import plan
-from anybatch.cli.showing import learn, report, self_test
-from anybatch.errors import DoctorError
+from anybatch.errors import DoctorError, SettingsError
 from anybatch.training import Settings, check_alone
 
 app = typer.Typer(
@@ -75,7 +73,7 @@ def train(
 
     Example: anybatch train digits --batch-size 128 --micro-batch 16
     """
-    from anybatch.cli.commands import TrainRequest, train_command
+    from anybatch.cli.train import TrainRequest, train_command
 
     size, room = opt.size_and_room(micro_batch, memory)
     settings = Settings(
@@ -136,7 +134,7 @@ def compare(
 
     Example: anybatch compare textbook --seeds 5
     """
-    from anybatch.cli.commands import compare_command
+    from anybatch.cli.compare import compare_command
 
     settings = Settings(
         batch_size=batch_size,
@@ -167,7 +165,7 @@ def trace(
 
     Example: anybatch trace textbook
     """
-    from anybatch.cli.commands import trace_command
+    from anybatch.cli.trace import trace_command
 
     size = opt.rows_of(micro_batch)
     settings = Settings(
@@ -176,7 +174,55 @@ def trace(
     return trace_command(task, settings, out=out, is_quiet=quiet)
 
 
-app.command()(plan)
+@app.command()
+def plan(
+    task: opt.TaskIfAny = None,
+    memory: opt.PlanMemory = None,
+    model: opt.ConfigFile = None,
+    tokens: opt.ConfigTokens = None,
+    rows: opt.ConfigRows = None,
+    dtype: opt.ConfigDtype = None,
+    optimizer: opt.ConfigOptimizer = None,
+    checkpointing: opt.ConfigCheckpointing = False,
+    sums: opt.SumsOption = "fp32",
+    batch_size: opt.BatchSize = None,
+    clip_norm: opt.ClipNorm = None,
+    precision: opt.PrecisionOption = "fp32",
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    out: opt.Out = None,
+    is_json: opt.PlanJson = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Say which micro-batch fits into a memory, and what an update needs, before anything runs.
+
+    The device need not be there: a laptop can plan for a card that it does not have. Where the batch has to be cut, the ways
+    that fit (smaller micro-batches, checkpointing, saved tensors on the host) are in the order of their time, as measured on a
+    model that is here. With --model: of a transformers config.json instead of a task; no weights are made.
+
+    Example: anybatch plan stdlib --memory 64MiB
+
+    Example: anybatch plan --model llama-8b.json --tokens 4096 --dtype bf16 --optimizer adamw --memory 80GB
+    """
+    asked = {"tokens": tokens, "rows": rows, "dtype": dtype, "optimizer": optimizer}
+    given = {name: value for name, value in asked.items() if value is not None}
+    settings = Settings(
+        batch_size=batch_size, clip_norm=clip_norm, precision=precision, seed=seed, device=device, updates=1
+    )
+    if model is not None:
+        if task is not None:
+            raise SettingsError("--model is planned instead of a task, on one device; give no TASK with it.")
+        from anybatch.cli.plan import config_plan_command
+
+        options = given | {"checkpointing": checkpointing, "sums": sums, "memory": memory}
+        return config_plan_command(model, options, settings, out=out, is_json=is_json, is_quiet=quiet)
+    if task is None:
+        raise SettingsError("plan needs a TASK, or --model with the config.json of a model of transformers.")
+    for name in (*given, *(["checkpointing"] if checkpointing else [])):
+        raise SettingsError(f"--{name} is of a config file: give one with --model, or leave the option out.")
+    from anybatch.cli.plan import plan_command
+
+    return plan_command(task, settings, sums=sums, memory=memory, out=out, is_json=is_json, is_quiet=quiet)
 
 
 @app.command()
@@ -198,7 +244,7 @@ def verify(
 
     Example: anybatch verify digits --micro-batch 5
     """
-    from anybatch.cli.commands import verify_command
+    from anybatch.cli.verify import verify_command
 
     settings = Settings(
         batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), precision=precision, seed=seed, device=device
@@ -208,17 +254,17 @@ def verify(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def doctor(
-    script: doctor_opt.Words = None,
-    updates: doctor_opt.UpdatesSeen = 20,
-    short_epochs: doctor_opt.ShortEpochs = 13,
-    log: doctor_opt.LogFolder = None,
-    page: doctor_opt.DoctorPage = None,
-    sarif: doctor_opt.SarifFile = None,
-    fail_on: doctor_opt.FailOn = "error",
-    is_json: doctor_opt.DoctorJson = False,
-    github: doctor_opt.GitHub = False,
-    static: doctor_opt.Static = False,
-    compiling: doctor_opt.Compiling = False,
+    script: opt.Words = None,
+    updates: opt.UpdatesSeen = 20,
+    short_epochs: opt.ShortEpochs = 13,
+    log: opt.LogFolder = None,
+    page: opt.DoctorPage = None,
+    sarif: opt.SarifFile = None,
+    fail_on: opt.FailOn = "error",
+    is_json: opt.DoctorJson = False,
+    github: opt.GitHub = False,
+    static: opt.Static = False,
+    compiling: opt.Compiling = False,
 ) -> int:
     """Run your own script, watch its training loop, and say what is wrong with it. Exit code 0 clean, 1 errors, 2 usage.
 
@@ -226,7 +272,7 @@ def doctor(
 
     Example: anybatch doctor -- torchrun --nproc-per-node 2 train.py
     """
-    from anybatch.cli.commands import DoctorRequest, doctor_command
+    from anybatch.cli.doctor import DoctorRequest, doctor_command
 
     if static:
         raise DoctorError(
@@ -250,6 +296,63 @@ def doctor(
     return doctor_command(request)
 
 
-app.command()(learn)
-app.command()(report)
-app.command("self-test")(self_test)
+@app.command()
+def learn(
+    page: Annotated[
+        str | None, typer.Argument(metavar="PAGE", help="One lesson; all nine if none is given.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the page there.")] = None,
+    site: Annotated[
+        Path | None, typer.Option("--site", metavar="FOLDER", help="Write a static site for a server instead.")
+    ] = None,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Learn gradient accumulation by doing it: nine short pages, one file, no network.
+
+    trace, zero, rows, units, memory, rate, limits, write, recall. Without --out the page is opened in the browser.
+
+    Example: anybatch learn units
+    """
+    from anybatch.cli.pages import learn_command
+
+    return learn_command(page, out=out, site=site, is_quiet=quiet)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    quiet: opt.Quiet = False,
+) -> int:
+    """Make the page of a run again, from the files in its folder.
+
+    Example: anybatch report runs/digits-20261115-120000
+    """
+    from anybatch.cli.folders import write_page
+    from anybatch.cli.screen import say
+    from anybatch.records import RunFolder
+
+    folder = RunFolder(run)
+    folder.read_run()
+    page = write_page(folder)
+    say(f"page: {page}", is_quiet=quiet)
+    return 0
+
+
+@app.command("self-test")
+def self_test(
+    device: opt.Device = "auto",
+    rows: Annotated[
+        int | None, typer.Option("--rows", metavar="N", min=64, help="Rows of the batches that memory is filled with.")
+    ] = None,
+    out: opt.Out = None,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Does it hold on this device? Exactness, running out of memory, what fits, plans and speed, in some two minutes.
+
+    Prints a table, and writes a page and a JSON to attach to an issue. Exit code 0 if every check passes, 1 if not.
+
+    Example: anybatch self-test --device cuda
+    """
+    from anybatch.cli.pages import self_test_command
+
+    return self_test_command(device, rows=rows, out=out, is_quiet=quiet)

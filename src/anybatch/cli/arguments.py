@@ -1,4 +1,4 @@
-"""The options that several commands share, each with its help, and the settings that they make."""
+"""The options of the commands, each with its help, and the settings that they make."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +12,7 @@ from anybatch.training import BUILT_IN, Decay, LRRule, MemoryLimit, Parallel, Pr
 TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."
 HOW = "How it learns"
 WHERE = "Where and how long"
+OF_CONFIG = "Of a config file"
 
 
 def complete_task(incomplete: str) -> list[str]:
@@ -207,6 +208,68 @@ VerdictJson = Annotated[
     bool,
     typer.Option("--json", help="Print the verdict as JSON and nothing else.", rich_help_panel=WHERE),
 ]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="FILE",
+        help="A config.json of transformers instead of a task; no weights are made.",
+        rich_help_panel=OF_CONFIG,
+    ),
+]
+ConfigTokens = Annotated[
+    int | None, typer.Option("--tokens", metavar="N", help="Tokens of each row; 2048.", rich_help_panel=OF_CONFIG)
+]
+ConfigRows = Annotated[
+    int | None, typer.Option("--rows", metavar="N", help="Rows of the batch; 8.", rich_help_panel=OF_CONFIG)
+]
+ConfigDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="Of the weights: bf16, fp16 or fp32; bf16.", rich_help_panel=OF_CONFIG
+    ),
+]
+ConfigOptimizer = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer", metavar="NAME", help="adamw, adam, sgd, adafactor or adagrad; adamw.", rich_help_panel=OF_CONFIG
+    ),
+]
+ConfigCheckpointing = Annotated[
+    bool, typer.Option("--checkpointing", help="Blocks run again in backward.", rich_help_panel=OF_CONFIG)
+]
+SumsOption = Annotated[
+    Literal["fp32", "param", "auto"],
+    typer.Option(
+        "--sums",
+        help="What gradients of bf16 and fp16 weights are summed in; auto: their own dtype only where fp32 does not fit.",
+        rich_help_panel=HOW,
+    ),
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SCRIPT|-- COMMAND", help="A Python script with its arguments, or -- and a command.", show_default=False
+    ),
+]
+UpdatesSeen = Annotated[int, typer.Option("--updates", metavar="N", help="End the script after so many; 0: never.")]
+ShortEpochs = Annotated[
+    int,
+    typer.Option("--short-epochs", metavar="N", help="Batches of an epoch; a prime leaves a tail for every N; 0: all."),
+]
+LogFolder = Annotated[
+    Path | None,
+    typer.Option("--log", metavar="FOLDER", help="Keep the logs here; without a script, judge those that are there."),
+]
+DoctorPage = Annotated[Path | None, typer.Option("--page", metavar="FILE", help="Write a page to look at.")]
+SarifFile = Annotated[Path | None, typer.Option("--sarif", metavar="FILE", help="Write the findings as SARIF 2.1.0.")]
+FailOn = Annotated[
+    str, typer.Option("--fail-on", metavar="SEVERITY", help="Exit 1 at error, warning or note; or never.")
+]
+DoctorJson = Annotated[bool, typer.Option("--json", help="Print one JSON object: findings and updates.")]
+GitHub = Annotated[bool, typer.Option("--github", help="Print annotations for GitHub's actions.")]
+Static = Annotated[bool, typer.Option("--static", hidden=True)]
+Compiling = Annotated[bool, typer.Option("--compile", help="Leave torch.compile on; it hides losses.")]
 
 
 def rows_of(micro_batch: str | None) -> int | Literal["auto"] | None:

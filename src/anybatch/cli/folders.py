@@ -1,5 +1,8 @@
-"""Run folders from the command line's side: choosing one, its first `run.json`, its page."""
+"""Run folders from the command line's side: choosing one, its first `run.json`, its page, and how a run ended."""
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from importlib.util import find_spec
@@ -7,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from anybatch import __version__
-from anybatch.errors import RunError, first_line
+from anybatch.errors import NonFiniteError, RunError, first_line
 from anybatch.records import Run, RunFolder, RunKind
 from anybatch.training import BUILT_IN, Settings, command_line, git_revision, now, versions
 
@@ -77,3 +80,32 @@ def write_page(folder: RunFolder) -> Path:
     from anybatch.report import write_page
 
     return write_page(folder.path)
+
+
+@contextmanager
+def its_end_told(folder: RunFolder, run: Run) -> Iterator[None]:
+    """The block of a run. Where an exception leaves it, the run is "stopped" or "failed", with the reason, as far as it can
+    be written."""
+    try:
+        yield
+    except BaseException as error:
+        status, reason = how_it_ended(error)
+        with suppress(Exception):
+            folder.write(dataclasses.replace(run, status=status, reason=reason))
+            write_page(folder)
+        raise
+
+
+def how_it_ended(error: BaseException) -> tuple[str, str]:
+    """Whether someone stopped a run or it failed, and why, in a line.
+
+    >>> how_it_ended(SystemExit(0))
+    ('failed', "the task's own code called sys.exit(0)")
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", "it was interrupted a second time, amid an update"
+    if isinstance(error, BrokenPipeError):
+        return "stopped", "what it prints to was closed"
+    if isinstance(error, SystemExit):
+        return "failed", f"the task's own code called sys.exit({error.code!r})"
+    return "stopped" if isinstance(error, NonFiniteError) else "failed", first_line(error)

@@ -1,7 +1,7 @@
 """What is shown while a run goes on: a progress bar on a terminal, plain lines elsewhere, nothing when quiet."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -118,3 +118,23 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         f"{name.replace('_', ' ')} {value:.4f}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
         for name, value in summary.items()
     )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns, the first to the left, the others to the right.
+
+    >>> table(["arm", "updates"], [["small", "630"], ["exact batch", "160"]])
+    ['arm          updates', '-----------  -------', 'small            630', 'exact batch      160']
+    """
+    cells = [list(head), *map(list, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
+        for row in cells
+    ]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -7,8 +7,7 @@ from tempfile import mkdtemp
 
 from anybatch import __version__
 from anybatch.cli.folders import check_installed, new_folder
-from anybatch.cli.screen import say
-from anybatch.cli.tables import table
+from anybatch.cli.screen import say, table
 from anybatch.errors import SettingsError
 from anybatch.lessons import learn_page, write_learn_site
 from anybatch.records import plain

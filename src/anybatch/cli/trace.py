@@ -5,8 +5,7 @@ from pathlib import Path
 
 from anybatch import __version__
 from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
-from anybatch.cli.screen import plan_lines, say
-from anybatch.cli.tables import table
+from anybatch.cli.screen import plan_lines, say, table
 from anybatch.records import Shapes, Trace, Values, plain
 from anybatch.training import Settings, check_task_exists, find_task
 

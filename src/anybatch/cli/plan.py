@@ -1,16 +1,16 @@
-"""`anybatch plan`: the largest micro-batch that fits, before anything runs."""
+"""`anybatch plan`: the largest micro-batch that fits, before anything runs, of a task or of a config file."""
 
 import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anybatch import __version__
 from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
-from anybatch.cli.screen import say
-from anybatch.cli.tables import table
+from anybatch.cli.screen import say, table
 from anybatch.errors import SettingsError
 from anybatch.host_memory import free_on_host
 from anybatch.records import PlanRecord, read
@@ -146,3 +146,27 @@ def ranking_lines(planned: "Plan") -> list[str]:
         for way in planned.ranking
     ]
     return [*table(["way that fits", planned.unit, "passes", "peak", "time of the passes", ""], rows), ""]
+
+
+TOKENS = 2048
+
+
+def config_plan_command(
+    config: Path, options: dict[str, Any], settings: Settings, *, out: Path | None, is_json: bool, is_quiet: bool
+) -> int:
+    """Plan a language model that is not built, print, and leave a folder with a page; 1 where not even one row fits."""
+    if find_spec("transformers") is None:
+        raise SettingsError(
+            f"--model {config} needs transformers. Install it with: pip install 'anybatch[huggingface]'"
+        )
+    telling = Telling(str(config), settings, out=out, is_json=is_json, is_quiet=is_quiet)
+    # without a size it is this machine that is asked; a size without a device is that of a card
+    is_card = settings.device == "auto" and options["memory"] is not None
+    device = "cuda" if is_card else settings.device.replace("auto", "cpu")
+
+    def make() -> Any:
+        from anybatch.memory import plan_config  # torch is loaded from here on
+
+        return plan_config(config, **{"tokens": TOKENS, **options}, device=device)
+
+    return telling.tell(make)

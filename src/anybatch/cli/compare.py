@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anybatch import __version__
-from anybatch.cli.commands.run_ending import its_end_told
-from anybatch.cli.folders import check_installed, first_record, new_folder, short_name, write_page
-from anybatch.cli.screen import say
-from anybatch.cli.tables import table
+from anybatch.cli.folders import check_installed, first_record, its_end_told, new_folder, short_name, write_page
+from anybatch.cli.screen import say, table
 from anybatch.errors import SettingsError
 from anybatch.records import ArmEpoch, Comparison, at_epoch, over_runs, plain
 from anybatch.sizes import show_bytes
