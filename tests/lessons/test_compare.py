@@ -2,9 +2,7 @@ import pytest
 import torch
 
 from anybatch import SettingsError
-from anybatch.lessons.arms import arms_of, compare
-from anybatch.lessons.findings import findings
-from anybatch.lessons.usual_loop import run_usual_loop
+from anybatch.lessons.arms import arms_of, compare, findings, run_usual_loop
 from anybatch.records import Arm, ArmEpoch, ArmRun
 from anybatch.training.experiment import assemble
 from anybatch.training.loaders import training_loader

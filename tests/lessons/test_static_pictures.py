@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from anybatch.lessons.pages import all_lessons
-from anybatch.lessons.pages.lesson_parts import part_html
-from anybatch.lessons.pages.static_pictures import fp16, shares
+from anybatch.lessons.pages.lesson_parts import fp16, part_html, shares
 
 DRAWN = {
     "stepper": "lanes",

@@ -3,8 +3,7 @@ import torch
 from torch import nn
 
 from anybatch import supervised
-from anybatch.lessons.sample_picture import LARGEST, image_of
-from anybatch.lessons.update_trace import TIMED, trace, with_medians
+from anybatch.lessons.update_trace import LARGEST, TIMED, image_of, trace, with_medians
 from anybatch.records import TracedStage
 from anybatch.training.experiment import assemble
 from anybatch.training.settings import Settings

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from anybatch.selftest import Checked, run_self_test, speed_checks
+from anybatch.selftest import Checked, run_self_test, self_testing
 from anybatch.selftest import self_testing as running
 from tests.accelerator.on_device import on_device
 from tests.accelerator.plugged import limit, plug
@@ -39,7 +39,7 @@ def test_the_command_prints_a_table_and_leaves_a_page_and_a_json(tmp_path):
 @on_device
 def test_every_check_passes_on_the_accelerator():
     with limit(torch.accelerator.memory_allocated() + 2**28), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speed_checks, "REPEATS", 1)  # times are told, and judged by nobody
+        patch.setattr(self_testing, "REPEATS", 1)  # times are told, and judged by nobody
         found = run_self_test(plug(), versions={}, num_rows=2048)
     assert {check.group for check in found.checks} == {"exactness", "memory", "speed"}
     assert found.device == "pretend:0"
@@ -69,9 +69,7 @@ def test_what_fails_is_told_and_the_rest_is_run(monkeypatch):
 
 
 def test_a_gradient_that_is_off_fails_its_check(monkeypatch):
-    from anybatch.selftest import exactness_checks
-
-    whole = exactness_checks.Accumulator
+    whole = self_testing.Accumulator
 
     class Off(whole):
         def backward(self, batch, **options):
@@ -79,8 +77,8 @@ def test_a_gradient_that_is_off_fails_its_check(monkeypatch):
             next(iter(self.model.parameters())).grad.mul_(1.001)
             return found
 
-    monkeypatch.setattr(exactness_checks, "Accumulator", Off)
-    checks = list(exactness_checks.exactness_checks(torch.device("cpu")))
+    monkeypatch.setattr(self_testing, "Accumulator", Off)
+    checks = list(self_testing.exactness_checks(torch.device("cpu")))
     assert not any(check.has_passed for check in checks if check.wanted == "at most 2e-06")
 
 

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
-    from anybatch.lessons.arms import ArmPlan, compare
-    from anybatch.lessons.findings import show_spread
+    from anybatch.lessons.arms import ArmPlan, compare, show_spread
     from anybatch.lessons.pages import (
         learn_page,
         lesson_of_cause,

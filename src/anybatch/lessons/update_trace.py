@@ -9,20 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d
 
 from anybatch import stages
 from anybatch.batches import Batch, move, num_rows, take_rows, tensors
 from anybatch.gradients import gradient_norm
-from anybatch.lessons.sample_picture import image_of
-from anybatch.records import Trace, TracedLayer, TracedStage
+from anybatch.records import Trace, TracedImage, TracedLayer, TracedStage
 from anybatch.training import Experiment, first_batch, observed
 
 MOST_VALUES = 12
 """Sample values per entry."""
+
+
 MOST_CLASSES = MOST_VALUES
 """A prediction is told where every class is among the values."""
+
+
 TIMED = 5
 """Updates whose times the medians are of."""
+
 
 Timed = tuple[str, int | None]
 """A stage of a micro-batch, or of the whole batch."""
@@ -237,6 +242,27 @@ def first_values(value: Any) -> tuple[float, ...]:
     if first is None:
         return ()
     return tuple(float(number) for number in first.detach().flatten()[:MOST_VALUES].float().tolist())
+
+
+LARGEST = 64
+"""Pixels of a side; larger images are made smaller."""
+
+
+def image_of(row: Tensor) -> TracedImage | None:
+    """The picture of a (1, channels, height, width) row with one channel or three; None where it is none.
+
+    Its lowest number is black and its highest white, because nobody knows what the task has normalised.
+    """
+    if row.dim() != 4 or row.shape[1] not in (1, 3) or min(row.shape[2:]) < 4 or not row.is_floating_point():
+        return None
+    seen = row.detach().float().cpu()
+    seen = adaptive_avg_pool2d(seen, (min(seen.shape[2], LARGEST), min(seen.shape[3], LARGEST)))[0]
+    low, high = seen.min(), seen.max()
+    if not bool((high - low).isfinite() & (high > low)):
+        return None
+    levels = ((seen - low) * (255 / (high - low))).round().int().permute(1, 2, 0)
+    height, width, channels = levels.shape
+    return TracedImage(width=width, height=height, channels=channels, pixels=tuple(levels.flatten().tolist()))
 
 
 def _shapes(found: Iterable[Tensor]) -> str:

@@ -1,31 +1,32 @@
 """What a run leaves on disk: defined once, written by training, read by the report. Knows nothing of torch."""
 
-from anybatch.records.comparison import Arm, ArmEpoch, ArmRun, Comparison
-from anybatch.records.json_text import plain
-from anybatch.records.over_seeds import Spread, at_epoch, over_runs, spread_of
-from anybatch.records.proof_schema import CutRecord, ParameterRecord, ProofRecord
-from anybatch.records.results import Results, read_results
-from anybatch.records.run_folder import RunFolder, sync_folder
-from anybatch.records.run_lock import locked
+from anybatch.records.comparison import Arm, ArmEpoch, ArmRun, Comparison, Spread, at_epoch, over_runs, spread_of
+from anybatch.records.run_folder import Results, RunFolder, locked, read_results, sync_folder
 from anybatch.records.schema import (
+    CutRecord,
     EpochDone,
     MemoryPoint,
     MemorySeen,
     Metric,
     MicroBatchSeen,
+    ParameterRecord,
     PlanRecord,
+    ProofRecord,
     Run,
     RunKind,
     Scalar,
     Scalars,
     Shapes,
     StageTime,
+    Trace,
+    TracedImage,
+    TracedLayer,
+    TracedStage,
     UpdateDone,
     Values,
     WindowSeen,
 )
-from anybatch.records.tolerant_reading import read
-from anybatch.records.traced_update import Trace, TracedImage, TracedLayer, TracedStage
+from anybatch.records.tolerant_reading import plain, read
 
 __all__ = [
     "Arm",

@@ -1,5 +1,7 @@
-"""The records of `anybatch compare`: arms, their runs over several seeds, and what was found."""
+"""The records of `anybatch compare`: arms, their runs over several seeds, what was found, and several seeds as one number."""
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,3 +51,37 @@ class Comparison:
     metric: str = "metric"
     arms: tuple[Arm, ...]
     findings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A mean over seeds, and the sample deviation (n - 1), which one seed does not have."""
+
+    mean: float | None
+    deviation: float | None
+
+
+def spread_of(values: Iterable[float | None]) -> Spread:
+    """The mean and deviation of what is known; nan counts as known, because a run that diverged has said something.
+
+    >>> spread_of([1.0, 3.0, None]), spread_of([2.0]), spread_of([])
+    (Spread(mean=2.0, deviation=1.4142135623730951), Spread(mean=2.0, deviation=None), Spread(mean=None, deviation=None))
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return Spread(None, None)
+    mean = sum(known) / len(known)
+    if len(known) == 1:
+        return Spread(mean, None)
+    return Spread(mean, math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1)))
+
+
+def over_runs(arm: Arm, number: Callable[[ArmRun], float | None]) -> Spread:
+    """One number of each run of an arm."""
+    return spread_of(number(run) for run in arm.runs)
+
+
+def at_epoch(arm: Arm, epoch: int, number: Callable[[ArmEpoch], float | None]) -> Spread:
+    """One number of an epoch of each run of an arm; 0 stands for the last epoch."""
+    points = (point for run in arm.runs for point in (run.epochs if epoch else run.epochs[-1:]))
+    return spread_of(number(point) for point in points if epoch in (0, point.epoch))

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from anybatch.faces import html_block, html_table, sentences, short
+
 RunKind = Literal["train", "compare", "trace", "plan", "verify"]
 Scalar = str | int | float | bool | None
 Scalars = Mapping[str, Scalar]
@@ -221,3 +223,135 @@ class PlanRecord:
 
 JSON_NAMES = {"shapes_in": "in", "shapes_out": "out"}
 """Fields whose name in JSON is a word that Python keeps for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRecord:
+    """The error of one parameter's gradient, and what the order of summation explains of it."""
+
+    name: str
+    error: float | None
+    floor: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutRecord:
+    """One cut of the batch in one precision."""
+
+    name: str
+    precision: str
+    micro_batches: int | None
+    rows: Values
+    """How many rows each micro-batch had."""
+    error: float | None
+    parameters: tuple[ParameterRecord, ...]
+    failure: str | None
+    """What was raised where this cut could not run."""
+    is_exact: bool
+    decides: bool = True
+    """False of a cut that nobody trains with: a note."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsRecord:
+    """What the rows of one micro-batch weighed, and what they should."""
+
+    rows: Values
+    """Their numbers in the batch."""
+    weight: float | None
+    wanted: float | None
+    counted: float | None
+    """How often each row counted: 1 is right, None is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseRecord:
+    """Why a gradient was not exact, and what to do."""
+
+    kind: str
+    explanation: str
+    fix: str
+    lesson: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofRecord:
+    """The accumulated gradient against the whole batch's: what `verify` found."""
+
+    file: ClassVar[str] = "verify.json"
+    finding: str = ""
+    """"exact", "not exact" or "could not be judged"."""
+    is_exact: bool
+    error: float | None
+    rows: int | None
+    rows_given: int | None
+    dtype: str = "own precision"
+    cuts: tuple[CutRecord, ...]
+    causes: tuple[CauseRecord, ...]
+    notes: tuple[str, ...]
+    unjudged: str = ""
+    """Why it could not be judged, where it could not."""
+    weights: tuple[RowsRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStage:
+    """One stage of the traced update; `micro_batch` is None for the whole batch."""
+
+    stage: str
+    micro_batch: int | None
+    title: str
+    facts: Scalars
+    values: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayer:
+    """One layer that the sample went through, with the shapes of all tensors that went in and came out."""
+
+    name: str
+    kind: str
+    shapes_in: Shapes
+    shapes_out: Shapes
+    values: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedImage:
+    """What the sample looks like: rows of pixels from top to bottom, each one number (grey) or three, from 0 to 255."""
+
+    width: int
+    height: int
+    channels: int
+    pixels: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One update stage by stage, and one sample layer by layer."""
+
+    file: ClassVar[str] = "trace.json"
+    stages: tuple[TracedStage, ...]
+    layers: tuple[TracedLayer, ...]
+    images: tuple[TracedImage, ...] = ()
+    """The sample, where it is an image; else nothing."""
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.stages)} stages, {len(self.layers)} layers)"
+
+    def _repr_html_(self) -> str:
+        stages = [
+            [each.stage, "all" if each.micro_batch is None else each.micro_batch, each.title, _facts(each.facts)]
+            for each in self.stages
+        ]
+        layers = [[each.name, each.kind, each.shapes_in, each.shapes_out] for each in self.layers]
+        return html_block(
+            "One update, stage by stage",
+            html_table(["stage", "micro-batch", "what", "numbers"], stages),
+            sentences(["One sample, layer by layer:"]),
+            html_table(["layer", "kind", "in", "out"], layers),
+        )
+
+
+def _facts(facts: Scalars) -> str:
+    return ", ".join(f"{name} {value if isinstance(value, str) else short(value)}" for name, value in facts.items())

@@ -1,4 +1,4 @@
-"""The page of the doctor: a time line of the first updates, a cell per row, findings beside the line of code."""
+"""The pages of the doctor and of the self-test, each made from the JSON object that the command prints or writes."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -114,3 +114,20 @@ def _code(file: str, line: int) -> list[tuple[int, str, bool]]:
     first = max(1, line - AROUND)
     shown = lines[first - 1 : line + AROUND] if 0 < line <= len(lines) else []
     return [(number, text[:200], number == line) for number, text in enumerate(shown, start=first)]
+
+
+def write_self_test_page(found: Mapping[str, Any], page: Path) -> Path:
+    """Write the page of `self-test.json`'s object: one file that needs no other and no network."""
+    environment = Environment(loader=PackageLoader("anybatch.report"), autoescape=True, undefined=StrictUndefined)
+    groups: dict[str, list[Any]] = {}
+    for check in found["checks"]:
+        groups.setdefault(check["group"], []).append(check)
+    style = files("anybatch.report").joinpath("templates", "page.css").read_text("utf-8")
+    text = environment.get_template("self_test.html").render(
+        found=found,
+        groups=groups,
+        failed=sum(not check["has_passed"] for check in found["checks"]),
+        style=Markup(style),
+    )
+    page.write_text(text, encoding="utf-8")
+    return page

@@ -2,7 +2,10 @@
 
 import math
 import os
-from collections.abc import Iterator
+import struct
+import zlib
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
@@ -13,14 +16,17 @@ from markupsafe import Markup
 
 from anybatch.records import (
     Comparison,
+    MicroBatchSeen,
     PlanRecord,
     ProofRecord,
     Results,
     Run,
     Scalars,
     Trace,
+    TracedImage,
     TracedLayer,
     TracedStage,
+    read,
     read_results,
 )
 from anybatch.report.charts import (
@@ -43,8 +49,6 @@ from anybatch.report.charts import (
     weights_picture,
 )
 from anybatch.report.headline import headline, summary
-from anybatch.report.sample_image import image_address
-from anybatch.report.trace_lanes import Lane, lanes_of, made_of
 from anybatch.report.writing import (
     plural,
     without_breaks,
@@ -57,7 +61,18 @@ from anybatch.report.writing import (
 )
 
 PAGE = "report.html"
+
+
 ROWS = "What every row counted for"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One micro-batch, or the whole batch, from left to right."""
+
+    title: str
+    cells: tuple[tuple[str, str], ...]
+    """(stage, what came out of it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,3 +267,84 @@ def _unreadable(count: int) -> str:
 
 def _asset(name: str) -> Markup:
     return Markup((files("anybatch.report") / "templates" / name).read_text(encoding="utf-8"))
+
+
+def lanes_of(stages: Sequence[TracedStage]) -> tuple[Lane, ...]:
+    """A lane for each micro-batch in order, then the batch's own."""
+    numbers = sorted(
+        {entry.micro_batch for entry in stages if entry.micro_batch is not None and entry.stage not in ONCE}
+    )
+    lanes = [
+        Lane(title=f"micro-batch {number}", cells=_cells([entry for entry in stages if entry.micro_batch == number]))
+        for number in numbers
+    ]
+    once = [entry for entry in stages if entry.stage in ONCE or (entry.micro_batch is None and entry.stage != "load")]
+    if once:
+        lanes.append(Lane(title="the whole batch, once", cells=_cells(once)))
+    return tuple(lanes)
+
+
+def made_of(stages: Sequence[TracedStage]) -> tuple[MicroBatchSeen, ...]:
+    """Rows, units and share of each micro-batch that had a loss of its own."""
+    rows = {entry.micro_batch: entry.facts.get("rows") for entry in stages if entry.stage == "load"}
+    parts = (
+        read(MicroBatchSeen, {**entry.facts, "rows": rows.get(entry.micro_batch)})
+        for entry in stages
+        if entry.stage == "loss" and entry.micro_batch is not None
+    )
+    return tuple(part for part in parts if part is not None)
+
+
+def _cells(entries: Sequence[TracedStage]) -> tuple[tuple[str, str], ...]:
+    """One cell a stage; of two entries of a stage (weights before, weights after) the last speaks."""
+    told = {entry.stage: _outcome(entry) for entry in entries if entry.stage != "step" or "before" not in entry.title}
+    place = {stage: number for number, stage in enumerate(_SPEAKS)}
+    return tuple(sorted(told.items(), key=lambda cell: place.get(cell[0], len(place))))
+
+
+def _outcome(entry: TracedStage) -> str:
+    """The facts that matter of a stage, in few words; clipping shows what it made of what."""
+    found = [written_value(name, entry.facts[name]) for name in _SPEAKS.get(entry.stage, ()) if name in entry.facts]
+    if entry.stage == "loss" and len(found) == 2:
+        return f"{found[0]}, share {found[1]}"
+    if entry.stage == "clip" and len(found) == 2:
+        return f"norm {found[0]} → {found[1]}"
+    return f"{_BEFORE.get(entry.stage, '')}{found[0]}" if found and found[0] else entry.title
+
+
+ONCE = ("clip", "step", "zero")
+"""What a batch goes through as a whole, always; where its rows wait for each other, the passes too."""
+
+
+_SPEAKS = {
+    "load": ("shapes", "rows"),
+    "forward": ("output",),
+    "loss": ("loss", "share"),
+    "backward": ("its norm",),
+    "accumulate": ("gradient norm so far", "gradient norm"),
+    "clip": ("norm before", "norm after"),
+    "step": ("change of all weights (norm)",),
+    "zero": (".grad", "gradients left"),
+}
+
+
+_BEFORE = {"backward": "norm ", "accumulate": "norm of the sum ", "step": "weights moved by ", "zero": ".grad "}
+
+
+def image_address(image: TracedImage) -> str | None:
+    """A PNG as a `data:` address; None where the numbers of pixels and sides do not agree, as in a damaged file."""
+    line = image.width * image.channels
+    values = [value for value in image.pixels if isinstance(value, int | float)]
+    if image.channels not in (1, 3) or not line or len(values) != line * image.height:
+        return None
+    pixels = bytes(min(max(int(value), 0), 255) for value in values)
+    # every line begins with the number of its filter: 0 is none
+    lines = b"".join(b"\0" + pixels[start : start + line] for start in range(0, len(pixels), line))
+    colour = 0 if image.channels == 1 else 2
+    head = struct.pack(">IIBBBBB", image.width, image.height, 8, colour, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + _chunk(b"IDAT", zlib.compress(lines, 9)) + _chunk(b"IEND", b"")
+    return f"data:image/png;base64,{b64encode(png).decode()}"
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

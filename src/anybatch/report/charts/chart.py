@@ -1,20 +1,31 @@
-"""A chart: what the page's script draws, the keys to its colours, a sentence that says what it shows, its numbers as a table.
-
-Colours are the names of CSS custom properties (`--series-1`), so that the style of the page says what they are, light or dark.
-"""
+"""Charts of lines and of bars, each with its table; long traces are thinned, and keep every spike."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
-from anybatch.report.charts.thinning import thin
 from anybatch.report.writing import number, percent
 
+MOST_POINTS = 1000
+"""A line of more points than this is thinned: no screen has so many columns, and the page stays small."""
+
+
+MOST_ROWS = 500
+"""A table of more rows than this is thinned."""
+
+
 SeriesKind = Literal["line", "faint", "points", "area"]
+
+
 NUM_LOOKS = 6
 """Dashes of lines and shapes of markers, which the page's script draws."""
+
+
 CROSS = 5
 """The look of what stands apart: crosses."""
+
+
 NUM_COLOURS = 6
 
 
@@ -115,6 +126,105 @@ def line_chart(
         is_wide=is_wide,
         has_log=is_positive and not is_percent and not from_zero and max(values) > 3 * min(values),
     )
+
+
+def bar_chart(
+    name: str,
+    bars: Sequence[dict[str, Any]],
+    lanes: Sequence[str],
+    *,
+    title: str,
+    caption: str,
+    keys: Sequence[Key],
+    table: Table,
+    x_title: str,
+    height: int,
+    is_wide: bool = False,
+) -> Chart:
+    """Horizontal bars, made by `bars_of`, in `lanes` from top to bottom."""
+    return Chart(
+        name=name,
+        title=title,
+        caption=caption,
+        figure={
+            "data": list(bars),
+            "x": {"title": x_title, "whole": False},
+            "y": {"unit": "", "zero": True, "lanes": list(lanes)},
+            "stops": "bars",
+            "where": ["", ""],
+        },
+        keys=tuple(keys),
+        table=table,
+        height=height,
+        is_wide=is_wide,
+    )
+
+
+def bars_of(
+    name: str,
+    lanes: Sequence[str],
+    x: Sequence[float],
+    texts: Sequence[str],
+    *,
+    colour: str,
+    group: int,
+    starts: Sequence[float] = (),
+) -> dict[str, Any]:
+    """The bars of one key: each as long as its `x` from its start on, 0 if none is given, in its lane, read out as its text."""
+    return {
+        "kind": "bars",
+        "name": name,
+        "group": group,
+        "colour": colour,
+        "x": [six_digits(value) for value in x],
+        "starts": [six_digits(value) for value in starts] or [0] * len(x),
+        "lanes": list(lanes),
+        "texts": list(texts),
+    }
+
+
+def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
+    """Which points to draw, in order: the lowest and the highest of each stretch, and the first and last of all.
+
+    Every value, however short its spike, that would set the top or the bottom of a pixel column is kept. At most
+    `most` points; all of them where there are no more than that.
+    """
+    if len(values) <= most:
+        return list(range(len(values)))
+    num_stretches = max(1, (most - 2) // 2)
+    kept = {0, len(values) - 1}
+    for stretch in range(num_stretches):
+        start, stop = (len(values) * edge // num_stretches for edge in (stretch, stretch + 1))
+        known = [(value, index) for index in range(start, stop) if (value := values[index]) is not None]
+        if known:
+            kept.add(min(known)[1])
+            kept.add(max(known)[1])
+        else:
+            kept.add(start)  # a gap stays a gap
+    return sorted(kept)
+
+
+def evenly_spaced(count: int, most: int = MOST_ROWS) -> list[int]:
+    """Evenly spaced positions, the first and the last among them: the rows of a table of numbers."""
+    if count <= most:
+        return list(range(count))
+    return [round(step * (count - 1) / (most - 1)) for step in range(most)]
+
+
+def smooth(values: Sequence[float | None], width: int) -> list[float | None]:
+    """The mean of each point and its neighbours, `width` in all; None where all of them are missing.
+
+    Towards the ends fewer are taken, as many before the point as after it, so that the line does not lean.
+    """
+    sums = [0.0, *accumulate(0.0 if value is None else value for value in values)]
+    counts = [0, *accumulate(int(value is not None) for value in values)]
+    means: list[float | None] = []
+    for index in range(len(values)):
+        reach = min(width // 2, index, len(values) - 1 - index)
+        start, stop = index - reach, index + reach + 1
+        count = counts[stop] - counts[start]
+        means.append((sums[stop] - sums[start]) / count if count else None)
+    return means
 
 
 def colour(line: Series) -> str:
