@@ -30,10 +30,10 @@ def preload() -> None:
         __import__(module)
     import torch
 
-    from anybatch.training.tasks import sources
+    from anybatch.training.tasks import stdlib
 
     torch.set_num_threads(1)
-    sources.functions()  # parsed once, not in each process
+    stdlib.functions()  # parsed once, not in each process
 
 
 @dataclass(frozen=True)

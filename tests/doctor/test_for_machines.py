@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from anybatch.doctor import describe
-from anybatch.doctor.exchange_formats import as_github, as_sarif
 from anybatch.doctor.finding import SEVERITIES
 from anybatch.doctor.judging import judge
+from anybatch.doctor.wording import as_github, as_sarif
 from anybatch.report.doctor_page import render_doctor
 from tests.doctor.test_judging import CLEARED, PLACE, _log, _pass, _step, _windows
 from tests.doctor.watched import ZOO

@@ -9,7 +9,7 @@ from anybatch.errors import SettingsError
 from anybatch.noise import NoiseScale
 from anybatch.records import UpdateDone
 from anybatch.training import Loop, Progress, Settings, assemble, resume
-from anybatch.training.batch_schedule import BatchSchedule, schedule_of
+from anybatch.training.learning_rates import BatchSchedule, schedule_of
 from tests.training.small_tasks import small_task
 
 GROWING = {1: 10, 2: 25, 3: 75}

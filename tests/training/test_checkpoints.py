@@ -21,8 +21,12 @@ from anybatch import (
     supervised,
     warmup,
 )
-from anybatch.training.checkpoints.checkpoint_files import read_tensors, size_and_checksum
-from anybatch.training.checkpoints.random_states import random_states, restore_random_states
+from anybatch.training.checkpoints.checkpoint_files import (
+    random_states,
+    read_tensors,
+    restore_random_states,
+    size_and_checksum,
+)
 from anybatch.training.checkpoints.saving import checkpoints_in
 from tests.guards.test_batches_not_misread import Dropping, ragged, read
 

@@ -20,7 +20,7 @@ from anybatch.batches import deal_rows
 from anybatch.parallel import Ranks
 from anybatch.records import EpochDone, UpdateDone
 from anybatch.training import Loop, Progress, Settings, assemble, find_task, loop, validation_loader
-from anybatch.training.tasks import pairs, sources, stdlib
+from anybatch.training.tasks import pairs, stdlib
 from tests.processes.ranks import on_ranks
 
 TASKS = ("textbook", "stdlib", "pairs", "digits")
@@ -48,13 +48,13 @@ batch at once leaves its run in float64, by 3e-5 and 9e-5. In float64 every seed
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The first functions of the standard library in a file: to parse it takes seconds, and every rank would."""
     path = tmp_path_factory.mktemp("library") / "functions"
-    path.write_bytes(pickle.dumps(sources.functions()[:2600]))
+    path.write_bytes(pickle.dumps(stdlib.functions()[:2600]))
     return path
 
 
 @cache
-def functions_in(library: Path) -> tuple[sources.Function, ...]:
-    found: tuple[sources.Function, ...] = pickle.loads(library.read_bytes())
+def functions_in(library: Path) -> tuple[stdlib.Function, ...]:
+    found: tuple[stdlib.Function, ...] = pickle.loads(library.read_bytes())
     return found
 
 

@@ -7,7 +7,7 @@ from anybatch.records import UpdateDone
 from anybatch.training.experiment import assemble
 from anybatch.training.loop import Loop
 from anybatch.training.settings import Settings
-from anybatch.training.tasks import sources, stdlib
+from anybatch.training.tasks import stdlib
 from anybatch.training.tasks.lookup import BUILT_IN, find_task
 from tests.processes.forked import run_code
 from tests.training.small_tasks import small_task
@@ -51,7 +51,7 @@ def test_digits_are_scikit_learns_which_is_not_imported_for_them():
 
 
 def test_the_standard_librarys_functions_are_many_and_ragged():
-    found = sources.functions()
+    found = stdlib.functions()
     lengths = sorted(len(function.source) for function in found)
     assert len(found) > 3000
     assert lengths[len(lengths) * 9 // 10] > 4 * lengths[len(lengths) // 2] / 2

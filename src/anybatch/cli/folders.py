@@ -1,10 +1,15 @@
 """Run folders from the command line's side: choosing one, its first `run.json`, its page, and how a run ended."""
 
 import dataclasses
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,7 +17,7 @@ from tempfile import TemporaryFile
 from anybatch import __version__
 from anybatch.errors import NonFiniteError, RunError, first_line
 from anybatch.records import Run, RunFolder, RunKind
-from anybatch.training import BUILT_IN, Settings, command_line, git_revision, now, versions
+from anybatch.training import BUILT_IN, Settings
 
 
 def check_installed(*modules: str) -> None:
@@ -109,3 +114,37 @@ def how_it_ended(error: BaseException) -> tuple[str, str]:
     if isinstance(error, SystemExit):
         return "failed", f"the task's own code called sys.exit({error.code!r})"
     return "stopped" if isinstance(error, NonFiniteError) else "failed", first_line(error)
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that decide a run's numbers, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "torchdata", "numpy", "scikit-learn"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_revision() -> str | None:
+    """The revision of the working directory, with + where files are changed; None outside a repository."""
+    try:
+        revision = _git("rev-parse", "HEAD")
+        return revision + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def command_line() -> str:
+    """What was typed."""
+    return shlex.join(["anybatch", *sys.argv[1:]])
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=5).stdout.strip()

@@ -6,12 +6,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from anybatch import __version__
-from anybatch.cli.folders import check_installed, new_folder
+from anybatch.cli.folders import check_installed, new_folder, versions
 from anybatch.cli.screen import say, table
 from anybatch.errors import SettingsError
 from anybatch.lessons import learn_page, write_learn_site
 from anybatch.records import plain
-from anybatch.training import find_device, versions
+from anybatch.training import find_device
 
 
 def learn_command(page: str | None, *, out: Path | None, site: Path | None, is_quiet: bool) -> int:

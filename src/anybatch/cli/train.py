@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from anybatch import __version__
-from anybatch.cli.folders import check_installed, first_record, its_end_told, new_folder, short_name, write_page
+from anybatch.cli.folders import (
+    check_installed,
+    first_record,
+    its_end_told,
+    new_folder,
+    short_name,
+    versions,
+    write_page,
+)
 from anybatch.cli.screen import plan_lines, say, screen_for, summary_line
 from anybatch.errors import RunError, SettingsError, TaskError
 from anybatch.records import EpochDone, Metric, Run, RunFolder, UpdateDone, locked, plain, read_results
@@ -27,7 +35,6 @@ from anybatch.training import (
     find_launch,
     find_task,
     joined_ranks,
-    versions,
 )
 
 if TYPE_CHECKING:

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
-    from anybatch.doctor.exchange_formats import as_github, as_sarif
     from anybatch.doctor.finding import KINDS, SEVERITIES, Finding
     from anybatch.doctor.judging import Diagnosis, judge_folder
     from anybatch.doctor.launching import run_watched
     from anybatch.doctor.recording import Watch
     from anybatch.doctor.watching import Doctor
-    from anybatch.doctor.wording import describe
+    from anybatch.doctor.wording import as_github, as_sarif, describe
 else:
     __getattr__ = lazily(__name__)
 

@@ -24,13 +24,10 @@ if TYPE_CHECKING:
         validation_batches,
         validation_loader,
     )
-    from anybatch.training.loop import MEMORY_AT, Loop, judging_number
+    from anybatch.training.loop import MEMORY_AT, Loop, Progress, judging_number, validate
     from anybatch.training.measure import observed, profiled
-    from anybatch.training.progress import Progress
-    from anybatch.training.provenance import command_line, git_revision, now, versions
     from anybatch.training.settings import Decay, LRRule, MemoryLimit, Parallel, Precision, Settings, parse_micro_batch
     from anybatch.training.tasks import BUILT_IN, Task, TaskRaisedError, check_task_exists, find_task
-    from anybatch.training.validation import validate
 else:
     __getattr__ = lazily(__name__)
 
@@ -57,18 +54,15 @@ __all__ = [
     "assemble",
     "check_alone",
     "check_task_exists",
-    "command_line",
     "find_device",
     "find_launch",
     "find_split",
     "find_task",
     "first_batch",
     "from_first_rank",
-    "git_revision",
     "joined_ranks",
     "judging_number",
     "make_plan",
-    "now",
     "num_inexact_norms",
     "observed",
     "parse_micro_batch",
@@ -82,6 +76,5 @@ __all__ = [
     "validate",
     "validation_batches",
     "validation_loader",
-    "versions",
     "warmup",
 ]

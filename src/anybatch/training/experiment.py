@@ -14,10 +14,9 @@ from anybatch.errors import SettingsError, TaskError
 from anybatch.memory import Fit
 from anybatch.parallel import Ranks
 from anybatch.torch_inside import BatchNormLayer
-from anybatch.training.batch_schedule import BatchSchedule, schedule_of
 from anybatch.training.checkpoints import seed_all, seed_rank
 from anybatch.training.launch import ranks_of_group, spread_over_ranks
-from anybatch.training.learning_rates import beta2_of, lr_factor, scale_lr
+from anybatch.training.learning_rates import BatchSchedule, beta2_of, lr_factor, scale_lr, schedule_of
 from anybatch.training.settings import Settings
 from anybatch.training.tasks import Task
 from anybatch.update import Update

@@ -5,30 +5,117 @@ killed goes on from its last checkpoint, and ends with the same weights, bit for
 as far as its kernels are deterministic.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from anybatch.batches import Dealt, num_rows
+import torch
+from torch import Tensor, nn
+
+from anybatch.batches import Batch, Dealt, num_rows
 from anybatch.errors import AnybatchError, TaskError
-from anybatch.parallel import unreplicated
+from anybatch.gradients import shares_of, weighted_sum
+from anybatch.objectives import Metrics, Objective, combine, count_units, loss_and_metrics, on_host
+from anybatch.options import Reduction
+from anybatch.parallel import ONE_PROCESS, Ranks, unreplicated
+from anybatch.passes import ForwardPass
 from anybatch.records import EpochDone, Metric, UpdateDone
 from anybatch.training.checkpoints import PositionedLoader, save
 from anybatch.training.experiment import Experiment
+from anybatch.training.launch import reshard
 from anybatch.training.loaders import all_batches, dealt_loader, validation_batches
 from anybatch.training.measure import with_memory, with_timeline
-from anybatch.training.progress import Progress
-from anybatch.training.validation import Validation, validate
 from anybatch.update import UpdateResult
 
 TIMELINE_AT = 2
 """The update whose timeline is recorded: the first one still warms up."""
+
+
 MEMORY_AT = 3
 """The update whose memory is recorded: optimizer state and gradients are all there by then."""
+
+
 SECONDS_BETWEEN_SAVES = 60.0
+
+
 Number = TypeVar("Number", float, float | None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSums:
+    """What an epoch has seen so far."""
+
+    units: float = 0.0
+    loss: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def plus(self, result: UpdateResult, seconds: float, *, is_sum: bool) -> "EpochSums":
+        """With one more update, whose loss is a mean over its units, or a sum; one that was skipped counts its time only."""
+        if not result.applied:
+            return EpochSums(units=self.units, loss=self.loss, metrics=self.metrics, seconds=self.seconds + seconds)
+        units = float(result.units)
+        metrics = {name: self.metrics.get(name, 0.0) + units * float(value) for name, value in result.metrics.items()}
+        return EpochSums(
+            units=self.units + units,
+            loss=self.loss + float(result.loss) * (1.0 if is_sum else units),
+            metrics=metrics,
+            seconds=self.seconds + seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is: what a checkpoint holds besides the states of the update."""
+
+    update: int = 0
+    """Updates done."""
+    epoch: int = 1
+    """The epoch that the next update belongs to."""
+    sums: EpochSums = field(default_factory=EpochSums)
+    best: float | None = None
+    """The best of the metric so far, on the validation data; the lowest loss where there is no metric."""
+    last: Mapping[str, Any] = field(default_factory=dict)
+    """The latest epoch's record."""
+    loader_state: dict[str, Any] | None = None
+    batches: Mapping[int, int] = field(default_factory=dict)
+    """Rows of a batch by the first epoch that has them, as far as that is decided."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain values, for a checkpoint, which keeps the loader's state in a place of its own."""
+        sums = {name: getattr(self.sums, name) for name in ("units", "loss", "metrics", "seconds")}
+        return {
+            "update": self.update,
+            "epoch": self.epoch,
+            "sums": sums | {"metrics": dict(self.sums.metrics)},
+            "best": self.best,
+            "last": dict(self.last),
+            "batches": dict(self.batches),
+        }
+
+    @staticmethod
+    def from_plain(values: Mapping[str, Any], loader_state: dict[str, Any] | None) -> "Progress":
+        """From a checkpoint."""
+        return Progress(
+            update=values["update"],
+            epoch=values["epoch"],
+            sums=EpochSums(**values["sums"]),
+            best=values["best"],
+            last=values["last"],
+            loader_state=loader_state,
+            batches=values.get("batches", {}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The whole of the data, as if in one batch."""
+
+    loss: float
+    metrics: Mapping[str, float]
 
 
 class Loop:
@@ -256,3 +343,61 @@ def _better(metric: str | None, best: float | None, validated: Validation) -> fl
     if best is None or isnan(best) or isnan(value):
         return value if best is None or isnan(best) else best
     return min(best, value) if metric is None else max(best, value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One batch."""
+
+    loss: Tensor
+    metrics: Metrics
+    units: float
+
+
+def validate(
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[Batch],
+    device: torch.device,
+    *,
+    ranks: Ranks = ONE_PROCESS,
+    num_batches: int | None = None,
+) -> Validation:
+    """Evaluate without gradients, in eval mode; the mode is put back.
+
+    Units weigh the batches, as in training; a loss that is a sum is given per unit. Ranks take the batches in turn. Batches
+    beyond the first `num_batches` run, because a sharded model needs every rank in every forward, but do not count.
+    """
+    was_training = model.training
+    own: list[_Seen] = []
+    forward = ForwardPass(model=model, compute=objective.loss, device=device)
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                there = forward.load(batch)
+                loss, metrics = loss_and_metrics(forward(there))
+                units = count_units(objective, model, [there])[0]
+                own.append(_Seen(loss.reshape(()).float(), metrics, units))
+    finally:
+        reshard(model)
+        model.train(was_training)
+    if ranks.size > 1:
+        own = [_on_host(seen) for seen in own]
+    in_turn = [seen for turn in zip(*ranks.gather_objects(own), strict=True) for seen in turn]
+    return _put_together(in_turn[:num_batches], objective.reduction)
+
+
+def _on_host(seen: _Seen) -> _Seen:
+    return replace(seen, loss=seen.loss.cpu(), metrics=on_host(seen.metrics))
+
+
+def _put_together(seen: list[_Seen], reduction: Reduction) -> Validation:
+    units = [one.units for one in seen]
+    counted = [one for one in seen if one.units > 0 or reduction == "sum"]
+    weights = shares_of([one.units for one in counted], reduction)
+    total = float(weighted_sum([one.loss for one in counted], weights))
+    return Validation(
+        loss=total / (sum(units) or 1.0) if reduction == "sum" else total,
+        metrics={name: float(value) for name, value in combine([one.metrics for one in seen], units).items()},
+    )

@@ -1,8 +1,7 @@
 """From logs to loops: what was seen, which passes made each update, and what each counted for. No torch here."""
 
-from anybatch.doctor.loops.log_lines import SUFFIX, Log, as_hex, from_hex, packed, read_logs
 from anybatch.doctor.loops.loop_facts import CRITERIA, Happening, LoopUpdate, LossPass, Lost, Spot, WatchedLoop, spot_of
-from anybatch.doctor.loops.loop_windows import loop_of
+from anybatch.doctor.loops.loop_windows import SUFFIX, Log, as_hex, from_hex, loop_of, packed, read_logs
 from anybatch.doctor.loops.weighing import Lane, Weighing, gradient_error, lanes_of, near, ratio_by_hand, weigh
 
 __all__ = [

@@ -9,17 +9,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anybatch.doctor.recording.patches import Patches
-    from anybatch.doctor.recording.tape import Tape, Watch
+    from anybatch.doctor.recording.tape import Patches, Tape, Watch
 
 
 def begin_watching(watch: "Watch") -> tuple["Tape", "Patches"]:
     """Patch torch; `end_watching` puts everything back."""
-    from anybatch.doctor.recording.patches import Patches
-    from anybatch.doctor.recording.tape import Tape
-    from anybatch.doctor.recording.watch_backward import BackwardWatch
+    from anybatch.doctor.recording.tape import Patches, Tape
+    from anybatch.doctor.recording.watch_backward import BackwardWatch, ReadingWatch
     from anybatch.doctor.recording.watch_data import install_data_watch
-    from anybatch.doctor.recording.watch_reading import ReadingWatch
     from anybatch.doctor.recording.watch_steps import install_step_watch
 
     tape, patches = Tape(watch), Patches()

@@ -1,13 +1,19 @@
-"""The state of the recorder: numbered parameters, what their gradients were when last looked at, and the log."""
+"""The state of the recorder: parameters and their gradients, the log, places in the user's code, replaced functions."""
 
 import json
+import linecache
 import os
+import re
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from functools import wraps
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache, wraps
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -15,20 +21,38 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from anybatch.doctor.loops import SUFFIX, as_hex, packed
-from anybatch.doctor.recording.places import CodePlace, cleared_above, here
 from anybatch.torch_inside import num_writes
 
 VARIABLE = "ANYBATCH_DOCTOR"
 """The environment variable that carries the options to every process of a run."""
-PROBED, ELEMENTS = 2, 16
-"""Parameters of an optimizer, and numbers of each, whose gradients are written down."""
+
 
 FLUSHED = ("start", "step", "trouble")
 """A script that is killed leaves what was seen until its last update."""
+
+
 MOST_UNWRITTEN = 200
 
+
 Signature = tuple[int, int] | None
+
+
 _encode = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True)
+class CodePlace:
+    """A line of the user's, the chain of calls that led to it, and the library function in between."""
+
+    file: str
+    line: int
+    function: str
+    via: str
+    chain: str
+
+    def as_json(self) -> dict[str, object]:
+        """For the log."""
+        return {"file": self.file, "line": self.line, "function": self.function, "via": self.via, "chain": self.chain}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,3 +309,132 @@ def _signature(parameter: Tensor) -> Signature:
     if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
         local = local.to_local()  # a shard is written to, not its wrapper
     return id(gradient), num_writes(local)
+
+
+_OURS = str(Path(__file__).parents[2]) + os.sep
+
+
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+@cache
+def is_users(filename: str) -> bool:
+    """False of torch, of every installed package, of Python itself and of anybatch."""
+    if filename.startswith("<"):
+        return False
+    if "site-packages" in filename or "dist-packages" in filename or filename.startswith(_OURS):
+        return False
+    return not filename.startswith(_STDLIB)
+
+
+def user_frames(most: int = 200) -> Iterator[FrameType]:
+    """The frames of the user's own code, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and most:
+        if is_users(frame.f_code.co_filename):
+            yield frame
+        frame, most = frame.f_back, most - 1
+
+
+_CLEARS = re.compile(r"\.grad\s*=\s*None|\.grad\.(zero_|detach_)\(|\.grad\.data\.zero_\(|\.grad\.fill_\(")
+
+
+def cleared_above(place: CodePlace, most: int = 40) -> CodePlace:
+    """The line above that clears gradients by hand, which is seen only when backward comes; `place` where there is none."""
+    for line in range(place.line - 1, max(0, place.line - most), -1):
+        if _CLEARS.search(linecache.getline(place.file, line)):
+            return replace(place, line=line)
+    return place
+
+
+def here() -> CodePlace:
+    """The innermost line of the user's, worked out once for a chain of calls: a loop comes by again and again."""
+    via: CodeType | None = None
+    codes: list[CodeType] = []
+    lines: list[int] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        whose = _whose(code.co_filename)
+        if whose == "user":
+            codes.append(code)
+            lines.append(frame.f_lineno)
+        elif whose == "library" and not codes:
+            via = code
+        frame = frame.f_back
+    key = (id(via), *map(id, codes), *lines)
+    known = _KNOWN.get(key)
+    if known is None:
+        known = _KNOWN[key] = (_place(via, codes, lines), (via, codes))
+    return known[0]
+
+
+_KNOWN: dict[tuple[int, ...], tuple[CodePlace, object]] = {}
+"""By the identity of the code that led there, which is kept alive: to hash code takes longer than all else."""
+
+
+@cache
+def _whose(filename: str) -> str:
+    return "user" if is_users(filename) else "ours" if filename.startswith(_OURS) else "library"
+
+
+def _place(via: CodeType | None, codes: list[CodeType], lines: list[int]) -> CodePlace:
+    through = "" if via is None else via.co_name
+    if not codes:
+        return CodePlace("", 0, "", through, "")
+    files = [code.co_filename for code in codes]
+    mark = f"{zlib.crc32(repr(list(zip(files, lines, strict=True))).encode()):08x}"
+    return CodePlace(os.path.abspath(files[0]), lines[0], codes[0].co_name, through, mark)
+
+
+class Patches:
+    """What was replaced, with what was there."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any, bool]] = []
+        self.handles: list[Any] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """`owner.name` becomes `make(what it was)`."""
+        original = getattr(owner, name)
+        is_own = name in vars(owner)
+        replacement = make(original)
+        with suppress(AttributeError):
+            replacement = wraps(original)(replacement)
+        replacement.is_doctors = True
+        self._before.append((owner, name, vars(owner).get(name), is_own))
+        setattr(owner, name, replacement)
+
+    def undo(self) -> None:
+        """Everything as it was."""
+        for owner, name, original, is_own in reversed(self._before):
+            if is_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+        for handle in self.handles:
+            handle.remove()
+        self._before, self.handles = [], []
+
+
+def around(before: Callable[..., Any], after: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A replacement that calls `before(*arguments)` and `after(result, *arguments)` around the original."""
+
+    def make(original: Any) -> Any:
+        def replaced(*arguments: Any, **named: Any) -> Any:
+            before(*arguments, **named)
+            result = original(*arguments, **named)
+            after(result, *arguments, **named)
+            return result
+
+        return replaced
+
+    return make
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """For one side of `around`."""
+
+
+PROBED, ELEMENTS = 2, 16
+"""Parameters of an optimizer, and numbers of each, whose gradients are written down."""

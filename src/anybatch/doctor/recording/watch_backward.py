@@ -1,7 +1,11 @@
-"""Backward passes: what each is made of, which gradients it touched, what it left alive."""
+"""Backward passes: what each is made of, which gradients it touched, what it left alive, what is read off its loss."""
 
+import linecache
+import re
 import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -9,21 +13,83 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anybatch.doctor.loops import packed
-from anybatch.doctor.recording.intent import intended, keeper
 from anybatch.doctor.recording.loss_terms import watch_terms
-from anybatch.doctor.recording.patches import Patches
-from anybatch.doctor.recording.places import CodePlace, here
-from anybatch.doctor.recording.tape import Ending, Tape
-from anybatch.doctor.recording.watch_reading import ReadingWatch
+from anybatch.doctor.recording.tape import CodePlace, Ending, Patches, Tape, here, user_frames
 
 WALKED = 2
 """Backward passes of a place in the code whose whole graph is walked for its leaves."""
+
+
 MOST_NODES = 20_000
+
+
 OF_THE_BATCH = ("batch", "rows", "mark", "is_eval")
+
+
 OF_ONE_PASS = ("scale", "norms", "norm_forwards")
 """What was seen on the way to a pass: as long as the batch is the same, and once."""
+
+
 KEPT = 6
 """Graphs alive at once that are told."""
+
+
+class ReadingWatch:
+    """Replaces `Tensor.item` and `float()`; a loss is known by where it lies and by its value."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self._reads: dict[int, tuple[float, CodePlace]] = {}
+        self._last: tuple[int, float, weakref.ref[Tensor]] | None = None
+        self._told: set[CodePlace] = set()
+
+    def install(self, patches: Patches) -> None:
+        """From now on reads are seen."""
+        note = self.tape.safely(self._note)
+
+        def make(original: Any) -> Any:
+            def read(tensor: Any, *arguments: Any) -> Any:
+                value = original(tensor, *arguments)
+                if type(value) is float and not self.tape.depth:
+                    note(tensor, value)
+                return value
+
+            return read
+
+        for name in READS:
+            patches.replace(Tensor, name, make)
+
+    def _note(self, tensor: Tensor, value: float) -> None:
+        where, last = tensor.data_ptr(), self._last
+        if last is not None and last[:2] == (where, value) and last[2]() is not None:
+            self._tell(here())
+        elif len(self._reads) < MOST_READS:
+            self._reads[where] = (value, here())
+
+    def backward_of(self, loss: Tensor, value: float) -> None:
+        """This loss was given to backward: reads before and after it are of what backward was given."""
+        where = loss.data_ptr()
+        before = self._reads.get(where)
+        self._reads = {}
+        self._last = (where, value, weakref.ref(loss))
+        if before is not None and before[0] == value:
+            self._tell(before[1])
+
+    def _tell(self, place: CodePlace) -> None:
+        if place in self._told or place.via not in ("", "__format__"):
+            return  # a library reads for itself
+        self._told.add(place)
+        text = linecache.getline(place.file, place.line).strip()
+        name = _GROWS.match(text)
+        uses = [] if name is None else _uses(name[1], place)
+        self.tape.write("read", place, text=text, variable="" if name is None else name[1], uses=uses)
+
+
+def _uses(name: str, place: CodePlace) -> list[str]:
+    """Other lines of the file with that variable."""
+    lines = enumerate(linecache.getlines(place.file), start=1)
+    word = re.compile(rf"(?<![\w.]){re.escape(name)}\b")
+    return [line.strip() for number, line in lines if number != place.line and word.search(line)][:MOST_USES]
 
 
 class _Sentinel:
@@ -191,3 +257,104 @@ def _flag(tape: Tape) -> bool | None:
     module = tape.current.get("ddp")
     module = None if module is None else module()
     return None if module is None else bool(module.require_backward_grad_sync)
+
+
+STEPS = re.compile(
+    r"accum|grad(ient)?_acc|^acc_?steps|^n_?acc|^accum|^ga_steps|num_micro|n_micro|micro_batches|^n_accum", re.I
+)
+
+
+NOT_STEPS = re.compile(
+    r"size|loss|total|count|step_?count|idx|index|rows|seen|num_accumulated|accumulated|correct", re.I
+)
+
+
+EPOCHS = re.compile(r"^(num_?|n_?|max_?|total_?)?(train_?)?epochs?$|num_train_epochs|epochs_total", re.I)
+
+
+MOST_NAMES = 400
+
+
+def intended() -> dict[str, dict[str, int]]:
+    """Whole numbers in the user's frames, by what their names say; a guess."""
+    steps: dict[str, int] = {}
+    epochs: dict[str, int] = {}
+    for frame in user_frames():
+        for name, value in _names(frame):
+            if STEPS.search(name) and not NOT_STEPS.search(name) and 1 <= value <= 4096:
+                steps.setdefault(name, value)
+            if EPOCHS.search(name) and name.lower() != "epoch" and 1 <= value <= 100_000:
+                epochs.setdefault(name, value)
+    return {"steps": steps, "epochs": epochs, "lengths": _lengths()}
+
+
+def _lengths() -> dict[str, int]:
+    """Of the user's lists, which may hold batches."""
+    found: dict[str, int] = {}
+    for frame in user_frames():
+        for name, value in list(frame.f_locals.items())[:MOST_NAMES]:
+            if isinstance(value, list | tuple) and len(value) > 3 and not name.startswith("_"):
+                found.setdefault(name, len(value))
+    return found
+
+
+def _names(frame: FrameType) -> Iterator[tuple[str, int]]:
+    for scope in (frame.f_locals, frame.f_globals):
+        for name, value in list(scope.items())[:MOST_NAMES]:
+            if isinstance(value, int) and not isinstance(value, bool):
+                yield name, value
+            elif not name.startswith("__") and not isinstance(value, Tensor | ModuleType | type):
+                yield from _fields(value)
+
+
+def _fields(value: Any) -> Iterator[tuple[str, int]]:
+    """Of a dict, a namespace, a config object."""
+    fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+    if isinstance(fields, Mapping) and len(fields) <= MOST_NAMES:
+        for name, inner in list(fields.items()):
+            if isinstance(name, str) and isinstance(inner, int) and not isinstance(inner, bool):
+                yield name.lstrip("_"), inner
+
+
+def keeper(current: Tensor) -> tuple[str, str, int]:
+    """The variable of the user's that most likely keeps the graphs of earlier losses, and where it is added to."""
+    best, found = 0, ("", "", 0)
+    for frame in user_frames():
+        for name, value in [*frame.f_locals.items(), *frame.f_globals.items()][:MOST_NAMES]:
+            held = _held(value, current)
+            if held > best:
+                best, found = held, (name, *_added_to(name, frame.f_code.co_filename))
+    return found
+
+
+def _added_to(name: str, filename: str) -> tuple[str, int]:
+    """The line on which a variable grows; 0 where none looks like it."""
+    word = re.escape(name)
+    grows = re.compile(
+        rf"\b{word}\s*\+=|\b{word}\s*=[^=].*\b{word}\b|\b{word}(\[[^]]*\])?\.(append|extend|add|update|setdefault)\(|\b{word}\["
+    )
+    lines = linecache.getlines(filename)
+    return filename, next((number for number, line in enumerate(lines, 1) if grows.search(line.partition("#")[0])), 0)
+
+
+def _held(value: Any, current: Tensor) -> int:
+    if isinstance(value, Tensor):
+        return 1 if value is not current and value.grad_fn is not None and value.numel() == 1 else 0
+    if isinstance(value, Mapping) and len(value) < MOST_NAMES:
+        value = list(value.values())
+    if isinstance(value, list | tuple) or type(value).__name__ == "deque":
+        return sum(_held(item, current) for item in list(value)[:1000] if isinstance(item, Tensor | list | tuple))
+    return 0
+
+
+READS = ("item", "__float__")
+
+
+MOST_READS = 8
+"""Numbers read since the last backward pass that may turn out to be its loss."""
+
+
+MOST_USES = 12
+
+
+_GROWS = re.compile(r"^\s*([\w.]+)(?:\[[^]]*\])?\s*\+?=[^=]")

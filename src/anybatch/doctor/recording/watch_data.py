@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from anybatch.doctor.recording.patches import Patches, around, nothing
-from anybatch.doctor.recording.places import here
-from anybatch.doctor.recording.tape import Tape
+from anybatch.doctor.recording.tape import Patches, Tape, around, here, nothing
 from anybatch.torch_inside import BatchNormLayer, DropoutLayer, sharded_kind
 
 CHANNELS = 8

@@ -11,9 +11,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch.doctor.loops import packed
-from anybatch.doctor.recording.patches import Patches, around, nothing
-from anybatch.doctor.recording.places import here
-from anybatch.doctor.recording.tape import Ending, Tape
+from anybatch.doctor.recording.tape import Ending, Patches, Tape, around, here, nothing
 
 HORIZONS = ("T_max", "total_steps", "total_iters", "T_0")
 """How torch's schedulers call the number of steps that they are made for."""

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from anybatch.doctor.finding import Finding, Severity
-from anybatch.doctor.fixes import fix_for
-from anybatch.doctor.loop_case import LoopCase, first_spot, plural
+from anybatch.doctor.loop_case import LoopCase, first_spot, fix_for, plural
 from anybatch.doctor.loops import LoopUpdate, LossPass, WatchedLoop, spot_of
 
 LOW = ("bfloat16", "float16")

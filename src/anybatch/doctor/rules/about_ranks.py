@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from anybatch.doctor.finding import Finding, Severity
-from anybatch.doctor.fixes import fix_for
-from anybatch.doctor.loop_case import LoopCase
+from anybatch.doctor.loop_case import LoopCase, fix_for
 from anybatch.doctor.loops import LossPass, Spot, WatchedLoop, spot_of
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
-    from anybatch.training.checkpoints.random_states import seed_all, seed_rank
+    from anybatch.training.checkpoints.checkpoint_files import seed_all, seed_rank
     from anybatch.training.checkpoints.saving import PositionedLoader, Resumed, resume, save
 else:
     __getattr__ = lazily(__name__)

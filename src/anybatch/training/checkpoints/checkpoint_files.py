@@ -13,6 +13,8 @@ import json
 import os
 import pathlib
 import pickle
+import random
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
@@ -27,12 +29,19 @@ from torch import Tensor
 
 from anybatch.errors import CheckpointError, first_line
 from anybatch.parallel import Ranks
+from anybatch.state import OuterRandom, outer_random
 from anybatch.torch_inside import read_layout
 from anybatch.training.launch import from_first_rank
 
 FORMAT = 2
+
+
 CONTENTS = "checkpoint.json"
+
+
 ADVICE = "Give a checkpoint that anybatch saved, or its folder to use the newest good one."
+
+
 _BLOCK = 1 << 22
 
 
@@ -237,3 +246,41 @@ def _read_metadata(path: Path) -> Any:
             return _MetadataUnpickler(file).load()
         except Exception as error:
             raise CheckpointError(f"{path / '.metadata'} cannot be read: {first_line(error)}. {ADVICE}") from error
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch on every device, Python, and NumPy where it is loaded."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def random_states() -> dict[str, Any]:
+    """All random states, as tensors and plain values that `torch.load(weights_only=True)` takes."""
+    states = {"torch": torch.get_rng_state(), **outer_random().as_values()}
+    for name, module in _accelerators():
+        states[name] = [module.get_rng_state(device) for device in range(module.device_count())]
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put back what `random_states` read; devices that this machine lacks are left out."""
+    torch.set_rng_state(states["torch"])
+    OuterRandom.of_values(states).restore()
+    for name, module in _accelerators():
+        for device, state in enumerate(states.get(name, ())[: module.device_count()]):
+            module.set_rng_state(state, device)
+
+
+def _accelerators() -> list[tuple[str, Any]]:
+    """The kind of accelerator that this machine has, and torch's module for it: one, or none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return [] if found is None else [(found.type, torch.get_device_module(found))]
+
+
+def seed_rank(rank: int) -> None:
+    """Seed everything from the next draw of torch's state: where all ranks have the same, each gets another."""
+    drawn = int(torch.randint(2**62, ()))
+    seed_all((drawn + rank * 1_000_003) % 2**63)

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from anybatch.lazy import lazily
 
 if TYPE_CHECKING:
-    from anybatch.training.launch.exchange import from_first_rank
-    from anybatch.training.launch.spreading import ranks_of_group, reshard, spread_over_ranks
+    from anybatch.training.launch.spreading import from_first_rank, ranks_of_group, reshard, spread_over_ranks
     from anybatch.training.launch.torchrun import Launch, check_alone, find_launch, joined_ranks
 else:
     __getattr__ = lazily(__name__)

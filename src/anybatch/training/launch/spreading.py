@@ -1,7 +1,7 @@
-"""A task's model spread over ranks: a copy on each (DDP), or a part on each (FSDP2)."""
+"""A task's model spread over ranks, a copy on each (DDP) or a part on each (FSDP2); and what one rank finds out for all."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -77,3 +77,31 @@ def _sharded_state(state: dict[str, Any], parameter: Any) -> dict[str, Any]:
         else value
         for name, value in state.items()
     }
+
+
+Value = TypeVar("Value")
+
+
+def from_first_rank(make: Callable[[], Value], ranks: Ranks) -> Value:
+    """Every rank gets what `make` returns on rank 0; an error that it raises there is raised on every rank.
+
+    On the other ranks the exception has `is_told` set, because rank 0 alone needs to print it.
+    """
+    if ranks.size == 1:
+        return make()
+    raised: list[Exception] = []
+
+    def attempt() -> tuple[Value | None, Exception | None]:
+        try:
+            return make(), None
+        except Exception as error:
+            raised.append(error)
+            return None, error
+
+    value, told = ranks.lend(attempt, 0)
+    if raised:
+        raise raised[0]
+    if told is not None:
+        told.is_told = True  # type: ignore[attr-defined]
+        raise told
+    return value  # type: ignore[return-value]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from anybatch.objectives import Coupled, Mean
-from anybatch.training.tasks.sources import functions, is_held_out
+from anybatch.training.tasks.stdlib import functions, is_held_out
 from anybatch.training.tasks.task import Task
 
 BUCKETS = 8192
