@@ -1,5 +1,6 @@
 """The options of the commands, each with its help, and the settings that they make."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,9 +11,9 @@ from anybatch.sizes import parse_bytes
 from anybatch.training import BUILT_IN, Decay, LRRule, MemoryLimit, Parallel, Precision, parse_micro_batch
 
 TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."
-HOW = "How it learns"
-WHERE = "Where and how long"
-OF_CONFIG = "Of a config file"
+_how = partial(typer.Option, rich_help_panel="How it learns")
+_where = partial(typer.Option, rich_help_panel="Where and how long")
+_of_config = partial(typer.Option, rich_help_panel="Of a config file")
 
 
 def complete_task(incomplete: str) -> list[str]:
@@ -28,222 +29,140 @@ TaskName = Annotated[
 TaskIfAny = Annotated[
     str | None, typer.Argument(metavar="TASK", help=TASK_HELP, show_default=False, autocompletion=complete_task)
 ]
-BatchSize = Annotated[
-    int | None,
-    typer.Option("--batch-size", "-b", metavar="ROWS", help="Rows that one update learns from.", rich_help_panel=HOW),
-]
+BatchSize = Annotated[int | None, _how("--batch-size", "-b", metavar="ROWS", help="Rows that one update learns from.")]
 MicroBatch = Annotated[
     str | None,
-    typer.Option(
+    _how(
         "--micro-batch",
         "-m",
         metavar="ROWS|auto",
         help="Rows that are held in memory at once, such as 16; auto: the fastest that fit, found while training.",
-        rich_help_panel=HOW,
     ),
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(
+    _how(
         "--memory",
         metavar="SIZE",
         help="What an update may take, such as 2GiB: micro-batches are as large as is predicted to fit.",
-        rich_help_panel=HOW,
     ),
 ]
-Epochs = Annotated[
-    int | None, typer.Option("--epochs", "-e", metavar="N", help="Passes over the data.", rich_help_panel=WHERE)
-]
-Updates = Annotated[
-    int | None,
-    typer.Option("--updates", metavar="N", help="Stop after this number of updates instead.", rich_help_panel=WHERE),
-]
-LR = Annotated[
-    float | None,
-    typer.Option("--lr", metavar="RATE", help="Learning rate, before the rule is applied.", rich_help_panel=HOW),
-]
+Epochs = Annotated[int | None, _where("--epochs", "-e", metavar="N", help="Passes over the data.")]
+Updates = Annotated[int | None, _where("--updates", metavar="N", help="Stop after this number of updates instead.")]
+LR = Annotated[float | None, _how("--lr", metavar="RATE", help="Learning rate, before the rule is applied.")]
 Rule = Annotated[
     LRRule | None,
-    typer.Option(
+    _how(
         "--lr-rule",
         metavar="RULE",
         help="none, linear (for SGD) or sqrt (for Adam): scale the learning rate with batch / base batch.",
-        rich_help_panel=HOW,
     ),
 ]
 BaseBatch = Annotated[
     int | None,
-    typer.Option(
-        "--base-batch",
-        metavar="ROWS",
-        help="The batch that the learning rate was chosen for; the task knows.",
-        rich_help_panel=HOW,
-    ),
+    _how("--base-batch", metavar="ROWS", help="The batch that the learning rate was chosen for; the task knows."),
 ]
 FixedBeta2 = Annotated[
     bool,
-    typer.Option(
+    _how(
         "--fixed-beta2",
         help="With a rule, leave Adam's beta2 alone; else its half-life in samples is kept: beta2 ** (batch / base batch).",
-        rich_help_panel=HOW,
     ),
 ]
-Warmup = Annotated[
-    int | None,
-    typer.Option(
-        "--warmup", metavar="UPDATES", help="Updates over which the learning rate rises.", rich_help_panel=HOW
-    ),
-]
+Warmup = Annotated[int | None, _how("--warmup", metavar="UPDATES", help="Updates over which the learning rate rises.")]
 DecayOption = Annotated[
     Decay | None,
-    typer.Option(
-        "--decay",
-        metavar="SHAPE",
-        help="none, linear or cosine: how the learning rate falls after the warm-up.",
-        rich_help_panel=HOW,
-    ),
+    _how("--decay", metavar="SHAPE", help="none, linear or cosine: how the learning rate falls after the warm-up."),
 ]
-ClipNorm = Annotated[
-    float | None,
-    typer.Option("--clip-norm", metavar="NORM", help="Clip the batch's gradient to this norm.", rich_help_panel=HOW),
-]
+ClipNorm = Annotated[float | None, _how("--clip-norm", metavar="NORM", help="Clip the batch's gradient to this norm.")]
 PrecisionOption = Annotated[
     Precision,
-    typer.Option(
-        "--precision",
-        metavar="TYPE",
-        help="fp32, bf16 or fp16: of the forward pass; fp16 scales the loss.",
-        rich_help_panel=HOW,
-    ),
+    _how("--precision", metavar="TYPE", help="fp32, bf16 or fp16: of the forward pass; fp16 scales the loss."),
 ]
-Seed = Annotated[
-    int, typer.Option("--seed", metavar="N", help="Decides the weights and the order.", rich_help_panel=WHERE)
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        "--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; auto takes a GPU if any.", rich_help_panel=WHERE
-    ),
-]
+Seed = Annotated[int, _where("--seed", metavar="N", help="Decides the weights and the order.")]
+Device = Annotated[str, _where("--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; auto takes a GPU if any.")]
 ParallelOption = Annotated[
     Parallel,
-    typer.Option(
-        "--parallel",
-        metavar="KIND",
-        help="ddp: each rank of torchrun holds the model; fsdp2: each holds a part of it.",
-        rich_help_panel=WHERE,
+    _where(
+        "--parallel", metavar="KIND", help="ddp: each rank of torchrun holds the model; fsdp2: each holds a part of it."
     ),
 ]
 Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", "-o", metavar="FOLDER", help="The run folder; runs/TASK-TIME if none is given.", rich_help_panel=WHERE
-    ),
+    Path | None, _where("--out", "-o", metavar="FOLDER", help="The run folder; runs/TASK-TIME if none is given.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=WHERE)]
+Quiet = Annotated[bool, _where("--quiet", "-q", help="Print nothing but errors.")]
 Resume = Annotated[
     Path | None,
-    typer.Option(
+    _where(
         "--resume",
         metavar="RUN",
         help="Go on with the run in this folder, with its task and settings, from its last checkpoint.",
-        rich_help_panel=WHERE,
     ),
 ]
 SaveEvery = Annotated[
     int | None,
-    typer.Option(
+    _where(
         "--save-every",
         metavar="UPDATES",
         help="Updates between two checkpoints; if not given, a checkpoint each epoch, and each minute of a longer one.",
-        rich_help_panel=WHERE,
     ),
 ]
-Keep = Annotated[int, typer.Option("--keep", metavar="N", help="How many checkpoints stay.", rich_help_panel=WHERE)]
+Keep = Annotated[int, _where("--keep", metavar="N", help="How many checkpoints stay.")]
 Noise = Annotated[
     int | None,
-    typer.Option(
+    _where(
         "--noise",
         metavar="N",
         help="Measure the noise of the gradient in one update of N; the page shows it beside the batch.",
-        rich_help_panel=WHERE,
     ),
 ]
-TensorBoardFiles = Annotated[
-    bool, typer.Option("--tensorboard", help="Write TensorBoard files too.", rich_help_panel=WHERE)
-]
+TensorBoardFiles = Annotated[bool, _where("--tensorboard", help="Write TensorBoard files too.")]
 RankTimeout = Annotated[
     float,
-    typer.Option(
+    _where(
         "--rank-timeout",
         metavar="SECONDS",
         min=1.0,
         help="How long a rank waits for another before it takes it for lost, and ends.",
-        rich_help_panel=WHERE,
     ),
 ]
 Seeds = Annotated[int, typer.Option("--seeds", metavar="N", help="Runs of each arm, with seeds 0, 1, 2, ...")]
 PlanMemory = Annotated[
     str | None,
-    typer.Option(
+    _where(
         "--memory",
         metavar="SIZE",
         help="All the memory there is, such as 6GiB; if not given, what the device has free.",
-        rich_help_panel=WHERE,
     ),
 ]
-PlanJson = Annotated[
-    bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.", rich_help_panel=WHERE)
-]
+PlanJson = Annotated[bool, _where("--json", help="Print the plan as JSON, and nothing else.")]
 VerifyMemory = Annotated[
     str | None,
-    typer.Option(
+    _where(
         "--memory",
         metavar="SIZE",
         help="Verify as many rows as fit into this in one go, such as 2GiB; if not given, the whole batch.",
-        rich_help_panel=WHERE,
     ),
 ]
-VerdictJson = Annotated[
-    bool,
-    typer.Option("--json", help="Print the verdict as JSON and nothing else.", rich_help_panel=WHERE),
-]
+VerdictJson = Annotated[bool, _where("--json", help="Print the verdict as JSON and nothing else.")]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
-        "--model",
-        metavar="FILE",
-        help="A config.json of transformers instead of a task; no weights are made.",
-        rich_help_panel=OF_CONFIG,
-    ),
+    _of_config("--model", metavar="FILE", help="A config.json of transformers instead of a task; no weights are made."),
 ]
-ConfigTokens = Annotated[
-    int | None, typer.Option("--tokens", metavar="N", help="Tokens of each row; 2048.", rich_help_panel=OF_CONFIG)
-]
-ConfigRows = Annotated[
-    int | None, typer.Option("--rows", metavar="N", help="Rows of the batch; 8.", rich_help_panel=OF_CONFIG)
-]
+ConfigTokens = Annotated[int | None, _of_config("--tokens", metavar="N", help="Tokens of each row; 2048.")]
+ConfigRows = Annotated[int | None, _of_config("--rows", metavar="N", help="Rows of the batch; 8.")]
 ConfigDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype", metavar="DTYPE", help="Of the weights: bf16, fp16 or fp32; bf16.", rich_help_panel=OF_CONFIG
-    ),
+    str | None, _of_config("--dtype", metavar="DTYPE", help="Of the weights: bf16, fp16 or fp32; bf16.")
 ]
 ConfigOptimizer = Annotated[
-    str | None,
-    typer.Option(
-        "--optimizer", metavar="NAME", help="adamw, adam, sgd, adafactor or adagrad; adamw.", rich_help_panel=OF_CONFIG
-    ),
+    str | None, _of_config("--optimizer", metavar="NAME", help="adamw, adam, sgd, adafactor or adagrad; adamw.")
 ]
-ConfigCheckpointing = Annotated[
-    bool, typer.Option("--checkpointing", help="Blocks run again in backward.", rich_help_panel=OF_CONFIG)
-]
+ConfigCheckpointing = Annotated[bool, _of_config("--checkpointing", help="Blocks run again in backward.")]
 SumsOption = Annotated[
     Literal["fp32", "param", "auto"],
-    typer.Option(
+    _how(
         "--sums",
         help="What gradients of bf16 and fp16 weights are summed in; auto: their own dtype only where fp32 does not fit.",
-        rich_help_panel=HOW,
     ),
 ]
 Words = Annotated[
