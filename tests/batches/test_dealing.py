@@ -18,7 +18,7 @@ from anybatch import (
     repeated_rows,
     supervised,
 )
-from anybatch.batches import RepeatsWatch
+from anybatch.batches import warn_of_repeated_rows
 from anybatch.batches.cost.cheapest_cut import best_cut
 from anybatch.batches.dealing.dealt import deal_by_cost, deal_rows
 
@@ -220,14 +220,12 @@ def test_rows_that_a_distributed_sampler_deals_twice_are_counted(rows, ranks, re
     assert repeated_rows(DataLoader(range(rows))) == 0
 
 
-def test_a_sampler_that_repeats_rows_is_seen_and_said_once_by_the_first_rank():
+def test_a_sampler_that_repeats_rows_is_said_by_the_first_rank():
     loader = DataLoader(range(35), sampler=DistributedSampler(range(35), num_replicas=3, rank=0))
-    watch = RepeatsWatch()
     with pytest.warns(
         UserWarning, match=r"deals 35 rows to 3 ranks and repeats 1 of them.*GlobalBatches.*leaves 2 out"
     ):
-        watch.look(rank=0, ranks=3)
-    watch.look(rank=0, ranks=3)  # warnings are errors
-    for rank, ranks in ((1, 3), (0, 2), (0, 1)):
-        RepeatsWatch().look(rank=rank, ranks=ranks)
-    assert len(loader) == 12
+        warn_of_repeated_rows(loader, rank=0, ranks=3)
+    for rank, ranks in ((1, 3), (0, 1)):  # warnings are errors
+        warn_of_repeated_rows(loader, rank=rank, ranks=ranks)
+    warn_of_repeated_rows(DataLoader(range(35)), rank=0, ranks=3)

@@ -1,14 +1,12 @@
-"""Rows over ranks: a coupled loss sees each rank's in their own order, and a sampler that repeats some is told of."""
+"""Rows over ranks: a coupled loss sees each rank's in their own order."""
 
 import copy
-import warnings
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from anybatch import Accumulator, Coupled, Tokens, supervised
+from anybatch import Accumulator, Coupled, Tokens
 from tests.guards.test_batches_not_misread import FINE, Normed, Reader, listwise, ragged, read
 from tests.processes.ranks import on_ranks
 from tests.reference import gradient
@@ -47,28 +45,3 @@ def test_a_coupled_loss_over_ranks_sees_each_ranks_rows_in_their_own_order():
 def test_so_it_does_with_exact_batch_norm():
     for told in on_ranks(2, sorted_rows, "exact"):
         assert told["error"] < 1e-12
-
-
-def sampled(rows: int) -> list[str]:
-    """What is said when a plain loader with torch's own sampler is learnt from."""
-    data = TensorDataset(torch.randn(rows, 3), torch.zeros(rows).long())
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-    accumulator = Accumulator(
-        DistributedDataParallel(torch.nn.Linear(3, 2)), supervised(torch.nn.CrossEntropyLoss()), micro_batch=2
-    )
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for batch in loader:
-            accumulator.backward(batch)
-    return [str(warning.message) for warning in said if "DistributedSampler" in str(warning.message)]
-
-
-def test_a_sampler_that_repeats_rows_is_said_once_on_the_first_rank():
-    first, second = on_ranks(2, sampled, 13)
-    assert len(first) == 1
-    assert "deals 13 rows to 2 ranks and repeats 1 of them" in first[0]
-    assert second == []
-
-
-def test_one_that_repeats_none_is_not():
-    assert on_ranks(2, sampled, 12) == [[], []]

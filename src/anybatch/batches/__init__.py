@@ -2,7 +2,7 @@
 
 from anybatch.batches.cost import Cost, Cut, best_cut
 from anybatch.batches.counting import num_rows, rows, take_rows
-from anybatch.batches.dealing import Dealt, GlobalBatches, RepeatsWatch, deal_rows, repeated_rows
+from anybatch.batches.dealing import Dealt, GlobalBatches, deal_rows, repeated_rows, warn_of_repeated_rows
 from anybatch.batches.joining import join_rows, reorder_rows
 from anybatch.batches.lengths import RowLengths
 from anybatch.batches.nesting import Batch, children, is_array, map_tensors, tensors
@@ -42,7 +42,6 @@ __all__ = [
     "GlobalBatches",
     "MicroBatch",
     "MicroBatches",
-    "RepeatsWatch",
     "RowLengths",
     "Rows",
     "SampleList",
@@ -77,6 +76,7 @@ __all__ = [
     "smaller",
     "take_rows",
     "tensors",
+    "warn_of_repeated_rows",
     "why_rows_stay",
     "windows",
 ]

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, Dealt, MicroBatch, num_rows
+from anybatch.batches import Batch, Dealt, MicroBatch, num_rows, warn_of_repeated_rows
 from anybatch.errors import LossError, UpdateError
 from anybatch.gradients import takes_fp32_gradients
 from anybatch.integrations.same_ranks import check_ranks
@@ -148,7 +148,9 @@ class ExactSteps(Strategy):  # type: ignore[misc]
                 keep_fp32=takes_fp32_gradients(self.optimizers[0]),
                 optimizer=self.optimizers[0],
             )
-            check_ranks(self._accumulator, self.lightning_module.trainer.world_size)
+            trainer = self.lightning_module.trainer
+            check_ranks(self._accumulator, trainer.world_size)
+            warn_of_repeated_rows(trainer.train_dataloader, rank=trainer.global_rank, ranks=trainer.world_size)
             if self._saved_split is not None and hasattr(self._accumulator.split, "load_state_dict"):
                 self._accumulator.split.load_state_dict(self._saved_split)
         return self._accumulator

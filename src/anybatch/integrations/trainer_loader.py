@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from anybatch.batches import Dealt, GlobalBatches
+from anybatch.batches import Dealt, GlobalBatches, warn_of_repeated_rows
 from anybatch.errors import ParallelError
 from anybatch.integrations.trainer_window import StandIn
 
@@ -37,6 +37,7 @@ def dealt_loader(loader: Any, *, rank: int, ranks: int, drop_last: bool, is_forc
     batches: Any = getattr(shards, "batch_sampler", None)
     is_dropped = drop_last and not is_forced
     if isinstance(loader, EpochLoader) or ranks == 1 or is_dropped or type(shards).__name__ != "BatchSamplerShard":
+        warn_of_repeated_rows(loader, rank=rank, ranks=ranks)
         return loader
     if drop_last:
         batches.drop_last = False

@@ -8,7 +8,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, MicroBatch, MicroBatches, RepeatsWatch, Split, Workload, as_split
+from anybatch.batches import Batch, MicroBatch, MicroBatches, Split, Workload, as_split
 from anybatch.dropout import Masks, hold_numbers, masks_of
 from anybatch.errors import MemoryLimitError
 from anybatch.events import SILENT, Events, Observer, Retry, events_for
@@ -130,7 +130,6 @@ class Accumulator:
         self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
         self._file = TensorFile()
         self._proven_size = 0
-        self._repeats = RepeatsWatch()
         self._forget_masks: Callable[[], None] = hold_numbers(())
 
     def backward(
@@ -145,7 +144,6 @@ class Accumulator:
         unscale them before clipping. A batch of 0 units leaves zero gradients. An exception leaves `.grad` and buffers as they
         were before the call, which `before` says, where `before_batch` was asked already.
         """
-        self._repeats.look(rank=self.engine.ranks.rank, ranks=self.engine.ranks.size)
         before = before or self.before_batch()
         for masks in self._row_masks:
             masks.begin()

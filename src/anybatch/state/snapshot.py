@@ -94,7 +94,7 @@ def tables_of(optimizer: Optimizer) -> OptimizerTables:
     return OptimizerTables(optimizer, state, [dict(group) for group in optimizer.param_groups])
 
 
-def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, draws: bool = True) -> Snapshot:
+def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Snapshot:
     """What a step changes: parameters, gradients, state, options, random draws. Copies lie where memory is not short."""
     tables = tables_of(optimizer)
     values = [value for held in tables.state.values() if isinstance(held, dict) for value in held.values()]
@@ -108,7 +108,7 @@ def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, draws: 
     ]
     file = TensorFile()
     return Snapshot(
-        random=random_state({parameter.device for parameter in parameters}) if draws else None,
+        random=random_state({parameter.device for parameter in parameters}),
         tensors=[(tensor, kept_aside(tensor, file)) for tensor in changing],
         optimizer=tables,
     )

@@ -1,8 +1,7 @@
 """Ctrl-C that waits until a step is done: amid it, some parameters would be stepped and others not."""
 
 import threading
-from _signal import getsignal, signal  # type: ignore[import-not-found]  # without the enums of signal.py: 1 instead of 30 µs
-from signal import SIGINT
+from signal import SIGINT, getsignal, signal
 from types import FrameType, TracebackType
 
 
@@ -17,10 +16,10 @@ class HeldInterrupts:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            before = getsignal(_NUMBER)
+            before = getsignal(SIGINT)
             if callable(before):  # neither ignored, nor the system's own, nor set outside of Python
                 self._before = before
-                signal(_NUMBER, self._catch)
+                signal(SIGINT, self._catch)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self._caught = number, frame
@@ -30,10 +29,7 @@ class HeldInterrupts:
     ) -> None:
         before, self._before = self._before, None
         if callable(before):
-            signal(_NUMBER, before)
+            signal(SIGINT, before)
             caught, self._caught = self._caught, None
             if caught is not None:
                 before(*caught)
-
-
-_NUMBER = int(SIGINT)

@@ -1,7 +1,6 @@
-"""The loss scale in an update: unscaled once, stepped through, moved once; and none, for nothing."""
+"""The loss scale of an update that has a `GradScaler`."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.amp import GradScaler
@@ -15,55 +14,15 @@ SMALLEST_SCALE = 2.0**-24
 """A loss scale below this has been halved some 36 times in a row: no overflow, but an inf or nan in the model itself."""
 
 
-class LossScale(Protocol):
-    """What an update does about the scale of its loss."""
-
-    def make(self, device: torch.device) -> None:
-        """Make what is made at first use: all of it, or nothing."""
-
-    def unscale(self) -> None:
-        """Make the gradients what they are without it."""
-
-    def step(self) -> object:
-        """Step the optimizer."""
-
-    def update(self, *, is_applied: bool) -> None:
-        """Move the scale, after an update that was applied, or overflowed."""
-
-    def forget(self) -> None:
-        """What was unscaled is not stepped: the next update unscales its own."""
-
-
 @dataclass(frozen=True, slots=True)
-class Unscaled:
-    """There is no loss scale."""
-
-    optimizer: Optimizer
-
-    def make(self, device: torch.device) -> None:
-        pass
-
-    def unscale(self) -> None:
-        pass
-
-    def step(self) -> object:
-        return self.optimizer.step()
-
-    def update(self, *, is_applied: bool) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """A `GradScaler` scales the loss."""
+class LossScale:
+    """A `GradScaler` and the optimizer it unscales for: unscale once, step through it, move the scale once."""
 
     scaler: GradScaler
     optimizer: Optimizer
 
     def make(self, device: torch.device) -> None:
+        """Make the scaler's tensors, which it makes at first use: all of them, or none."""
         # a scaler whose scale is there and whose count of good steps is not would refuse to work for ever
         before = dict(vars(self.scaler))
 
@@ -77,12 +36,15 @@ class Scaled:
         once_more(first_use)
 
     def unscale(self) -> None:
+        """Divide the gradients by the scale."""
         self.scaler.unscale_(self.optimizer)
 
     def step(self) -> object:
+        """Step the optimizer."""
         return self.scaler.step(self.optimizer)
 
     def update(self, *, is_applied: bool) -> None:
+        """Move the scale after an update that was applied or overflowed."""
         scaler = self.scaler
         if not is_applied:
             # of a sharded gradient, a rank looks at its own part and may have seen no overflow
@@ -97,9 +59,5 @@ class Scaled:
             )
 
     def forget(self) -> None:
+        """Let the next update unscale its own gradients, after one that was not stepped."""
         forget_unscaling(self.scaler, self.optimizer)
-
-
-def loss_scale(scaler: GradScaler | None, optimizer: Optimizer) -> LossScale:
-    """What an update with this scaler, or none, does."""
-    return Unscaled(optimizer) if scaler is None else Scaled(scaler, optimizer)

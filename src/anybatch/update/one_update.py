@@ -1,6 +1,7 @@
 """The update in its one right order: zero, micro-batches, unscale, clip, step, scaler, scheduler."""
 
 import math
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -8,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batches import Batch, MicroBatch
-from anybatch.errors import NonFiniteError
+from anybatch.errors import MemoryLimitError, NonFiniteError, first_line
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.low_precision import number_in
@@ -17,14 +18,13 @@ from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.passes import Accumulator, Option, Running, check_of, find_culprit, in_a_line, says_what_to_write
 from anybatch.proof import PENDING, FirstLook, look_first
-from anybatch.state import once_more
+from anybatch.state import Held, Slot, is_out_of_memory, once_more
 from anybatch.update.callbacks import OnUpdate, callbacks_of, tell
 from anybatch.update.fitting_parts import check_loss_parameters, check_parts
 from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_scheduler
 from anybatch.update.held_interrupts import HeldInterrupts
-from anybatch.update.loss_scale import LossScale, loss_scale
+from anybatch.update.loss_scale import LossScale
 from anybatch.update.result import UpdateResult
-from anybatch.update.resuming import change
 from anybatch.update.stepping import Stepping
 
 
@@ -124,7 +124,7 @@ class Update:
             optimizer=optimizer,
         )
         self.noise = self.accumulator.noise = noise_record(running.noise, self._stepped)
-        self._scale: LossScale = loss_scale(self.scaler, optimizer)
+        self._scale = None if self.scaler is None else LossScale(self.scaler, optimizer)
         self._stepping = Stepping(optimizer)
         self.accumulator.check = check_of(check)
         self.guard = FirstLook(finding="off") if self.accumulator.check == "off" else PENDING
@@ -163,9 +163,7 @@ class Update:
         were; Ctrl-C in the step waits until all of it is done. An update that is not applied leaves them so too.
         """
         if self._is_first:
-            self._is_first = False
-            check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
-            self._scale.make(self._stepped()[0].device)
+            self._begin()
         if self.accumulator.check != "off":
             self._look_at_first(batch)
         events = events_for(self.observer)
@@ -179,8 +177,8 @@ class Update:
             del before  # its random state need not lie beside the step
             stepped = self._stepped()
             is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.running.on_empty == "skip")
-            if is_learnable:
-                change(stepped, self._scale.unscale, "unscaled")
+            if is_learnable and self._scale is not None:
+                _change_gradients(self._scale.unscale, "unscaled")
             grad_norm = once_more(lambda: gradient_norm(stepped))
             is_finite = is_learnable and self._is_finite(grad_norm)
             if is_learnable and not is_finite and self._raises():
@@ -194,7 +192,7 @@ class Update:
                 if is_finite:
                     retries += self._step(stepped)
                     is_applied = not getattr(self.optimizer, "step_was_skipped", False)
-                if is_learnable:
+                if is_learnable and self._scale is not None:
                     self._scale.update(is_applied=is_finite)
                 if is_applied and self.scheduler is not None:
                     self.scheduler.step()
@@ -202,8 +200,7 @@ class Update:
         finally:
             events.close()
             if not is_applied:
-                self._scale.forget()
-                self.accumulator.forget_batch(buffers)
+                self._forget(buffers)
         self.noise.add(accumulated.norms, grad_norm, applied=is_applied)
         result = UpdateResult(
             loss=accumulated.loss,
@@ -219,6 +216,18 @@ class Update:
             retries=retries,
         )
         return tell(self.on_update, result)
+
+    def _begin(self) -> None:
+        self._is_first = False
+        check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
+        if self._scale is not None:
+            self._scale.make(self._stepped()[0].device)
+
+    def _forget(self, buffers: Mapping[Slot, Held]) -> None:
+        """Undo what a batch changes beside gradients, because its update was not applied."""
+        if self._scale is not None:
+            self._scale.forget()
+        self.accumulator.forget_batch(buffers)
 
     def _look_at_first(self, batch: Batch) -> None:
         if self.accumulator.check == "first":
@@ -257,16 +266,16 @@ class Update:
             return
         events.begin(Clip)
         if clip_norm is not None:
-            change(stepped, lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
+            _change_gradients(lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
         if clip_value is not None:
-            change(stepped, lambda: clip_to_value(stepped, clip_value), "clipped")
+            once_more(lambda: clip_to_value(stepped, clip_value))  # clamping twice is clamping once
         events.end(Clip, grad_norm=grad_norm)
 
     def _step(self, stepped: list[nn.Parameter]) -> int:
         """The optimizer's step; how often memory ran out in it."""
         if not takes_fp32_gradients(self.optimizer):
             once_more(lambda: cast_gradients(stepped))
-        return self._stepping.step(self._scale.step)
+        return self._stepping.step(self.optimizer.step if self._scale is None else self._scale.step)
 
     def _explain(self, batch: Batch, grad_norm: Tensor) -> str:
         names = {parameter: f"optimizer parameter {index}" for index, parameter in enumerate(self._stepped())}
@@ -283,6 +292,23 @@ class Update:
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
             "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
         )
+
+
+def _change_gradients(action: Callable[[], object], what: str) -> None:
+    """Call `action`, which writes to gradients; an out-of-memory in it may have changed some of them, and is not tried again.
+
+    The error is raised before the step, so that nothing else has changed; the next update makes new gradients.
+    """
+    try:
+        action()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryLimitError(
+            f"memory ran out while the gradients were {what} ({first_line(error)}). Weights, optimizer, scheduler and scaler "
+            "are as they were, and the batch can be given again. Leave more room beside the gradients: a smaller model, or an "
+            "optimizer with less state."
+        ) from None
 
 
 def _value(lr: float | Tensor) -> float | Tensor:

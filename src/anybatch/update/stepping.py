@@ -1,62 +1,66 @@
-"""An optimizer's steps, each done whole: undone, or gone on with, where memory runs out in it."""
+"""Optimizer steps: the first ones can be undone, later ones are checked for room before they write anything."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anybatch.batches import tensors
 from anybatch.errors import MemoryLimitError, first_line
-from anybatch.state import free_memory, is_out_of_memory, of_step, once_more, random_state, tables_of
-from anybatch.torch_inside import num_writes
-from anybatch.update.resuming import StepNeeds, StepStudy, WritesDone, is_plain
+from anybatch.parallel import is_sharded
+from anybatch.state import free_memory, is_out_of_memory, of_step, once_more
+from anybatch.torch_inside import FakeTensor, StorageWeakRef, TorchDispatchMode, storage_key
 
 Act = Callable[[], object]
-COPIED_BYTES = 64 * 2**20
-"""A step that cannot go on where it stopped is copied each time, if what it changes is no more than this."""
-UNWATCHED = nullcontext()
-FIRST_ONES = 2
-"""How many steps of a parameter are copied; the last of them is watched, because the first makes the state."""
+Blocks = tuple[tuple[torch.device, int], ...]
+"""Pieces of memory: the device and the bytes of each."""
+NUM_COPIED = 2
+"""How many steps of a parameter are copied: the first makes the state, the second is measured."""
+SMALL_BLOCK = 2**20
+"""Temporaries smaller than this are reserved as one block."""
 
 
 class Stepping:
-    """The steps of one optimizer.
+    """Step one optimizer, and leave it whole if memory runs out.
 
-    The first steps make the state, and need more than those after them; so do those that meet parameters for the first time.
-    They are preceded by a copy of what they change: from an accelerator to the host, on the CPU to disk. If memory runs out in
-    one, all that and the random state are put back, memory is freed, and it is done once more; any other error in it finds
-    all that put back too. Later steps are not copied: what they need beside what they change is allocated, and given back,
-    before anything is written; where it cannot be had, they are copied as the first ones are. Where memory runs out in one
-    all the same, it goes on where it stopped.
+    The first two steps of every parameter are copied aside beforehand (from an accelerator to the host, on the CPU to disk),
+    because they make the optimizer's state and need the most memory. If memory runs out in one, everything is put back and
+    the step is made again, once; after any other error everything is put back too. The second step is measured: its
+    temporaries are allocated and released before each later step, and if they do not fit, that step is copied as well.
+
+    An out-of-memory inside a later step, although its temporaries did fit, is a `MemoryLimitError`: the optimizer's state is
+    torn, and the run has to restart from its last checkpoint.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._num_steps: dict[nn.Parameter, int] = {}
-        self._draws = True
-        """False once a step was seen that drew nothing: the random state need not lie beside those after it."""
-        self._needs = StepNeeds(is_resumable=False, by_ops=False, blocks=())
+        self._temporaries: Blocks = ()
         self._is_compiled = type(optimizer).__module__.startswith("torchao.")
-        """Its step is one graph, which torch refuses to compile while a mode watches; its state cannot be copied."""
+        """Its step is one graph, which torch refuses to compile under a dispatch mode; its state cannot be copied."""
 
     def step(self, act: Act) -> int:
-        """Do `act`, which steps the optimizer once; 1 where it had to be done again, else 0."""
+        """Call `act`, which steps the optimizer once.
+
+        Returns:
+            1 if memory ran out and the step had to be made again, else 0.
+        """
         moving = self._moving()
-        if self._is_compiled:
-            return self._plainly(act, moving)
-        count = min((self._num_steps.get(parameter, 0) for parameter in moving), default=FIRST_ONES)
-        if count >= FIRST_ONES:
-            return self._later(act, moving)
+        count = min((self._num_steps.get(parameter, 0) for parameter in moving), default=NUM_COPIED)
+        if self._is_compiled or (count >= NUM_COPIED and self._has_room()):
+            return self._step_once(act)
+        if count >= NUM_COPIED:
+            return self._step_undoably(act, moving)
         changing = self._changing(moving)
-        if count == FIRST_ONES - 1 and all(map(is_plain, changing)):
-            study = StepStudy(moving, changing)
-            retries = self._carefully(act, moving, study)
-            self._needs = study.needs(draws=self._draws) if not retries else self._needs
+        if count == NUM_COPIED - 1 and all(map(_has_own_memory, changing)):
+            meter = _TemporariesMeter(changing)
+            retries = self._step_undoably(act, moving, meter)
+            self._temporaries = meter.blocks() if not retries else self._temporaries
         else:
-            drawn = once_more(lambda: random_state({parameter.device for parameter in moving}))
-            retries = self._carefully(act, moving)
-            self._draws = not drawn.is_now()
+            retries = self._step_undoably(act, moving)
         if not retries or count == 0:
             self._num_steps.update({parameter: self._num_steps.get(parameter, 0) + 1 for parameter in moving})
         return retries
@@ -69,18 +73,9 @@ class Stepping:
         state = [value for held in self._optimizer.state.values() if isinstance(held, dict) for value in held.values()]
         return [one for one in (*moving, *(each.grad for each in moving), *state) if isinstance(one, Tensor)]
 
-    def _later(self, act: Act, moving: list[nn.Parameter]) -> int:
-        if not self._has_room():
-            return self._carefully(act, moving)
-        if self._needs.is_resumable:
-            return self._resumably(act, moving)
-        changing = self._changing(moving)
-        is_copied = all(map(is_plain, changing)) and sum(one.nbytes for one in changing) <= COPIED_BYTES
-        return self._carefully(act, moving) if is_copied else self._plainly(act, moving)
-
     def _has_room(self) -> bool:
-        """True if what a step needs beside what it changes can be allocated; it is given back at once."""
-        blocks = self._needs.blocks
+        """Allocate the temporaries of a step, and release them at once; False if they do not fit."""
+        blocks = self._temporaries
         try:
             once_more(lambda: [torch.empty(nbytes, dtype=torch.uint8, device=device) for device, nbytes in blocks])
         except Exception as error:
@@ -89,37 +84,25 @@ class Stepping:
             return False
         return True
 
-    def _resumably(self, act: Act, moving: list[nn.Parameter]) -> int:
-        progress, tables = WritesDone(self._changing(moving), by_ops=self._needs.by_ops), tables_of(self._optimizer)
-        writes = [num_writes(parameter) for parameter in moving]
-        for attempt, around in enumerate((progress.watched, progress.resumed)):
-            try:
-                with around():
-                    act()
-                return attempt
-            except BaseException as error:
-                if not is_out_of_memory(error) and not isinstance(error, MemoryLimitError):
-                    self._tell_torn(error, moving, writes)
-                    raise
-                reason = first_line(error)
-            tables.put_back()
-        raise self._torn(reason)
-
-    def _plainly(self, act: Act, moving: list[nn.Parameter]) -> int:
-        writes = [num_writes(parameter) for parameter in moving]
+    def _step_once(self, act: Act) -> int:
         try:
             act()
-            return 0
         except BaseException as error:
+            name = type(self._optimizer).__name__
             if not is_out_of_memory(error):
-                self._tell_torn(error, moving, writes)
+                error.add_note(f"anybatch: raised amid {name}.step, {_TORN}")
                 raise
-            raise self._torn(first_line(error)) from None
+            raise MemoryLimitError(
+                f"memory ran out in a step of {name} ({first_line(error)}), and {_TORN} Leave the step more room: "
+                "foreach=False or fused=True in the optimizer take the least."
+            ) from None
+        return 0
 
-    def _carefully(
-        self, act: Act, moving: list[nn.Parameter], around: AbstractContextManager[object] = UNWATCHED
+    def _step_undoably(
+        self, act: Act, moving: list[nn.Parameter], meter: AbstractContextManager[object] | None = None
     ) -> int:
-        before = once_more(lambda: of_step(self._optimizer, moving, draws=self._draws))
+        before = once_more(lambda: of_step(self._optimizer, moving))
+        around = meter or nullcontext()
         for attempt in range(2):
             try:
                 with around:
@@ -130,24 +113,47 @@ class Stepping:
                     before.put_back()
                     raise
                 reason = first_line(error)
-            around = UNWATCHED
+            around = nullcontext()
             before.put_back()
             free_memory()
-        which = "a" if self._needs.blocks else "the first"
+        which = "a" if self._temporaries else "the first"
         raise MemoryLimitError(
             f"memory ran out twice in {which} step of {type(self._optimizer).__name__} ({reason}). Weights, optimizer, "
             "scheduler and scaler are as they were. Use an optimizer with less state, foreach=False in it, or a smaller model."
         )
 
-    def _tell_torn(self, error: BaseException, moving: list[nn.Parameter], writes: list[int]) -> None:
-        if self._needs.by_ops or [num_writes(parameter) for parameter in moving] != writes:
-            error.add_note(f"anybatch: raised amid {type(self._optimizer).__name__}.step, {_TORN}")
 
-    def _torn(self, reason: str) -> MemoryLimitError:
-        return MemoryLimitError(
-            f"memory ran out in a step of {type(self._optimizer).__name__} ({reason}), and {_TORN} Leave the step more room: "
-            "foreach=False or fused=True in the optimizer take the least."
-        )
+_TORN = "some parameters may have been stepped and others not: the optimizer's state is torn, resume from the last checkpoint."
 
 
-_TORN = "some parameters may have been stepped and others not: resume from the last checkpoint."
+class _TemporariesMeter(TorchDispatchMode):
+    """Record which temporaries are alive at the peak of a step, beside the tensors that it changes."""
+
+    def __init__(self, changing: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._changing = {storage_key(tensor.untyped_storage()) for tensor in changing}
+        self._alive: dict[int, tuple[StorageWeakRef, torch.device, int]] = {}
+        self._peak: list[tuple[torch.device, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        for tensor in tensors(result):
+            storage = tensor.untyped_storage()
+            if storage_key(storage) not in self._changing:
+                self._alive[storage_key(storage)] = StorageWeakRef(storage), tensor.device, storage.nbytes()
+        alive = [(device, nbytes) for _, device, nbytes in self._alive.values()]
+        self._peak = max(self._peak, alive, key=lambda blocks: sum(nbytes for _, nbytes in blocks))
+        return result
+
+    def blocks(self) -> Blocks:
+        """Blocks to reserve: each large temporary, and the small ones of a device together."""
+        small = dict.fromkeys((device for device, _ in self._peak), 0)
+        for device, nbytes in self._peak:
+            small[device] += nbytes if nbytes < SMALL_BLOCK else 0
+        return (*((device, nbytes) for device, nbytes in self._peak if nbytes >= SMALL_BLOCK), *small.items())
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """False of sparse, sharded and fake tensors, whose storage is not their numbers."""
+    return tensor.layout is torch.strided and not is_sharded(tensor) and not isinstance(tensor, FakeTensor)

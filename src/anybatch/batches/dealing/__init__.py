@@ -2,12 +2,12 @@
 
 from anybatch.batches.dealing.dealt import Dealt, deal_rows
 from anybatch.batches.dealing.global_batches import GlobalBatches
-from anybatch.batches.dealing.sampler_repeats import RepeatsWatch, repeated_rows
+from anybatch.batches.dealing.sampler_repeats import repeated_rows, warn_of_repeated_rows
 
 __all__ = [
     "Dealt",
     "GlobalBatches",
-    "RepeatsWatch",
     "deal_rows",
     "repeated_rows",
+    "warn_of_repeated_rows",
 ]

@@ -1,6 +1,5 @@
 """Rows that are dealt twice: torch's `DistributedSampler` repeats some, so that every rank has as many."""
 
-import gc
 import warnings
 from collections.abc import Sized
 from typing import Any
@@ -22,35 +21,15 @@ def repeated_rows(loader: Any) -> int:
     return max(sampler.total_size - len(sampler.dataset), 0)
 
 
-class RepeatsWatch:
-    """Says once, at the first batch, that a sampler of this process repeats rows: those count double in their updates."""
-
-    def __init__(self) -> None:
-        self._has_looked = False
-
-    def look(self, *, rank: int, ranks: int) -> None:
-        """Look for samplers for so many ranks.
-
-        An update sees batches and no loader. So all that is alive is gone through: some hundredths of a second, once.
-        """
-        if self._has_looked:
-            return
-        self._has_looked = True
-        if rank > 0 or ranks == 1:
-            return  # one rank speaks for all
-        for sampler in gc.get_objects():
-            is_sampler = issubclass(
-                type(sampler), DistributedSampler
-            )  # not isinstance: proxies answer for what is gone
-            if is_sampler and sampler.num_replicas == ranks and repeated_rows(sampler):
-                _warn(repeated_rows(sampler), len(sampler.dataset), ranks)
-                return
-
-
-def _warn(repeated: int, rows: int, ranks: int) -> None:
+def warn_of_repeated_rows(loader: Any, *, rank: int, ranks: int) -> None:
+    """Warn on the first of several ranks if the loader's sampler repeats rows, which then count twice in their updates."""
+    repeated = repeated_rows(loader)
+    if rank > 0 or ranks == 1 or not repeated:
+        return
+    rows = len(getattr(loader, "sampler", loader).dataset)
     warnings.warn(
-        f"a DistributedSampler deals {rows} rows to {ranks} ranks and repeats {repeated} of them in every epoch, so that every "
-        f"rank has as many: repeated rows count twice. GlobalBatches(dataset, batch_size).loader() deals every row once; "
-        f"DistributedSampler(drop_last=True) repeats none and leaves {rows % ranks} out.",
+        f"a DistributedSampler deals {rows} rows to {ranks} ranks and repeats {repeated} of them in every epoch, so "
+        "that every rank has as many: repeated rows count twice. GlobalBatches(dataset, batch_size).loader() deals every row "
+        f"once; DistributedSampler(drop_last=True) repeats none and leaves {rows % ranks} out.",
         stacklevel=2,
     )
