@@ -19,7 +19,6 @@ from tests.house.structure import (
 
 ROOMS = [
     "faces",
-    "lazy",
     "errors",
     "sizes",
     "options",
@@ -48,7 +47,6 @@ ROOMS = [
     "training",
     "selftest",
     "lessons",
-    "api",
     "report",
     "cli",
     "__main__",

@@ -15,12 +15,14 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import torch.profiler
 
-import anybatch.api
+import anybatch
 import anybatch.cli.app
 import anybatch.cli.train
 import anybatch.report.page
-import anybatch.training.loop  # noqa: F401
+import anybatch.training.loop
 
+for name in dir(anybatch):
+    getattr(anybatch, name)
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # as in tests/conftest.py
 threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1

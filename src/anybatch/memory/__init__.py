@@ -1,8 +1,7 @@
 """Predicting an update's peak memory, measuring it, choosing what fits."""
 
-from typing import TYPE_CHECKING
-
-from anybatch.lazy import lazily
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anybatch.memory.fit import Fit
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
         standing_tensors,
         takes_buffers,
     )
-else:
-    __getattr__ = lazily(__name__)
 
 __all__ = [
     "Breakdown",
@@ -43,3 +40,29 @@ __all__ = [
     "standing_tensors",
     "takes_buffers",
 ]
+_MODULES = {
+    "fit": ("Fit",),
+    "fitted": ("Fitted",),
+    "from_config": ("plan_config",),
+    "large_models": ("parameters_on_meta",),
+    "planning": ("plan",),
+    "predicting": ("Breakdown", "Checkpointing", "Plan", "RankedWay", "SizePeak", "WayToFit"),
+    "tracing": (
+        "bytes_of",
+        "drop_gradients",
+        "measure_peak",
+        "metered",
+        "optimizer_tensors",
+        "standing_tensors",
+        "takes_buffers",
+    ),
+}
+"""The names of each module, which is loaded when one of them is first asked for: most of them load torch."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _MODULES.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
@@ -89,19 +89,10 @@ class ForwardPass:
     power: PowerSteps = NO_POWER
     """Power iterations, which step in a forward: every micro-batch finds them where the first one did."""
     events: Events = SILENT
-    is_bare: bool = field(init=False)
-    """True where nothing surrounds a forward: three blocks that do nothing would be 2 % of a tiny one."""
-
-    def __post_init__(self) -> None:
-        is_bare = self.events is SILENT and self.autocast is NO_AUTOCAST and self.rows is UNNUMBERED
-        is_bare = is_bare and self.power is NO_POWER
-        object.__setattr__(self, "is_bare", is_bare)
 
     def __call__(self, micro_batch: Batch, index: int = 0) -> Any:
         """What `compute` makes of this micro-batch, which is number `index` of its batch."""
         there = self.load(micro_batch, index)
-        if self.is_bare:
-            return self.compute(self.model, there)
         self.power.begin()
         with self.events.forward(self.model, index), self.autocast, self.rows.at(index):
             return self.compute(self.model, there)

@@ -1,8 +1,7 @@
 """Accumulated against whole: the gradients compared, and the cause where they differ."""
 
-from typing import TYPE_CHECKING
-
-from anybatch.lazy import lazily
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anybatch.proof.cases import functions_of
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from anybatch.proof.floor import ParameterError
     from anybatch.proof.python_state import PythonState
     from anybatch.proof.verdict import Cause, CutResult, Verdict
-else:
-    __getattr__ = lazily(__name__)
 
 __all__ = [
     "Cause",
@@ -31,3 +28,22 @@ __all__ = [
     "self_check",
     "verify",
 ]
+_MODULES = {
+    "cases": ("functions_of",),
+    "checked_rows": ("CheckCost", "check_cost"),
+    "comparing": ("verify",),
+    "first_batch": ("self_check",),
+    "first_look": ("PENDING", "FirstLook", "look_first"),
+    "floor": ("ParameterError",),
+    "python_state": ("PythonState",),
+    "verdict": ("Cause", "CutResult", "Verdict"),
+}
+"""The names of each module, which is loaded when one of them is first asked for: most of them load torch."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _MODULES.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """The update in its one right order: zero, micro-batches, unscale, clip, step, scaler, scheduler."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batches import Batch, MicroBatch
-from anybatch.errors import MemoryLimitError, NonFiniteError, first_line
+from anybatch.errors import NonFiniteError
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.low_precision import number_in
@@ -18,14 +18,14 @@ from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.passes import Accumulator, Option, Running, check_of, find_culprit, in_a_line, says_what_to_write
 from anybatch.proof import PENDING, FirstLook, look_first
-from anybatch.state import Held, Slot, is_out_of_memory, once_more
+from anybatch.state import Held, Slot, once_more
 from anybatch.update.callbacks import OnUpdate, callbacks_of, tell
 from anybatch.update.fitting_parts import check_loss_parameters, check_parts
 from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_scheduler
 from anybatch.update.held_interrupts import HeldInterrupts
 from anybatch.update.loss_scale import LossScale
 from anybatch.update.result import UpdateResult
-from anybatch.update.stepping import Stepping
+from anybatch.update.stepping import Stepping, change_gradients
 
 
 class Update:
@@ -178,7 +178,7 @@ class Update:
             stepped = self._stepped()
             is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.running.on_empty == "skip")
             if is_learnable and self._scale is not None:
-                _change_gradients(self._scale.unscale, "unscaled")
+                change_gradients(self._scale.unscale, "unscaled")
             grad_norm = once_more(lambda: gradient_norm(stepped))
             is_finite = is_learnable and self._is_finite(grad_norm)
             if is_learnable and not is_finite and self._raises():
@@ -266,7 +266,7 @@ class Update:
             return
         events.begin(Clip)
         if clip_norm is not None:
-            _change_gradients(lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
+            change_gradients(lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
         if clip_value is not None:
             once_more(lambda: clip_to_value(stepped, clip_value))  # clamping twice is clamping once
         events.end(Clip, grad_norm=grad_norm)
@@ -292,23 +292,6 @@ class Update:
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
             "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
         )
-
-
-def _change_gradients(action: Callable[[], object], what: str) -> None:
-    """Call `action`, which writes to gradients; an out-of-memory in it may have changed some of them, and is not tried again.
-
-    The error is raised before the step, so that nothing else has changed; the next update makes new gradients.
-    """
-    try:
-        action()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise MemoryLimitError(
-            f"memory ran out while the gradients were {what} ({first_line(error)}). Weights, optimizer, scheduler and scaler "
-            "are as they were, and the batch can be given again. Leave more room beside the gradients: a smaller model, or an "
-            "optimizer with less state."
-        ) from None
 
 
 def _value(lr: float | Tensor) -> float | Tensor:

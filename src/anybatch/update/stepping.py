@@ -126,6 +126,23 @@ class Stepping:
 _TORN = "some parameters may have been stepped and others not: the optimizer's state is torn, resume from the last checkpoint."
 
 
+def change_gradients(action: Callable[[], object], what: str) -> None:
+    """Call `action`, which writes to gradients; an out-of-memory in it may have changed some of them, and is not tried again.
+
+    The error is raised before the step, so that nothing else has changed; the next update makes new gradients.
+    """
+    try:
+        action()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryLimitError(
+            f"memory ran out while the gradients were {what} ({first_line(error)}). Weights, optimizer, scheduler and scaler "
+            "are as they were, and the batch can be given again. Leave more room beside the gradients: a smaller model, or an "
+            "optimizer with less state."
+        ) from None
+
+
 class _TemporariesMeter(TorchDispatchMode):
     """Record which temporaries are alive at the peak of a step, beside the tensors that it changes."""
 
