@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch import Accumulator, Auto, Cost, Fit, Rows, SplitError, Tokens, supervised
-from anybatch.batches.counting import num_rows
+from anybatch.batches.batch import num_rows
 from anybatch.batches.splits.by_rows import near_equal
 from anybatch.batches.tuning.search import LIMIT, Search, sizes_between
 from tests.reference import relative_error, whole_batch_gradient

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from anybatch import BatchError, MicroBatches, Rows, SampleList, SplitError, Stacked, num_rows, take_rows
+from anybatch.batches.batch import check_row_dim
 from anybatch.batches.readings import holds_samples
-from anybatch.batches.row_dim import check_row_dim
-from anybatch.batches.splits.shrinking import CutFurther
+from anybatch.batches.splits.shrinking import AsGiven, CutFurther
 
 TWO_WAYS = (
     r"can be read in two ways: {} samples, one per row; or {} columns of {} rows each.*collate=.*SampleList.*tuple"
@@ -33,8 +33,6 @@ class Scan:
 @pytest.mark.parametrize(
     "samples",
     [
-        tokens(3, 5, 4),
-        tokens(3, 5),
         [(torch.zeros(3, 8, 8), 1)] * 4,
         [(torch.zeros(3, 8, 8), torch.tensor(1))] * 4,
         [(torch.zeros(3, 8, 8), torch.zeros(3))] * 4,
@@ -108,6 +106,16 @@ def test_what_can_be_read_two_ways_is_an_error_with_both_and_the_way_out(batch, 
     assert num_rows(tuple(batch)) == columns
 
 
+@pytest.mark.parametrize(
+    "batch", [tokens(3, 5, 4), tokens(3, 5), [{"ids": torch.zeros(n, 2)} for n in (3, 5)]], ids=str
+)
+def test_tensors_that_disagree_are_refused_because_the_next_two_may_agree_by_chance(batch):
+    for ask in (num_rows, Rows(2).cut):
+        with pytest.raises(BatchError, match=r"columns that disagree on their rows \(3, 5.*collate=.*SampleList"):
+            ask(batch)
+    assert num_rows(SampleList(batch)) == len(batch)
+
+
 def scene(chance: random.Random, images: int) -> dict[str, object]:
     boxes = [chance.randint(1, 5) for _ in range(images)]
     targets = [{"boxes": torch.zeros(count, 4), "labels": torch.zeros(count).long()} for count in boxes]
@@ -136,6 +144,30 @@ def test_detection_batches_are_rows_or_refused_and_never_columns_by_chance():
         assert [part["targets"][0]["boxes"].shape for part in parts] == shapes
         assert all(num_rows(part) == 1 for part in parts)
     assert 10 < refused < 150
+
+
+def test_taking_rows_refuses_dicts_that_may_be_rows_or_columns_and_takes_them_once_marked():
+    targets = [{"boxes": torch.full((3, 4), float(row)), "labels": torch.full((3,), row)} for row in range(3)]
+    images = torch.arange(3.0)
+    with pytest.raises(BatchError, match=r"batch\[1\] can be read in two ways: 3 objects, one per row"):
+        take_rows((images, targets), [2])
+    _, (taken,) = take_rows((images, SampleList(targets)), [2])
+    assert taken is targets[2]
+    _, (taken,) = take_rows((images[:2], targets[:2]), [1])
+    assert taken is targets[1]
+
+
+def test_micro_batches_of_the_users_own_are_not_cut_further_where_dicts_may_be_rows_or_columns():
+    given = MicroBatches([(torch.zeros(2, 3), [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.zeros(2, 4)}])])
+    with pytest.raises(BatchError, match=r"batch\[1\] can be read in two ways"):
+        CutFurther(AsGiven(), 1).cut(given)
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_a_short_batch_as_zip_leaves_it_is_refused_where_boxes_are_as_many_as_channels(images):
+    samples = [(torch.zeros(3, 4, 4), {"boxes": torch.zeros(3, 4)})] * images
+    with pytest.raises(BatchError, match=r"the lists of this batch can be read in two ways"):
+        Rows(1).cut(tuple(zip(*samples, strict=True)))
 
 
 def test_columns_of_samples_as_zip_leaves_them_are_one_object_per_row():

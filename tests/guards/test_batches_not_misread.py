@@ -115,8 +115,14 @@ def test_ragged_samples_are_rows_and_so_is_the_pair_that_happens_to_be_equally_l
         samples = [torch.randint(1, 20, (length,)) for length in lengths]
         model.zero_grad()
         reference = whole_gradient(model, each.loss, samples)
-        assert accumulator.backward(samples).micro_batches == len(lengths)
+        assert accumulator.backward(SampleList(samples)).micro_batches == len(lengths)
         assert relative_error(model, reference) < EXACT
+
+
+def test_ragged_samples_that_are_not_marked_are_refused_before_a_pair_can_be_misread():
+    samples = [torch.randint(1, 20, (length,)) for length in (3, 5, 4, 2)]
+    with pytest.raises(BatchError, match=r"4 samples, one per row; or 4 columns that disagree.*SampleList"):
+        Accumulator(Reader(), PACKED, micro_batch=1).backward(samples)
 
 
 def test_pairs_of_image_and_label_are_cut_by_pairs():

@@ -1,15 +1,23 @@
 """What a batch is: its rows, cutting it into micro-batches, what those cost, dealing them to ranks. No autograd here."""
 
+from anybatch.batches.batch import (
+    check_row_dim,
+    join_rows,
+    move,
+    num_rows,
+    reorder_rows,
+    rows,
+    rows_first,
+    rows_in_dim,
+    sent,
+    take_rows,
+)
 from anybatch.batches.cost import Cost, Cut, best_cut
-from anybatch.batches.counting import num_rows, rows, take_rows
 from anybatch.batches.dealing import Dealt, GlobalBatches, deal_rows, repeated_rows, warn_of_repeated_rows
-from anybatch.batches.joining import join_rows, reorder_rows
 from anybatch.batches.lengths import RowLengths
 from anybatch.batches.nesting import Batch, children, is_array, map_tensors, tensors
 from anybatch.batches.padding import narrow, padded_dims
 from anybatch.batches.readings import SampleList, holds_samples
-from anybatch.batches.row_dim import check_row_dim, rows_first, rows_in_dim
-from anybatch.batches.sending import move, sent
 from anybatch.batches.splits import (
     AsGiven,
     MicroBatch,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.batches.counting import num_rows
+from anybatch.batches.batch import num_rows
 from anybatch.batches.nesting import Batch, tensors
 from anybatch.batches.padding import PaddedDims, columns_of
 from anybatch.errors import SplitError

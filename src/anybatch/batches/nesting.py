@@ -1,4 +1,4 @@
-"""The containers a batch is nested in: what they hold, and the same container around other contents."""
+"""A nested batch: one walk over its leaves, and the same nesting around other ones."""
 
 import copy
 import dataclasses
@@ -14,15 +14,40 @@ Batch = Any
 NamedPart = tuple[str, Any]
 """How a child is reached, as Python would spell it (`['labels']`, `[0]`, `.mask`), and the child."""
 
-
-def is_array(value: object) -> bool:
-    """Tensors and NumPy arrays: what has a shape and whose dim 0, if it has one, is the rows."""
-    return isinstance(value, Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "shape"))
+IsLeaf = Callable[[str, Any], bool]
+"""(path, value) -> True where a walk must not look into `value`, though it is a container."""
 
 
-def is_sequence(value: object) -> bool:
-    """Plain tuples and lists: the containers that may also be one object per row."""
-    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)
+def leaves(batch: Batch, is_leaf: IsLeaf | None = None, path: str = "") -> Iterator[NamedPart]:
+    """(path, leaf) of everything that holds nothing, in order; of a container too where `is_leaf(path, container)`.
+
+    >>> [path for path, _ in leaves({"x": 1, "pair": (2, [3])})]
+    ["['x']", "['pair'][0]", "['pair'][1][0]"]
+    """
+    held = None if is_leaf is not None and is_leaf(path, batch) else children(batch)
+    if not held:
+        yield path, batch
+        return
+    for step, child in held:
+        yield from leaves(child, is_leaf, path + step)
+
+
+def map_leaves(batch: Batch, change: Callable[[str, Any], Any], is_leaf: IsLeaf | None = None, path: str = "") -> Batch:
+    """The same nesting around `change(path, leaf)` of each of its `leaves`."""
+    held = None if is_leaf is not None and is_leaf(path, batch) else children(batch)
+    if not held:
+        return change(path, batch)
+    return rebuild(batch, [map_leaves(child, change, is_leaf, path + step) for step, child in held])
+
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The same nesting with every tensor changed; everything else goes along as it is."""
+    return map_leaves(batch, lambda _, leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def tensors(batch: Batch) -> Iterator[Tensor]:
+    """Every tensor in the nesting, in order."""
+    return (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
 def children(value: Batch) -> list[NamedPart] | None:
@@ -58,25 +83,6 @@ def rebuild(value: Batch, contents: list[Any]) -> Batch:
     return clone
 
 
-def map_tensors(value: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """The same nesting with every tensor changed; everything else goes along as it is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    held = children(value)
-    if held is None:
-        return value
-    return rebuild(value, [map_tensors(child, change) for _, child in held])
-
-
-def tensors(value: Batch) -> Iterator[Tensor]:
-    """Every tensor in the nesting, in order."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    for _, child in children(value) or ():
-        yield from tensors(child)
-
-
 def _is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
@@ -88,3 +94,13 @@ def _rebuild_dataclass(value: Any, contents: list[Any]) -> Any:
     for field, content in zip(dataclasses.fields(value), contents, strict=True):
         assign(clone, field.name, content)
     return clone
+
+
+def is_array(value: object) -> bool:
+    """True of tensors and NumPy arrays; dim 0, if there is one, is the rows."""
+    return isinstance(value, Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "shape"))
+
+
+def is_sequence(value: object) -> bool:
+    """True of plain tuples and lists, the containers that may also be one object per row."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)

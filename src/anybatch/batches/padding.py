@@ -3,11 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
-
-from anybatch.batches.counting import is_per_row
-from anybatch.batches.nesting import Batch, NamedPart, children, is_array, is_sequence, rebuild
-from anybatch.batches.readings import is_marked
+from anybatch.batches.nesting import Batch, NamedPart, is_array, leaves, map_leaves
+from anybatch.batches.readings import per_row_lists
 
 PaddedDims = Mapping[str, tuple[int, ...]]
 """By path, the dims of a tensor that are padded."""
@@ -29,7 +26,14 @@ TOKEN_NAMES = frozenset(
 
 def narrow(batch: Batch, columns: slice, dims: PaddedDims) -> Batch:
     """The batch with only these `columns` of the padded dims; views, not copies. What `dims` does not name is left whole."""
-    return _narrow("", batch, columns, dims)
+
+    def narrowed(path: str, leaf: Any) -> Any:
+        own = dims.get(path) if is_array(leaf) else None
+        return (
+            leaf if own is None else leaf[tuple(columns if dim in own else slice(None) for dim in range(max(own) + 1))]
+        )
+
+    return map_leaves(batch, narrowed, lambda path, _: not any(other.startswith(path) for other in dims))
 
 
 def padded_dims(batch: Batch, *, width: int, count: int, keep: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -44,7 +48,14 @@ def padded_dims(batch: Batch, *, width: int, count: int, keep: Collection[str] =
 
 def columns_of(batch: Batch, count: int, keep: Collection[str] = ()) -> Iterator[NamedPart]:
     """(path, array) of everything with `count` rows and two or more dims, but for what is named in `keep`."""
-    yield from _columns("", batch, count, keep)
+    is_per_row_list = per_row_lists(count)
+
+    def is_kept(path: str) -> bool:
+        return path != "" and name_of(path) in keep
+
+    for path, leaf in leaves(batch, lambda path, value: is_kept(path) or is_per_row_list(path, value)):
+        if is_array(leaf) and not is_kept(path) and len(leaf.shape) > 1 and leaf.shape[0] == count:
+            yield path, leaf
 
 
 def name_of(path: str) -> str:
@@ -56,30 +67,3 @@ def _wide_dims(name: str, value: Any, width: int) -> tuple[int, ...]:
     if "attention" in name:
         return tuple(dim for dim in range(1, len(value.shape)) if value.shape[dim] == width)
     return (1,) if value.shape[1] == width else ()
-
-
-def _columns(path: str, value: Batch, count: int, keep: Collection[str]) -> Iterator[NamedPart]:
-    if path and name_of(path) in keep:
-        return
-    if is_array(value):
-        if len(value.shape) > 1 and value.shape[0] == count:
-            yield path, value
-        return
-    if (is_sequence(value) and is_per_row(value, count)) if path else is_marked(value):
-        return
-    for step, child in children(value) or ():
-        yield from _columns(path + step, child, count, keep)
-
-
-def _narrow(path: str, value: Batch, columns: slice, dims: PaddedDims) -> Batch:
-    if is_array(value):
-        own = dims.get(path)
-        return (
-            value
-            if own is None
-            else value[tuple(columns if dim in own else slice(None) for dim in range(max(own) + 1))]
-        )
-    held = None if isinstance(value, Tensor) else children(value)
-    if not held or not any(other.startswith(path) for other in dims):
-        return value
-    return rebuild(value, [_narrow(path + step, child, columns, dims) for step, child in held])

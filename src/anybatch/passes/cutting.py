@@ -10,12 +10,10 @@ from anybatch.batches import (
     Batch,
     Dealt,
     MicroBatches,
-    SampleList,
     Split,
     WayBack,
     Workload,
     check_row_dim,
-    holds_samples,
     rows,
     size_that_ran,
     smaller,
@@ -41,17 +39,12 @@ class Cutting:
         """The largest micro-batch that it allowed then, where an even cut to it may have made what failed; else 0."""
         self._way_back = WayBack()
         self._has_warned = False
-        self._has_samples = False
-        """True once a list was surely one of samples: later ones that are short and equally long are read so too."""
         self._is_row_dim_known = False
 
     def cut(self, batch: Batch, workload: Callable[[], Workload], meter: PassMeter = UNMEASURED) -> MicroBatches:
         """The micro-batches of `batch`; a split that chooses by the work hears what it is first."""
         if isinstance(batch, MicroBatches):
             return self._given.cut(batch)
-        if type(batch) is list and getattr(self.split, "collate", None) is None:
-            self._has_samples = self._has_samples or holds_samples(batch)
-            batch = SampleList(batch) if self._has_samples else batch
         choose_for = getattr(self.split, "choose_for", None)
         if choose_for is not None:
             choose_for(workload(), batch)

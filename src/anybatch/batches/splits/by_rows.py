@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
+from anybatch.batches.batch import read, rows_first, rows_in_dim, rows_to_cut, split_rows, take
 from anybatch.batches.cost import Cut
-from anybatch.batches.counting import read, rows_to_cut, split_rows, take
 from anybatch.batches.nesting import Batch
-from anybatch.batches.row_dim import rows_first, rows_in_dim
 from anybatch.batches.splits.belonging import Groups, groups_of
 from anybatch.batches.splits.collating import collated, samples_of
 from anybatch.batches.splits.micro_batches import MicroBatches

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from anybatch.batches.batch import rows_to_cut, take
 from anybatch.batches.cost import Cost, Cut, LearnedCost, best_cut
-from anybatch.batches.counting import rows_to_cut, take
 from anybatch.batches.lengths import RowLengths, given_lengths, masked_lengths, paths_per_token, sample_length
 from anybatch.batches.nesting import Batch
 from anybatch.batches.padding import narrow

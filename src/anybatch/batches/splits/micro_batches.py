@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
 
+from anybatch.batches.batch import num_rows
 from anybatch.batches.cost import Cut
-from anybatch.batches.counting import num_rows
 from anybatch.batches.nesting import Batch
 from anybatch.errors import BatchError
 from anybatch.faces import one_line

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from anybatch.batches.batch import num_rows, rows_to_cut, split_rows
 from anybatch.batches.cost import Cut
-from anybatch.batches.counting import num_rows, split_rows
 from anybatch.batches.nesting import Batch
 from anybatch.batches.splits.by_rows import near_equal
 from anybatch.batches.splits.micro_batches import MicroBatches, ShrinkingSplit, Split
@@ -46,8 +46,8 @@ class CutFurther:
         return CutFurther(self.split, size)
 
     def _parts(self, micro_batch: Batch) -> list[Batch]:
-        # not Rows.cut, which asks whether a batch can be read in two ways: this one was read when it was cut
-        count = num_rows(micro_batch)
+        # a batch that a split cut was read then; micro-batches that the user gave are read here for the first time
+        count = rows_to_cut(micro_batch) if isinstance(self.split, AsGiven) else num_rows(micro_batch)
         return split_rows(micro_batch, near_equal(count, self.size)) if count > self.size else [micro_batch]
 
     def _further(self, cut: Cut) -> Cut:
