@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch import BatchError, MicroBatches, Rows, SplitError, num_rows
+from anybatch import BatchError, MicroBatches, Rows, Split, SplitError, num_rows
 from anybatch.batches.splits.by_rows import near_equal
 from anybatch.batches.splits.micro_batch_option import as_split
 
@@ -52,3 +52,40 @@ def test_what_is_no_split_is_refused_with_the_value_and_the_fix(micro_batch):
 def test_a_batch_cut_into_nothing_is_refused():
     with pytest.raises(BatchError, match="holds 0 micro-batches; give at least 1"):
         MicroBatches([])
+
+
+class Halving:
+    """A split of a user's own, without the base class, that changes itself."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def cut(self, batch):
+        return Rows(self.size).cut(batch)
+
+    def shrink(self, ran):
+        self.size //= 2
+        return self if self.size else None
+
+
+def test_a_split_without_the_base_class_is_wrapped_and_keeps_what_it_has():
+    own = Halving(4)
+    split = as_split(own)
+    assert isinstance(split, Split)
+    assert [len(part) for part in split.cut(torch.zeros(8))] == [4, 4]
+    assert (split.size, split.learn, split.resized, split.bound, split.news()) == (4, None, None, 0, [])
+    assert split.shrink(split.cut(torch.zeros(8))) is split, "one that changes itself stays the same split"
+    assert own.size == 2
+    assert repr(split) == repr(own)
+
+
+def test_a_split_needs_nothing_but_cut():
+    class OneByOne(Split):
+        def cut(self, batch):
+            return Rows(1).cut(batch)
+
+    split = OneByOne()
+    assert as_split(split) is split
+    assert split.shrink(split.cut(torch.zeros(2))) is None
+    with pytest.raises(NotImplementedError, match=r"Split has no cut\(batch\)"):
+        Split().cut(torch.zeros(2))

@@ -24,6 +24,7 @@ ROOMS = [
     "options",
     "torch_inside",
     "low_precision",
+    "loss_units",
     "autograd_graph",
     "host_memory",
     "device_memory",

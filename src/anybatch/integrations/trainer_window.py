@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybatch.batches import Batch, Cut, MicroBatches, Rows, join_rows, num_rows, tensors
+from anybatch.batches import Batch, Cut, MicroBatches, Rows, Split, join_rows, num_rows, tensors
 from anybatch.errors import BatchError
 
 IGNORED = -100
@@ -21,7 +21,7 @@ class StandIn(dict[str, Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class EachBatch:
+class EachBatch(Split):
     """Cuts a window, which is a tuple of batches: each stays as it is, or becomes micro-batches of at most `size` rows.
 
     >>> import torch

@@ -34,7 +34,7 @@ from anybatch.parallel import is_sharded
 from anybatch.sizes import parse_bytes, show_bytes
 
 
-class Fit:
+class Fit(Split):
     """The largest micro-batch whose update is predicted to fit into `memory`, less `margin` of it.
 
     `memory` is all that the update may take, weights and optimizer included: "6GiB", or bytes; None: what the device has

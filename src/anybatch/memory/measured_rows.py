@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from anybatch.batches import Batch, MicroBatches, Rows, tensors
+from anybatch.batches import Batch, MicroBatches, Rows, Split, tensors
 from anybatch.errors import MemoryLimitError
 from anybatch.memory.tracing import Recorder, bytes_of
 from anybatch.sizes import show_bytes
 
 
-class MeasuredRows:
+class MeasuredRows(Split):
     """One row in the first batch, at most twice as many in each that follows, and never more than `limit` bytes.
 
     For updates that cannot be predicted: while they run, every storage that an op returns is followed. What an op has beyond

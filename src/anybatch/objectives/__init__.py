@@ -1,10 +1,9 @@
 """How a loss is made, and what it averages over."""
 
+from anybatch.loss_units import FUNCTIONAL_RULES
 from anybatch.objectives.contrastive import InfoNCE, clip_loss, info_nce
-from anybatch.objectives.coupled import Coupled
-from anybatch.objectives.criteria import FUNCTIONAL_RULES, supervised
+from anybatch.objectives.criteria import supervised
 from anybatch.objectives.labels import huggingface, label_units
-from anybatch.objectives.learned_units import learned
 from anybatch.objectives.metrics import (
     Mean,
     Metric,
@@ -17,10 +16,20 @@ from anybatch.objectives.metrics import (
     detached,
     on_host,
 )
-from anybatch.objectives.objective import Objective, Units, checked_loss, count_units, loss_and_metrics
-from anybatch.objectives.observed_means import ObservedMeans
-from anybatch.objectives.part_losses import PartLoss, SeenLoss, TermLosses, TermPlace, part_loss
-from anybatch.objectives.seen_units import WatchedLoss, observed
+from anybatch.objectives.objective import (
+    Coupled,
+    Objective,
+    PartLoss,
+    SeenLoss,
+    TermLosses,
+    TermPlace,
+    Units,
+    checked_loss,
+    count_units,
+    loss_and_metrics,
+    part_loss,
+)
+from anybatch.objectives.observed_means import ObservedMeans, WatchedLoss, learned, observed
 from anybatch.objectives.sentence_losses import sentence_transformers
 from anybatch.objectives.terms import Terms, count_terms
 

@@ -1,108 +1,17 @@
-"""`supervised(criterion)`, and what each of torch's mean-reducing criteria divides by.
-
-Three rules cover them all. Where every row has the same number of elements the three differ by a constant factor only,
-which the shares do not see.
-"""
+"""`supervised(criterion)`: the objective of torch's own criteria."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, tensors
 from anybatch.errors import BatchError, LossError, UnitsError
 from anybatch.faces import name_of
+from anybatch.loss_units import RULES, Rule, element_units
 from anybatch.low_precision import is_low
 from anybatch.objectives.metrics import Metrics, Number
 from anybatch.objectives.objective import Objective, Units
-
-Rule = Callable[[Tensor, Any], Number]
-"""(target, options) -> units; options carry `weight`, `ignore_index` as the criterion or the functional call does."""
-
-
-def class_units(target: Tensor, options: Any) -> Number:
-    """Cross entropy and NLL: the targets that are not ignored, each with its class weight.
-
-    Class probabilities are averaged over rows and positions, class weights or not; dim 1 is the classes.
-    """
-    if target.is_floating_point():
-        return target.numel() // target.shape[1] if target.dim() > 1 else target.numel()
-    ignore_index = -100 if options.ignore_index is None else options.ignore_index
-    if options.weight is None:
-        return count_other_than(target, ignore_index)
-    is_counted = target != ignore_index
-    weight = options.weight.to(target.device, torch.float64 if target.device.type != "mps" else torch.float32)
-    total: Tensor = weight[target[is_counted]].sum()
-    return total
-
-
-def count_other_than(target: Tensor, ignored: int) -> Number:
-    """How many elements differ from `ignored`; a few on the CPU are counted in Python, 5 times faster than by three ops."""
-    if target.dim() == 1 and target.is_cpu and target.shape[0] <= 256:
-        return target.shape[0] - target.tolist().count(ignored)
-    return (target != ignored).count_nonzero()
-
-
-def element_units(target: Tensor, options: Any) -> Number:
-    """Element-wise means: the elements of the target."""
-    weight = getattr(options, "weight", None)
-    if isinstance(weight, Tensor) and 0 < target.dim() == weight.dim() and weight.shape[0] != 1:
-        raise UnitsError(
-            f"the criterion's weight has shape {tuple(weight.shape)}, one entry per row of one particular batch, and cannot "
-            "be cut with the rows. Put the weights into the batch and use Objective(loss), with "
-            "F.binary_cross_entropy(output, target, weight=weights) as the loss."
-        )
-    return target.numel()
-
-
-def row_units(target: Tensor, options: Any) -> Number:
-    """Means over rows: one loss per row, whatever its elements."""
-    return target.shape[0]
-
-
-def _kl_units(target: Tensor, options: Any) -> Number:
-    return row_units(target, options) if options.reduction == "batchmean" else element_units(target, options)
-
-
-RULES: Mapping[type[nn.Module], Rule] = {
-    nn.CrossEntropyLoss: class_units,
-    nn.LinearCrossEntropyLoss: class_units,
-    nn.NLLLoss: class_units,
-    nn.NLLLoss2d: class_units,
-    nn.L1Loss: element_units,
-    nn.MSELoss: element_units,
-    nn.SmoothL1Loss: element_units,
-    nn.HuberLoss: element_units,
-    nn.BCELoss: element_units,
-    nn.BCEWithLogitsLoss: element_units,
-    nn.PoissonNLLLoss: element_units,
-    nn.GaussianNLLLoss: element_units,
-    nn.HingeEmbeddingLoss: element_units,
-    nn.SoftMarginLoss: element_units,
-    nn.KLDivLoss: _kl_units,
-    nn.MarginRankingLoss: element_units,
-    nn.CosineEmbeddingLoss: row_units,
-    nn.MultiLabelMarginLoss: row_units,
-    nn.MultiLabelSoftMarginLoss: row_units,
-    nn.MultiMarginLoss: row_units,
-    nn.TripletMarginLoss: row_units,
-    nn.TripletMarginWithDistanceLoss: row_units,
-    nn.CTCLoss: row_units,
-}
-
-FUNCTIONAL_RULES: Mapping[Callable[..., Tensor], Rule] = {
-    F.cross_entropy: class_units,
-    F.nll_loss: class_units,
-    F.l1_loss: element_units,
-    F.mse_loss: element_units,
-    F.smooth_l1_loss: element_units,
-    F.huber_loss: element_units,
-    F.binary_cross_entropy: element_units,
-    F.binary_cross_entropy_with_logits: element_units,
-}
-"""The functional forms that a model may call inside, told apart by `ObservedMeans`."""
 
 
 def supervised(
@@ -128,7 +37,9 @@ def supervised(
         rule = _rule_of(criterion)
 
         def units(batch: Batch) -> Number:
-            return rule(_units_target(batch), criterion)
+            target = _units_target(batch)
+            _check_weight(criterion, target)
+            return rule(target, criterion)
 
     is_element_wise = RULES.get(type(criterion)) is element_units  # type: ignore[arg-type]
 
@@ -162,6 +73,19 @@ def _rule_of(criterion: Callable[..., Tensor]) -> Rule:
             "Leave reduction at its default, or write the reduction in Objective(loss, units)."
         )
     return rule
+
+
+def _check_weight(criterion: Callable[..., Tensor], target: Tensor) -> None:
+    """Refuse weights of an element-wise criterion that belong to the rows of one batch."""
+    weight = getattr(criterion, "weight", None)
+    if RULES.get(type(criterion)) is not element_units or not isinstance(weight, Tensor):  # type: ignore[arg-type]
+        return
+    if 0 < target.dim() == weight.dim() and weight.shape[0] != 1:
+        raise UnitsError(
+            f"the criterion's weight has shape {tuple(weight.shape)}, one entry per row of one particular batch, and cannot "
+            "be cut with the rows. Put the weights into the batch and use Objective(loss), with "
+            "F.binary_cross_entropy(output, target, weight=weights) as the loss."
+        )
 
 
 def _inputs_and_targets(batch: Batch) -> tuple[Any, tuple[Any, ...]]:

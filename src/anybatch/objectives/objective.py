@@ -1,20 +1,22 @@
-"""Objectives: how a loss is made, and what it averages over."""
+"""Objectives: how a loss is made, what it averages over, and what it is for one micro-batch of its batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, rows
 from anybatch.errors import LossError, UnitsError
-from anybatch.faces import called, name_of
-from anybatch.objectives.metrics import Metrics, Number
+from anybatch.faces import called, name_of, short
+from anybatch.objectives.metrics import Mean, Metrics, Number
 from anybatch.options import Reduction
 
 Loss = Callable[[nn.Module, Batch], "Tensor | tuple[Tensor, Metrics]"]
 Units = Callable[[Batch], Number]
+Encode = Callable[[nn.Module, Batch], Batch]
+CoupledLoss = Callable[[Any], "Tensor | tuple[Tensor, Metrics]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,51 @@ class Objective:
     def whole(self) -> "Objective":
         """Itself: this loss can be computed of any rows."""
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Coupled:
+    """An objective whose loss sees all rows at once, through representations that fit where the graph does not.
+
+    `encode(model, micro_batch)` returns representations: a tensor or any nesting of them, rows first. Tensors without a
+    gradient (labels) go along; a 0-dim tensor (a logit scale) must be the same for every micro-batch. `loss(representations)`
+    returns one number for all rows, or `(number, metrics)`; parameters of its own, such as a learned temperature, get
+    their gradient from it. `units(batch)` is reported; it weighs nothing.
+
+    Exact for any loss, with dropout too: the second forward draws what the first drew. Buffers advance once.
+
+    >>> import torch
+    >>> objective = Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), lambda pair: (pair[0] @ pair[1].T).var())
+    >>> from anybatch import Accumulator
+    >>> Accumulator(nn.Linear(3, 2), objective, micro_batch=4).backward((torch.randn(10, 3), torch.randn(10, 3))).micro_batches
+    3
+    """
+
+    encode: Encode
+    loss: CoupledLoss
+    units: Units = rows
+    reduction: Literal["mean"] = field(default="mean", init=False)
+    units_for: None = field(default=None, init=False)
+    reduction_for: None = field(default=None, init=False)
+    terms: Mapping[str, Units | None] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.encode) or not callable(self.loss):
+            raise LossError(
+                f"Coupled(encode={self.encode!r}, loss={self.loss!r}): both must be functions, encode(model, micro_batch) and "
+                "loss(representations), for example Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), info_nce())."
+            )
+
+    def __repr__(self) -> str:
+        return called("Coupled", name_of(self.encode), short(self.loss))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The loss's own parameters, for the optimizer: those of an `nn.Module`, else none."""
+        return list(self.loss.parameters()) if isinstance(self.loss, nn.Module) else []
+
+    def whole(self) -> Objective:
+        """The same loss as an objective of (model, batch), for a batch that is not cut."""
+        return Objective(lambda model, batch: self.loss(self.encode(model, batch)), self.units)
 
 
 class Counted(Protocol):
@@ -139,3 +186,109 @@ def numbers_of(values: list[Number]) -> list[float]:
         # one wait for the device instead of one per micro-batch
         return torch.stack([torch.as_tensor(value).reshape(()) for value in values]).tolist()
     return [value.item() if isinstance(value, Tensor) else value for value in values]
+
+
+# The loss of one micro-batch in its batch: one number, several with units of their own, or one whose units were seen
+
+
+class PartLoss(NamedTuple):
+    """The loss of one micro-batch, as its batch has it."""
+
+    root: Tensor
+    """What backward starts from, with the micro-batch's share."""
+    loss: Tensor
+    """What is reported: the mean over `units`."""
+    metrics: Metrics
+    units: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermPlace:
+    """What a micro-batch is in its batch, counted before the first forward."""
+
+    units: float
+    total: float
+    """The units of all micro-batches that count, of all ranks."""
+    terms: Sequence[float] = ()
+    """The units of each term of its loss."""
+    totals: Sequence[float] = ()
+    """Those of the whole batch."""
+
+
+class Divided(Protocol):
+    """What a loss function returns when one mean over units known ahead is not all."""
+
+    def of_whole(self) -> tuple[Tensor, Metrics]:
+        """The loss where these are all rows that there are."""
+
+    def of_part(self, place: TermPlace) -> PartLoss:
+        """The loss where these rows are a part of a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermLosses:
+    """Several mean losses of the same rows, each with units of its own.
+
+    `loss = sum_t weight_t * mean_t`, and the mean of a batch is that over the batch's units of the term:
+
+        mean_t = sum_k units_tk * mean_tk / sum_k units_tk
+    """
+
+    losses: Mapping[str, Tensor]
+    weights: Mapping[str, float]
+    units: Mapping[str, Units | None]
+    metrics: Metrics
+    batch: Batch
+
+    def of_whole(self) -> tuple[Tensor, Metrics]:
+        counts = {name: None if units is None else units(self.batch) for name, units in self.units.items()}
+        told = {name: Mean(loss, 1.0 if counts[name] is None else counts[name]) for name, loss in self.losses.items()}
+        return _summed(self.losses, self.weights), told | dict(self.metrics)
+
+    def of_part(self, place: TermPlace) -> PartLoss:
+        """The share of these rows in each term, divided by the share that the micro-batch has, which backward starts from."""
+        factors, told = {}, {}
+        for name, own, total in zip(self.losses, place.terms, place.totals, strict=True):
+            told[name] = Mean(self.losses[name], own)
+            if own > 0:  # a mean over nothing is nan, and so may its gradient be: it has no part in the graph
+                factors[name] = self.weights[name] * (own / total) * (place.total / place.units)
+        counted = {name: self.losses[name] for name in factors}
+        # rows that count for nothing run for the other ranks' sake: with a graph, and from a gradient of zero
+        root = _summed(counted, factors) if counted else _summed(self.losses, self.weights)
+        root, _ = checked_loss(root)
+        return PartLoss(root, root, told | dict(self.metrics), place.units)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenLoss:
+    """A mean loss, and what it was seen to divide by while it ran."""
+
+    loss: Tensor
+    units: float
+    metrics: Metrics
+
+    def of_whole(self) -> tuple[Tensor, Metrics]:
+        return self.loss, self.metrics
+
+    def of_part(self, place: TermPlace) -> PartLoss:
+        """Weighed by what was seen in place of what was counted; the sum of it all is divided out at the close."""
+        loss, metrics = checked_loss(self.loss)
+        told = loss if self.units > 0 else torch.zeros_like(loss)
+        loss = loss if self.units > 0 else loss.nan_to_num()  # a mean over nothing is nan, and would spoil all others
+        return PartLoss(loss * (self.units / (place.units or 1.0)), told, metrics or self.metrics, self.units)
+
+
+def part_loss(returned: Any, place: TermPlace) -> PartLoss:
+    """What a loss function returned for rows that are a part of a batch."""
+    if isinstance(returned, TermLosses | SeenLoss):
+        return returned.of_part(place)
+    loss, metrics = checked_loss(returned)
+    return PartLoss(loss, loss, metrics, place.units)
+
+
+def _summed(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    terms = [loss * weights[name] if weights[name] != 1.0 else loss for name, loss in losses.items()]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total

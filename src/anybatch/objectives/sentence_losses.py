@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch
 from anybatch.errors import BatchError, LossError
-from anybatch.objectives.coupled import Coupled
+from anybatch.objectives.objective import Coupled
 
 
 def sentence_transformers(loss: nn.Module) -> Coupled:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from anybatch.batches import Batch, num_rows
 from anybatch.errors import LossError
 from anybatch.objectives.metrics import Metrics, Number
-from anybatch.objectives.objective import Objective, Units, numbers_of
-from anybatch.objectives.part_losses import TermLosses
+from anybatch.objectives.objective import Objective, TermLosses, Units, numbers_of
 
 TermFunction = Callable[[nn.Module, Batch], "Mapping[str, Tensor] | tuple[Mapping[str, Tensor], Metrics]"]
 

@@ -210,7 +210,7 @@ class Accumulator:
 
     @split.setter
     def split(self, split: Split) -> None:
-        self._cutting.split = split
+        self._cutting.split = as_split(split)
 
     @property
     def workload(self) -> Workload:

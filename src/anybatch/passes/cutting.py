@@ -45,13 +45,13 @@ class Cutting:
         """The micro-batches of `batch`; a split that chooses by the work hears what it is first."""
         if isinstance(batch, MicroBatches):
             return self._given.cut(batch)
-        choose_for = getattr(self.split, "choose_for", None)
+        choose_for = self.split.choose_for
         if choose_for is not None:
             choose_for(workload(), batch)
         cut = meter.cut(self.split, batch, self.split.cut(batch))
         if not self._is_row_dim_known and len(cut) > 1:
             self._is_row_dim_known = True
-            if getattr(self.split, "reads_dim_0", False):
+            if self.split.reads_dim_0:
                 check_row_dim(workload().model, batch)
         return cut
 
@@ -80,13 +80,13 @@ class Cutting:
         """Cut in smaller micro-batches than `ran` from now on; where no rank can, False, or an error if `is_last`."""
         is_given = isinstance(batch.batch if isinstance(batch, Dealt) else batch, MicroBatches)
         before, size = self.split, None if ran is None or is_given else _size(self.split, ran)
-        bound: int = 0 if size is None else getattr(before, "bound", 0)
+        bound = 0 if size is None else before.bound
         found = None if ran is None else smaller(self._given if is_given else self.split, ran)
         if not ranks.any(found is not None):
             if not is_last:
                 return False
             where = "before the first micro-batch ran" if ran is None else _least(ran)
-            need = getattr(self.split, "need", None)
+            need = self.split.need
             predicted = "" if need is None else f" An update with one row needs {need}, as predicted."
             raise MemoryLimitError(
                 f"memory ran out {where} ({reason}).{predicted} Gradients, buffers and random state are as they were. Use "
@@ -116,16 +116,14 @@ class Cutting:
 
         What a split that chooses how batches run has to tell is told too.
         """
-        batch_ran = getattr(self.split, "batch_ran", None)
-        if batch_ran is not None:
-            batch_ran(ran)
-        for said in getattr(self.split, "news", list)():
+        self.split.batch_ran(ran)
+        for said in self.split.news():
             events.begin(Resize)
             events.end(Resize, split=said)
         if self._asked is None or ran is None or len(ran) == 1:
             return
         # a split that tunes may have run less than it was allowed
-        size: int | None = getattr(self.split, "bound", None) or _size(self.split, ran)
+        size = self.split.bound or _size(self.split, ran)
         following = 0 if size is None else self._way_back.succeed(size, self._free)
         if size is not None and following > size and self._grow(self._asked, following):
             events.begin(Resize)
@@ -133,7 +131,7 @@ class Cutting:
 
     def _grow(self, asked: Split, size: int) -> bool:
         """Cut in micro-batches of up to `size`, or as was asked where that is as much; False of a split that knows no sizes."""
-        resized = getattr(self.split, "resized", None)
+        resized = self.split.resized
         if size < self._way_back.highest:
             self.split = self.split if resized is None else resized(size)
             return resized is not None
@@ -145,7 +143,7 @@ class Cutting:
     def _as_before(self, split: Split, ran: MicroBatches | None) -> None:
         """Cut by `split` again, which cut `ran`: what did not fit in any size says nothing of sizes."""
         size = None if ran is None else _size(split, ran)
-        resized = getattr(split, "resized", None)
+        resized = split.resized
         # a split that changes itself is told the size that it had
         self.split = resized(size) if split is self.split and resized is not None and size is not None else split
         if self._asked is split:

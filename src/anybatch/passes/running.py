@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, get_args
 import torch
 from torch import nn
 
+from anybatch.batches import Split
 from anybatch.errors import ArgumentsError, LossError, ParallelError, UpdateError
 from anybatch.faces import called, did_you_mean, name_of, one_of
 from anybatch.objectives import Coupled, Objective
@@ -66,9 +67,9 @@ class Running:
                 f"noise={self.noise!r}: expected a whole number, such as 8 to measure one update in 8, or None."
             )
 
-    def sums_fp32(self, split: object) -> bool:
+    def sums_fp32(self, split: Split) -> bool:
         """True where gradients are summed in fp32; "auto" is what a split that knows the memory has chosen, else fp32."""
-        return (getattr(split, "sums", "fp32") if self.sums == "auto" else self.sums) == "fp32"
+        return (split.sums if self.sums == "auto" else self.sums) == "fp32"
 
     @property
     def drops(self) -> bool:

@@ -96,7 +96,7 @@ def laps_of(
     split: Split, batch: Batch, ran: MicroBatches, device: torch.device | None, *, is_timed: bool = True
 ) -> Laps:
     """A stopwatch if the split learns, and `batch` did not come cut already."""
-    learn, watching = getattr(split, "learn", None), getattr(split, "watching", None)
+    learn, watching = split.learn, split.watching
     if learn is None or isinstance(batch, MicroBatches):
         return UNTIMED
     if not is_timed:

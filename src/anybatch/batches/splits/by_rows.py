@@ -13,12 +13,12 @@ from anybatch.batches.cost import Cut
 from anybatch.batches.nesting import Batch
 from anybatch.batches.splits.belonging import Groups, groups_of
 from anybatch.batches.splits.collating import collated, samples_of
-from anybatch.batches.splits.micro_batches import MicroBatches
+from anybatch.batches.splits.micro_batches import MicroBatches, Split
 from anybatch.errors import SplitError
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Split):
     """At most `size` rows per micro-batch: ceil(rows / size) of them, near-equal, longer ones first.
 
     Tensors are cut into views: nothing is copied. With `collate`, a batch is a list of raw samples (a loader with

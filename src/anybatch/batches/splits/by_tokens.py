@@ -17,14 +17,12 @@ from anybatch.batches.padding import narrow
 from anybatch.batches.splits.belonging import Groups, groups_of
 from anybatch.batches.splits.by_rows import near_equal
 from anybatch.batches.splits.collating import collated, samples_of
-from anybatch.batches.splits.micro_batches import MicroBatches
+from anybatch.batches.splits.micro_batches import Learn, MicroBatches, Split
 from anybatch.batches.token_fields import TokenFields
 from anybatch.errors import SplitError
 
-Learn = Callable[[MicroBatches, Sequence[float | None]], None]
 
-
-class Tokens:
+class Tokens(Split):
     """At most `budget` tokens per micro-batch, padding included, cut so that the whole batch costs least.
 
     Rows of like length go together, whatever their order in the batch, and each micro-batch is padded to its own longest

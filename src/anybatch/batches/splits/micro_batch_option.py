@@ -4,10 +4,10 @@ from numbers import Integral
 from typing import Literal
 
 from anybatch.batches.splits.by_rows import Rows
-from anybatch.batches.splits.micro_batches import Split
+from anybatch.batches.splits.micro_batches import CutsBatches, Split, derived
 from anybatch.errors import SplitError
 
-MicroBatch = int | Split | Literal["auto"]
+MicroBatch = int | Split | CutsBatches | Literal["auto"]
 """A number of rows, a split, or "auto"."""
 
 
@@ -20,8 +20,8 @@ def as_split(micro_batch: MicroBatch) -> Split:
         from anybatch.memory import Fit
 
         return Fit(fastest=True)
-    if isinstance(micro_batch, Split) and not isinstance(micro_batch, type):
-        return micro_batch
+    if isinstance(micro_batch, CutsBatches) and not isinstance(micro_batch, type):
+        return derived(micro_batch)
     raise SplitError(
         f"micro_batch={micro_batch!r} is not a split: give a number of rows, such as 16, a split, such as Rows(16), "
         'Tokens(8192) or Fit("6GiB"), or "auto".'

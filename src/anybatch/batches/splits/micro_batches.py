@@ -1,6 +1,7 @@
-"""A batch already cut, and what cuts one: the protocols of splits."""
+"""Micro-batches, and the base class of the splits that make them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -68,44 +69,6 @@ class MicroBatches:
         return self.micro_batches[index]
 
 
-@runtime_checkable
-class Split(Protocol):
-    """A policy that cuts a batch; every row lands in exactly one micro-batch."""
-
-    def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`, in the order they run."""
-
-
-@runtime_checkable
-class SortingSplit(Split, Protocol):
-    """A split that puts rows together by what they hold, such as their length."""
-
-    def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
-        """As many rows as they came in each micro-batch, none of which needs more memory than the largest of `like`."""
-
-
-def is_in_arrival_order(cut: MicroBatches) -> bool:
-    """True where nobody has sorted the rows; those of a group may stand apart."""
-    if cut.cut is None:
-        return True
-    order = [number for numbers in cut.cut.rows for number in (numbers if cut.together == 1 else numbers[:1])]
-    return order == sorted(order)
-
-
-def in_arrival_order(split: Split, batch: Batch, cut: MicroBatches) -> MicroBatches:
-    """`cut`, which `split` made; cut anew where the split sorts rows."""
-    is_new = isinstance(split, SortingSplit) and not isinstance(batch, MicroBatches) and cut.cut is not None
-    return split.cut_in_arrival_order(batch, cut) if is_new else cut  # type: ignore[attr-defined]
-
-
-@runtime_checkable
-class LearningSplit(Split, Protocol):
-    """A split that wants to know how long its micro-batches took, to cut the next batch better."""
-
-    def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
-        """Called when the batch that was cut last has run; None stands for a micro-batch that was left out."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What runs on the micro-batches: all that the memory of an update depends on. The values are those of `Update`."""
@@ -120,17 +83,137 @@ class Workload:
     """What is looked at before the first batch is learnt from, as long as that is to be done."""
 
 
-@runtime_checkable
-class ChoosingSplit(Split, Protocol):
-    """A split that chooses its size by the model, the optimizer and the objective that will run."""
-
-    def choose_for(self, workload: Workload, batch: Batch) -> None:
-        """Choose the size for `batch`; called before each batch is cut."""
+Learn = Callable[[MicroBatches, Sequence[float | None]], None]
+"""Called when the batch that was cut last has run, with seconds per micro-batch; None stands for one that was left out."""
+ChooseFor = Callable[[Workload, Batch], None]
+Watching = Callable[[], AbstractContextManager[object]]
 
 
 @runtime_checkable
-class ShrinkingSplit(Split, Protocol):
-    """A split that knows how to make its micro-batches smaller when memory ran out."""
+class CutsBatches(Protocol):
+    """Anything that cuts batches: a `Split`, or a class of the user's own that has `cut`."""
+
+    def cut(self, batch: Batch) -> MicroBatches:
+        """The micro-batches of `batch`, in the order they run."""
+
+
+class Split:
+    """A policy that cuts a batch; every row lands in exactly one micro-batch.
+
+    A split of your own derives from it and has `cut`. All else has a default, and may be overridden.
+    """
+
+    __slots__ = ()
+
+    collate: Callable[[list[Any]], Batch] | None = None
+    """Collates the samples of a micro-batch, where batches are lists of raw samples."""
+    groups: Any = None
+    """Which rows belong together."""
+    batch_dim: int | None = None
+    """The dim that is the rows, where somebody said so."""
+
+    def cut(self, batch: Batch) -> MicroBatches:
+        """The micro-batches of `batch`, in the order they run."""
+        raise NotImplementedError(f"{type(self).__name__} has no cut(batch), which returns MicroBatches.")
+
+    def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
+        """As many rows as they came in each micro-batch, none larger than the largest of `like`; for splits that sort rows."""
+        return like
+
+    def shrink(self, ran: MicroBatches) -> "Split | None":
+        """The split to use after `ran`, which did not fit: micro-batches of about half the size; None if there is none."""
+        return None
+
+    def batch_ran(self, ran: MicroBatches | None) -> None:
+        """The batch that was cut last has run, in these micro-batches; None where memory ran out in it."""
+
+    def news(self) -> list[str]:
+        """Changes in how batches run since this was asked last, in words."""
+        return []
+
+    @property
+    def choose_for(self) -> ChooseFor | None:
+        """Called with the workload before each batch is cut, by a split that chooses its size by it."""
+        return None
+
+    @property
+    def learn(self) -> Learn | None:
+        """Called with the times of micro-batches; None where nobody need time them."""
+        return None
+
+    @property
+    def watching(self) -> Watching | None:
+        """Makes the context in which a batch runs, for a split that measures it."""
+        return None
+
+    @property
+    def resized(self) -> "Callable[[int], Split] | None":
+        """The same split with micro-batches of at most so much; None of a split that knows no sizes."""
+        return None
+
+    @property
+    def bound(self) -> int:
+        """The largest micro-batch that batches like the last one may be cut to; 0 if the split does not say."""
+        return 0
+
+    @property
+    def need(self) -> str | None:
+        """Memory that an update with a single row was predicted to take, in words."""
+        return None
+
+    @property
+    def reads_dim_0(self) -> bool:
+        """True where dim 0 is taken for the rows, and nobody said that it is."""
+        return False
+
+    @property
+    def sums(self) -> str:
+        """The dtype that gradients are summed in under `sums="auto"`: "fp32" or "param"."""
+        return "fp32"
+
+
+class OwnSplit(Split):
+    """A split of the user's own that does not derive from `Split`: its own attributes, and the defaults for the rest."""
+
+    def __init__(self, own: CutsBatches) -> None:
+        self.own = own
+
+    def __repr__(self) -> str:
+        return repr(self.own)
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__").get("own")
+        if name.startswith("__") or name in ("own", "shrink", "resized") or not hasattr(own, name):
+            return object.__getattribute__(self, name)
+        return getattr(own, name)
 
     def shrink(self, ran: MicroBatches) -> Split | None:
-        """The split to use after `ran`, which did not fit: micro-batches of about half the size; None if there is none."""
+        found = self.own.shrink(ran) if hasattr(self.own, "shrink") else None
+        return None if found is None else self._same_or_derived(found)
+
+    @property
+    def resized(self) -> Callable[[int], Split] | None:
+        own = getattr(self.own, "resized", None)
+        return None if own is None else lambda size: self._same_or_derived(own(size))
+
+    def _same_or_derived(self, found: CutsBatches) -> Split:
+        return self if found is self.own else derived(found)
+
+
+def derived(split: CutsBatches) -> Split:
+    """The split itself if it derives from `Split`, else wrapped so that it has all that a split may do."""
+    return split if isinstance(split, Split) else OwnSplit(split)
+
+
+def is_in_arrival_order(cut: MicroBatches) -> bool:
+    """True where nobody has sorted the rows; those of a group may stand apart."""
+    if cut.cut is None:
+        return True
+    order = [number for numbers in cut.cut.rows for number in (numbers if cut.together == 1 else numbers[:1])]
+    return order == sorted(order)
+
+
+def in_arrival_order(split: CutsBatches, batch: Batch, cut: MicroBatches) -> MicroBatches:
+    """`cut`, which `split` made; cut anew where the split sorts rows."""
+    is_final = isinstance(batch, MicroBatches) or cut.cut is None
+    return cut if is_final else derived(split).cut_in_arrival_order(batch, cut)

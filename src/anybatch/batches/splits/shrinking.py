@@ -7,12 +7,12 @@ from anybatch.batches.batch import num_rows, rows_to_cut, split_rows
 from anybatch.batches.cost import Cut
 from anybatch.batches.nesting import Batch
 from anybatch.batches.splits.by_rows import near_equal
-from anybatch.batches.splits.micro_batches import MicroBatches, ShrinkingSplit, Split
+from anybatch.batches.splits.micro_batches import CutsBatches, MicroBatches, Split, derived
 from anybatch.errors import BatchError
 
 
 @dataclass(frozen=True, slots=True)
-class AsGiven:
+class AsGiven(Split):
     """The split of batches that came cut already: it leaves them as they are."""
 
     def cut(self, batch: Batch) -> MicroBatches:
@@ -22,7 +22,7 @@ class AsGiven:
 
 
 @dataclass(frozen=True, slots=True)
-class CutFurther:
+class CutFurther(Split):
     """The micro-batches of another split, those of more than `size` rows cut further.
 
     >>> import torch
@@ -67,14 +67,15 @@ def size_that_ran(split: Split, ran: MicroBatches) -> int:
     return max(len(rows) for rows in ran.row_numbers)
 
 
-def smaller(split: Split, ran: MicroBatches) -> Split | None:
+def smaller(split: CutsBatches, ran: MicroBatches) -> Split | None:
     """The split to use after `ran`, which `split` cut, did not fit; None where no micro-batch can be made smaller.
 
     A split that has `shrink` says itself; the micro-batches of any other are cut in half, unless their rows belong together.
     """
     if ran.whole:
         return None
-    shrunk = split.shrink(ran) if isinstance(split, ShrinkingSplit) else None
+    split = derived(split)
+    shrunk = split.shrink(ran)
     if shrunk is not None or ran.together > 1:
         return shrunk
     try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from anybatch.batches.cost import Cost, best_cut
 from anybatch.batches.nesting import Batch, tensors
-from anybatch.batches.splits import MicroBatches, Rows, Tokens
+from anybatch.batches.splits import MicroBatches, Rows, Split, Tokens
 from anybatch.batches.tuning.search import LIMIT, Search, Trial, sizes_between
 from anybatch.errors import SplitError
 
@@ -38,7 +38,7 @@ class Choice:
         )
 
 
-class Auto:
+class Auto(Split):
     """Tries sizes on real updates, keeps the fastest, and looks again when rows change shape.
 
     `most` is the largest micro-batch allowed: a number of rows or `Rows(n)`; or `Tokens(budget, ...)`, whose budget is then

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from anybatch.batches.nesting import Batch
-from anybatch.batches.splits import MicroBatches, Rows
+from anybatch.batches.splits import MicroBatches, Rows, Split
 
 
-class Doubling:
+class Doubling(Split):
     """One row in the first batch, twice as many in each that follows, until memory runs out or `most` is reached.
 
     >>> import torch

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from anybatch.batches import Auto, Batch, Choice, MicroBatches, Rows, Tokens, in_arrival_order
+from anybatch.batches import Auto, Batch, Choice, MicroBatches, Rows, Split, Tokens, in_arrival_order
 from anybatch.errors import PlanError
 from anybatch.memory.predicting import Plan, RankedWay, recomputing_of
 from anybatch.memory.ranking.pass_times import Switch
@@ -32,7 +32,7 @@ class _Entrant:
         return sorted(self.rates)[len(self.rates) // 2]
 
 
-class WayContest:
+class WayContest(Split):
     """A split whose micro-batches run with checkpointing first, at the fastest size that fits so; then without it.
 
     The way with more rows per second stays. Checkpointing is on while a batch runs and off between batches: the model that is

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch.batches import Batch, children, is_array, num_rows
-from anybatch.objectives import FUNCTIONAL_RULES, ObservedMeans
+from anybatch.objectives import ObservedMeans
 from anybatch.proof.causes.experiments import Experiments
 
 IGNORED = (-100, 0, -1, 255, 1)
@@ -186,7 +186,7 @@ class _Weighted(ObservedMeans):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(self.units)
         result = super().__torch_function__(func, types, args, kwargs)
-        if func in FUNCTIONAL_RULES and len(self.units) > before:
-            weight = (kwargs or {}).get("weight", args[2] if len(args) > 2 else None)
-            self.is_weighted.append(isinstance(weight, Tensor))
+        if len(self.units) > before:
+            call = self.calls[-1]
+            self.is_weighted.append(call is not None and call.is_weighted)
         return result
