@@ -1,56 +1,30 @@
 """Which rows of the whole batch a micro-batch holds, for dropout that asks."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from anybatch.batches import Batch, Dealt, MicroBatches, num_rows
 from anybatch.dropout.keyed_dropout import Masks
+from anybatch.hooks import PassHook
 from anybatch.parallel import Ranks
 
 
-class RowNumbering(Protocol):
-    """Which rows of the whole batch each of its micro-batches holds, where dropout asks."""
-
-    def at(self, index: int) -> AbstractContextManager[object]:
-        """The block in which the model runs on one micro-batch."""
-
-    def of(self, lent: Batch) -> "RowNumbering":
-        """For a micro-batch of another rank, as the only one: it counts for nothing, so its rows have any numbers."""
-
-
-class Unnumbered:
-    """Nobody asks for rows: the model has no layer that was swapped."""
-
-    _nothing = nullcontext()
-
-    def at(self, index: int) -> AbstractContextManager[object]:
-        return self._nothing
-
-    def of(self, lent: Batch) -> "Unnumbered":
-        return self
-
-
-UNNUMBERED = Unnumbered()
-
-
-@dataclass(frozen=True, slots=True)
-class NumberedRows:
+@dataclass(frozen=True)
+class NumberedRows(PassHook):
     """The rows of each micro-batch of one batch, by their numbers in the whole of it."""
 
     masks: Masks
     row_numbers: tuple[tuple[int, ...], ...]
     devices: set[torch.device]
 
-    def at(self, index: int) -> AbstractContextManager[object]:
-        """The block in which the model runs on one micro-batch."""
-        return self.masks.at(self.row_numbers[index], self.devices)
+    def around_forward(self, micro_batch: int) -> AbstractContextManager[object]:
+        return self.masks.at(self.row_numbers[micro_batch], self.devices)
 
-    def of(self, lent: Batch) -> "NumberedRows":
+    def for_lent(self, lent: Batch) -> "NumberedRows":
         return replace(self, row_numbers=(tuple(range(num_rows(lent))),))
 
 

@@ -2,61 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from anybatch.noise.noise_scale import FEWEST_WINDOWS, NoiseScale, WindowNoise, noise_scale_of
-from anybatch.noise.pass_norms import UNMEASURED, NormSums, NotMeasured, PassMeter, PassNorms, Refused
+from anybatch.noise.pass_norms import ONE_MICRO_BATCH, NotMeasured, PassNorms
 
 MOST_WINDOWS = 100
 """Older ones are forgotten, because the noise scale grows while a model learns."""
-
-
-class NoiseRecord(Protocol):
-    """What an `Update` knows of the noise of its gradients."""
-
-    @property
-    def scale(self) -> NoiseScale | None:
-        """From the latest windows; None where there is a `reason`."""
-
-    @property
-    def reason(self) -> str | None:
-        """Why there is no noise scale."""
-
-    def meter(self, reason: str = "") -> PassMeter:
-        """Who looks at the next batch. `reason` says why nobody could."""
-
-    def add(self, found: NormSums | NotMeasured, norm: Any, *, applied: bool) -> None:
-        """One more update is over; `norm` is that of its gradient."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint holds of it."""
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from there."""
-
-
-class NotAsked:
-    """Nobody asked."""
-
-    scale = None
-    reason = "not measured: Update(..., noise=8) measures one update in 8"
-
-    def meter(self, reason: str = "") -> PassMeter:
-        return UNMEASURED
-
-    def add(self, found: NormSums | NotMeasured, norm: Any, *, applied: bool) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return None
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        pass
-
-
-NOT_ASKED = NotAsked()
 
 
 class NoiseHistory:
@@ -69,6 +23,8 @@ class NoiseHistory:
         self.windows: deque[WindowNoise] = deque(maxlen=MOST_WINDOWS)
         self._reason = ""
         self.scale: NoiseScale | None = None
+        self._hook: PassNorms | None = None
+        self._refusal = ""
 
     @property
     def reason(self) -> str | None:
@@ -77,12 +33,28 @@ class NoiseHistory:
             return None
         return self._reason or f"{count} of {FEWEST_WINDOWS} windows are measured, one update in {self._every}"
 
-    def meter(self, reason: str = "") -> PassMeter:
-        if self._num_updates % self._every:
-            return UNMEASURED
-        return Refused(reason) if reason else PassNorms(self._parameters())
+    @property
+    def is_due(self) -> bool:
+        """True if the next update is one to be measured."""
+        return self._num_updates % self._every == 0
 
-    def add(self, found: NormSums | NotMeasured, norm: Any, *, applied: bool) -> None:
+    def hook(self, *, hides_parts: str, is_sharded: bool, num_micro_batches: int) -> PassNorms | None:
+        """Give the hook that measures the next batch; None where it is not due, or why not is noted as the reason."""
+        self._hook, self._refusal = None, ""
+        if not self.is_due:
+            return None
+        if is_sharded and not hides_parts:
+            hides_parts = (
+                "a model sharded by fully_shard adds gradients up inside FSDP2, and no micro-batch's own is seen"
+            )
+        self._refusal = hides_parts or (ONE_MICRO_BATCH if num_micro_batches == 1 else "")
+        self._hook = None if self._refusal else PassNorms(self._parameters())
+        return self._hook
+
+    def add(self, norm: Any, *, applied: bool) -> None:
+        """Count one more update; `norm` is that of its gradient."""
+        found = NotMeasured(self._refusal) if self._hook is None else self._hook.found
+        self._hook, self._refusal = None, ""
         self._num_updates += 1
         if isinstance(found, NotMeasured):
             self._reason = found.reason or self._reason
@@ -91,7 +63,7 @@ class NoiseHistory:
             self._reason = ""
             self._estimate()
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any]:
         windows = [(one.row_noise, one.signal) for one in self.windows]
         return {"updates": self._num_updates, "windows": windows}
 
@@ -104,8 +76,3 @@ class NoiseHistory:
 
     def _estimate(self) -> None:
         self.scale = noise_scale_of(self.windows) if len(self.windows) >= FEWEST_WINDOWS else None
-
-
-def noise_record(every: int | None, parameters: Callable[[], Sequence[nn.Parameter]]) -> NoiseRecord:
-    """What is kept where one update in `every` is measured; nothing, where none is."""
-    return NOT_ASKED if every is None else NoiseHistory(every, parameters)

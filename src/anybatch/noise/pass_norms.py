@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, MicroBatches, Split, in_arrival_order, is_in_arrival_order
+from anybatch.batches import MicroBatches, is_in_arrival_order
 from anybatch.errors import BatchError
+from anybatch.hooks import PassHook
 from anybatch.noise.noise_scale import WindowNoise
 
 
@@ -38,63 +38,12 @@ class NotMeasured:
     """Why, where it was their turn."""
 
 
-class PassMeter(Protocol):
-    """Who sees the gradient of each pass of a batch."""
-
-    is_measuring: bool
-
-    def cut(self, split: Split, batch: Batch, cut: MicroBatches) -> MicroBatches:
-        """The micro-batches to run, where `split` made `cut`."""
-
-    def watching(self) -> AbstractContextManager[object]:
-        """The block in which backward passes run."""
-
-    def end_pass(self, *, is_kept: bool) -> None:
-        """A pass has run; False where its gradient was dropped."""
-
-    def numbers(self, cut: MicroBatches, units: Sequence[float]) -> list[float]:
-        """What is to be summed over ranks: as many numbers on each. `units` are those of this rank's micro-batches."""
-
-    def found(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> NormSums | NotMeasured:
-        """The result, from those sums and the batch's units; `factor()` makes what backward gave the batch's gradient."""
-
-
-class Refused:
-    """Nobody looks. `reason` says why not, where it is this batch's turn."""
-
-    is_measuring = False
-
-    def __init__(self, reason: str = "") -> None:
-        self._found = NotMeasured(reason)
-
-    def cut(self, split: Split, batch: Batch, cut: MicroBatches) -> MicroBatches:
-        return cut
-
-    def watching(self) -> AbstractContextManager[object]:
-        return _NOTHING
-
-    def end_pass(self, *, is_kept: bool) -> None:
-        pass
-
-    def numbers(self, cut: MicroBatches, units: Sequence[float]) -> list[float]:
-        return []
-
-    def found(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> NormSums | NotMeasured:
-        return self._found
-
-
-_NOTHING = nullcontext()
-UNMEASURED = Refused()
-
-
-class PassNorms:
+class PassNorms(PassHook):
     """Norms of the passes of one batch, whose rows are cut in the order in which they came.
 
     Rows that a split sorted by length make strata: differences between micro-batches would count as noise of rows. Norms stay
     on the device until `numbers`, which waits for it; a gradient is looked at as it passes, and no copy is kept.
     """
-
-    is_measuring = True
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -102,12 +51,10 @@ class PassNorms:
         self._passes: list[list[Tensor]] = []
         self._is_whole = True
         """False once a parameter's gradient came in parts, as reentrant checkpointing has it: the square of none is its own."""
-
-    def cut(self, split: Split, batch: Batch, cut: MicroBatches) -> MicroBatches:
-        return in_arrival_order(split, batch, cut)
+        self.found: NormSums | NotMeasured = NotMeasured()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def around_counted(self) -> Iterator[None]:
         self._seen, self._passes = {}, []
         hooks = [
             parameter.register_hook(partial(self._see, number))
@@ -120,7 +67,7 @@ class PassNorms:
             for hook in hooks:
                 hook.remove()
 
-    def end_pass(self, *, is_kept: bool) -> None:
+    def after_pass(self, micro_batch: int, *, is_kept: bool, reports: bool) -> None:
         if is_kept:
             self._passes.append(list(self._seen.values()))
         self._seen = {}
@@ -134,7 +81,10 @@ class PassNorms:
             rows, is_sound = 0, False
         return [squares if is_sound else math.nan, sum(one * one for one in units), rows]
 
-    def found(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> NormSums | NotMeasured:
+    def receive(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> None:
+        self.found = self._found(totals, units, factor)
+
+    def _found(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> NormSums | NotMeasured:
         squares, unit_squares, rows = totals
         squares *= factor() ** 2
         if not math.isfinite(squares):

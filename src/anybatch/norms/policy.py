@@ -1,16 +1,17 @@
 """What BatchNorm does when a batch is cut: exact, by micro-batch, or frozen; and the warning where nobody chose."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
 from anybatch.batches import MicroBatches
 from anybatch.errors import levels_to_the_caller
+from anybatch.hooks import PassHook
 from anybatch.norms.layers import Layers, batch_norms, instance_norms, uses_batch_statistics
-from anybatch.norms.spectral_norms import NO_POWER, PowerSteps, Rewound, spectral_norms
-from anybatch.norms.statistics import AS_IS, Frozen, Merged, Statistics, frozen
+from anybatch.norms.spectral_norms import Rewound, spectral_norms
+from anybatch.norms.statistics import Frozen, Merged, frozen
 from anybatch.options import BatchNorm
 from anybatch.parallel import Ranks
 from anybatch.torch_inside import NormLayer
@@ -22,24 +23,21 @@ class NormPolicy:
     InstanceNorm's running statistics and the power iterations of spectral norm advance once per batch, whatever the mode.
     """
 
-    def __init__(self, model: nn.Module, mode: BatchNorm | None) -> None:
+    def __init__(self, model: nn.Module, mode: BatchNorm | None, *, is_told: bool = False) -> None:
         self.mode = mode
-        self._is_told = mode is not None
-        self.look_at(model)
-
-    def look_at(self, model: nn.Module) -> None:
-        """Find the layers of the model as it is now."""
+        self.is_told = is_told or mode is not None
         self._layers = batch_norms(model)
         self._instances = instance_norms(model)
         self._spectral = spectral_norms(model)
 
+    @property
+    def is_needed(self) -> bool:
+        """True if the model has a layer that this is about."""
+        return bool(self._layers or self._instances or self._spectral)
+
     def knows(self, module: nn.Module, buffer: str) -> bool:
         """True of a buffer that advances once per batch."""
         return isinstance(module, NormLayer) or any((module, buffer) in layer.slots for layer in self._spectral)
-
-    def power(self) -> PowerSteps:
-        """What makes the power iterations of the next batch one for all its micro-batches."""
-        return Rewound(self._spectral) if self._spectral else NO_POWER
 
     def touched(self, *, is_cut: bool) -> Layers:
         """The layers whose statistics the cut touches: none where the batch is one micro-batch, or the model has none."""
@@ -51,11 +49,18 @@ class NormPolicy:
         """The InstanceNorm layers whose running statistics the cut touches."""
         return {name: layer for name, layer in self._instances.items() if layer.training} if is_cut else {}
 
-    def statistics(self, layers: Layers, averaging: Layers, ranks: Ranks, meet: Callable[[], None]) -> Statistics:
-        """What these layers do while micro-batches run one by one; `meet` is called before ranks exchange statistics."""
-        if self.mode != "frozen":
-            return Merged({**layers, **averaging}, ranks, meet) if layers or averaging else AS_IS
-        return Merged(averaging, ranks, meet, resting=layers) if averaging else Frozen(layers) if layers else AS_IS
+    def hooks(
+        self, layers: Layers, averaging: Layers, ranks: Ranks, meet: Callable[[], None], *, is_cut: bool
+    ) -> Iterator[PassHook]:
+        """Give the hooks of a batch whose cut touches these layers; `meet` is called before ranks exchange statistics."""
+        if self.mode != "frozen" and (layers or averaging):
+            yield Merged({**layers, **averaging}, ranks, meet)
+        elif averaging:
+            yield Merged(averaging, ranks, meet, resting=layers)
+        elif layers:
+            yield Frozen(layers)
+        if self._spectral and is_cut:
+            yield Rewound(self._spectral)
 
     def alone(self) -> AbstractContextManager[object]:
         """The block in which one micro-batch can run by itself, to be looked at; a single row has no statistics of its own."""
@@ -64,9 +69,9 @@ class NormPolicy:
 
     def warn_once(self, layers: Layers, cut: MicroBatches, num_micro_batches: int) -> None:
         """Say what nobody chose: that each micro-batch has statistics of its own."""
-        if self._is_told or not layers:
+        if self.is_told or not layers:
             return
-        self._is_told = True
+        self.is_told = True
         most = max(len(rows) for rows in cut.row_numbers)
         warnings.warn(
             f"{len(layers)} BatchNorm layers in training mode see this batch as {num_micro_batches} micro-batches of at most "

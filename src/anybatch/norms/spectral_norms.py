@@ -1,15 +1,16 @@
 """Spectral norm: a power iteration that steps in every forward, and is to step once per batch, however it is cut."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from anybatch.errors import UpdateError
+from anybatch.hooks import NOTHING, PassHook
 from anybatch.torch_inside import SpectralNormWeight, buffers_of, is_in_backward, pre_hooks_of
 
 
@@ -43,32 +44,7 @@ def spectral_norms(model: nn.Module) -> tuple[SpectralLayer, ...]:
     return tuple(found)
 
 
-class PowerSteps(Protocol):
-    """The power iterations of one batch: every micro-batch finds them where the batch's first one did."""
-
-    def begin(self) -> None:
-        """A micro-batch starts, alone, for the first or the second time."""
-
-    def in_lockstep(self, current: Callable[[], int]) -> AbstractContextManager[object]:
-        """The block in which forwards are under way at the same time; `current()` is the one that runs."""
-
-
-class NoPower:
-    """No weight is under spectral norm."""
-
-    _nothing = nullcontext()
-
-    def begin(self) -> None:
-        pass
-
-    def in_lockstep(self, current: Callable[[], int]) -> AbstractContextManager[object]:
-        return self._nothing
-
-
-NO_POWER = NoPower()
-
-
-class Rewound:
+class Rewound(PassHook):
     """The iterations depend on the weights alone, so from the same start each micro-batch takes the same steps.
 
     After the last one they are where one forward of the whole batch leaves them.
@@ -77,16 +53,19 @@ class Rewound:
     def __init__(self, layers: Sequence[SpectralLayer]) -> None:
         self._layers = layers
         self._start = [_Moment.of(layer) for layer in layers]
+        self._is_in_lockstep = False
 
-    def begin(self) -> None:
-        for moment in self._start:
+    def around_forward(self, micro_batch: int) -> AbstractContextManager[object]:
+        for moment in () if self._is_in_lockstep else self._start:
             moment.put_back()
+        return NOTHING
 
     @contextmanager
     def in_lockstep(self, current: Callable[[], int]) -> Iterator[None]:
         """Forwards take turns in mid-way, so each call is rewound to where the first forward made the same call."""
         turns = [_Turns(layer, getattr(layer.owner, layer.method), current) for layer in self._layers]
         before = [layer.owner.__dict__.get(layer.method) for layer in self._layers]
+        self._is_in_lockstep = True
         try:
             for layer, turn in zip(self._layers, turns, strict=True):
                 layer.owner.__dict__[layer.method] = turn

@@ -1,72 +1,30 @@
 """Whose statistics BatchNorm layers use where micro-batches run one by one: their own, the running ones, or merged ones."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
 from anybatch.errors import BatchError, UpdateError
+from anybatch.hooks import PassHook
 from anybatch.norms.layers import Call, Layers, replaced
 from anybatch.norms.pooling import MeanAndVariance, nothing, pool, pool_over_ranks, update_running
 from anybatch.parallel import Ranks
 from anybatch.torch_inside import BatchNormLayer, NormLayer
 
 
-class Statistics(Protocol):
-    """What BatchNorm layers do while the passes of a batch run."""
-
-    def around(self) -> AbstractContextManager[object]:
-        """The block of all passes of a batch."""
-
-    def counted(self) -> AbstractContextManager[object]:
-        """The block of those passes that move running statistics: each micro-batch is in it once."""
-
-    def begin(self) -> None:
-        """The next micro-batch starts."""
-
-    def forget(self) -> None:
-        """The micro-batch that ran last does not count: it was dropped, or ran because other ranks run."""
-
-    @property
-    def sees_all(self) -> bool:
-        """True where rows without a target count too: they are in the statistics of the whole batch."""
-
-
-class AsIs:
-    """The layers are left alone: no cut touches them."""
-
-    sees_all = False
-    _nothing = nullcontext()
-
-    def around(self) -> AbstractContextManager[object]:
-        return self._nothing
-
-    def counted(self) -> AbstractContextManager[object]:
-        return self._nothing
-
-    def begin(self) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-
-AS_IS = AsIs()
-
-
-class Frozen(AsIs):
+class Frozen(PassHook):
     """The layers normalise by their running statistics and leave them alone, as in eval mode."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
 
-    def around(self) -> AbstractContextManager[object]:
+    def around_batch(self) -> AbstractContextManager[object]:
         return frozen(self._layers)
 
 
-class Merged(AsIs):
+class Merged(PassHook):
     """Each micro-batch has its own statistics; after the passes that count, the running ones get the big batch's update.
 
     Merged are mean and variance of the activations as they were, each micro-batch normalised by itself; of InstanceNorm, whose
@@ -74,7 +32,7 @@ class Merged(AsIs):
     statistics as they were. `meet` is called before ranks tell each other theirs. Meanwhile `resting` layers are frozen.
     """
 
-    sees_all = True
+    needs_all_rows = True
 
     def __init__(self, layers: Layers, ranks: Ranks, meet: Callable[[], None], resting: Layers | None = None) -> None:
         self._layers = layers
@@ -83,11 +41,11 @@ class Merged(AsIs):
         self._meet = meet
         self._merging = Merging({}, ranks)
 
-    def around(self) -> AbstractContextManager[object]:
+    def around_batch(self) -> AbstractContextManager[object]:
         return frozen(self._resting)
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def around_counted(self) -> Iterator[None]:
         self._merging = merging = Merging(self._layers, self._ranks)
         try:
             with replaced(self._layers, merging.compute):
@@ -98,10 +56,10 @@ class Merged(AsIs):
             raise
         merging.close()
 
-    def begin(self) -> None:
+    def before_pass(self) -> None:
         self._merging.begin()
 
-    def forget(self) -> None:
+    def discard_pass(self) -> None:
         self._merging.forget()
 
 

@@ -57,7 +57,7 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class Reduced(Sync):
     """DDP's reducer averages in the last backward pass, while it runs; the others run in `no_sync`, forward and backward."""
 
     modules: tuple[DistributedDataParallel, ...]
@@ -96,7 +96,7 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucketed:
+class Bucketed(Sync):
     """DDP synchronises no pass; gradients are summed over ranks in buckets, at the close."""
 
     modules: tuple[DistributedDataParallel, ...]

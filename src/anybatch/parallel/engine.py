@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -48,6 +48,9 @@ class Sync(Protocol):
     def forget(self) -> None:
         """Drop what an error left half-done."""
 
+    def give_zeros(self, plan: Any, tools: Any) -> None:
+        """Give zero gradients to sharded parameters that only micro-batches without targets use."""
+
 
 class Engine(Protocol):
     """How one model's gradients come together over its ranks."""
@@ -73,14 +76,14 @@ class Engine(Protocol):
         """
 
 
-class Alone:
+class Alone(Sync):
     """One process, as an engine and as its synchronisation: it synchronises nothing, and costs nothing."""
 
     ranks = ONE_PROCESS
     is_even = False
     overwrites = False
-    factor = 1.0
-    is_shared = False
+    factor = 1.0  # type: ignore[assignment]  # plain values are the quickest to read
+    is_shared = False  # type: ignore[assignment]
     _passing = nullcontext()
 
     def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> "Alone":

@@ -38,7 +38,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered:
+class Scattered(Sync):
     """FSDP2 averages over ranks in the last backward pass; before it each rank adds up whole gradients of its own."""
 
     roots: tuple[Any, ...]
@@ -74,9 +74,14 @@ class Scattered:
     def forget(self) -> None:
         _forget(self.roots)
 
+    def give_zeros(self, plan: Any, tools: Any) -> None:
+        from anybatch.passes.schedules.sharded_zeros import give_zeros
+
+        give_zeros(plan, tools)
+
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(Sync):
     """Whole parameters lie on every rank from the first forward of a batch to its end, where FSDP2 averages and frees them.
 
     Forward and backward send nothing in between, so ranks may run as many as they have. Whole gradients add up in the dtype

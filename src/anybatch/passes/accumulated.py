@@ -1,7 +1,8 @@
 """What a batch leaves behind, beside its gradient: of all its rows, the same on every rank."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -9,7 +10,6 @@ from torch import Tensor
 from anybatch.batches import Cut, MicroBatches
 from anybatch.faces import facts_table, html_block, one_line
 from anybatch.gradients import shares_of, weighted_sum
-from anybatch.noise import UNMEASURED, NormSums, NotMeasured
 from anybatch.objectives import Metrics, PerRow, combine, on_host
 from anybatch.parallel import Ranks
 from anybatch.passes.batch_plan import BatchPlan
@@ -32,8 +32,6 @@ class Accumulated:
     """Numbers of the micro-batches that were not finite and left out."""
     retries: int = 0
     """How often memory ran out and the batch was started again, in smaller micro-batches."""
-    norms: NormSums | NotMeasured = field(default=NotMeasured())
-    """The norms of its micro-batches' gradients, where an `Update` measures noise."""
     is_empty: bool = False
     """True of a mean over no units: there was nothing to learn, and the gradient is zeros."""
 
@@ -52,17 +50,21 @@ class Accumulated:
 def result_of(plan: BatchPlan, outcome: Outcome, tools: Tools) -> Accumulated:
     """The result of a batch, from what its passes left on this rank and on the others."""
     loss, ranks = _loss_of(plan, outcome), tools.ranks
-    norms = tools.meter.numbers(plan.cut, [part.units for part in outcome.parts])
+    own = [hook.numbers(plan.cut, [part.units for part in outcome.parts]) for hook in tools.hooks]
+    totals = list(chain.from_iterable(own))
     if all(part.micro_batch is None for part in outcome.parts) and outcome.parts:
         rows = _rows_of_all(plan, outcome, ranks)
         result = _result(plan, outcome, loss, rows, [0])
     elif ranks.size == 1:
         result = _result(plan, outcome, loss, plan.cut, [part.micro_batch or 0 for part in outcome.parts])
     else:
-        result, norms = _over_ranks(plan, outcome, loss, ranks, norms)
-    units = result.units
-    found = tools.meter.found(norms, units, lambda: plan.left_over(units) / tools.start.multiplier())
-    return replace(result, norms=found) if tools.meter is not UNMEASURED else result
+        result, totals = _over_ranks(plan, outcome, loss, ranks, totals)
+    units, summed = result.units, iter(totals)
+    for hook, numbers in zip(tools.hooks, own, strict=True):
+        if numbers:
+            sums = [next(summed) for _ in numbers]
+            hook.receive(sums, units, lambda: plan.left_over(units) / tools.start.multiplier())
+    return result
 
 
 def _result(

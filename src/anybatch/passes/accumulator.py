@@ -1,29 +1,28 @@
 """The accumulator: a batch in, its exact gradient in `.grad`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, MicroBatch, MicroBatches, Split, Workload, as_split
-from anybatch.dropout import Masks, hold_numbers, masks_of
+from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Split, Workload, as_split
 from anybatch.errors import MemoryLimitError
 from anybatch.events import SILENT, Events, Observer, Retry, events_for
 from anybatch.gradients import GradientSum, check_hooks
-from anybatch.noise import NOT_ASKED, NoiseRecord
-from anybatch.norms import NO_POWER, Layers, NormPolicy
+from anybatch.hooks import PassHook
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload
-from anybatch.parallel import engine_for
 from anybatch.passes.accumulated import Accumulated
-from anybatch.passes.agreement import OwnRows, own_rows, plan_batch, size_of
+from anybatch.passes.agreement import OwnRows, count_rows, has_rows, plan_batch, size_of
 from anybatch.passes.barrier import Barrier, memory_is_final
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.cutting import Cutting
-from anybatch.passes.forward_pass import ForwardPass, ahead_of, is_there, rows_of
+from anybatch.passes.forward_pass import ForwardPass, ahead_of, is_there
 from anybatch.passes.run_batch import effect_on_loss, run
 from anybatch.passes.running import (
     Option,
@@ -36,9 +35,10 @@ from anybatch.passes.running import (
     passes_fp16,
     says_what_to_write,
 )
-from anybatch.passes.schedules import schedule_for, why_unmeasured
-from anybatch.passes.timing import laps_of
-from anybatch.passes.tools import TRUSTING, Dropping, Schedule, StartGradient, Tools
+from anybatch.passes.schedules import schedule_for
+from anybatch.passes.timing import stopwatch_for
+from anybatch.passes.tools import Dropping, Schedule, StartGradient, Tools
+from anybatch.plugins import engine_of, masks_in, noise_history, norm_policy, row_numbers
 from anybatch.state import (
     BatchState,
     Held,
@@ -51,6 +51,10 @@ from anybatch.state import (
     tracking_layers,
     until_it_fits,
 )
+
+if TYPE_CHECKING:
+    from anybatch.dropout import Masks
+    from anybatch.noise import NoiseHistory
 
 
 class Accumulator:
@@ -114,23 +118,23 @@ class Accumulator:
             prefetch=prefetch,
             on_nonfinite="drop" if drop_nonfinite else "raise",
         )
-        self.engine = engine_for(model, reshard=self.running.reshard)
+        self.engine = engine_of(model, reshard=self.running.reshard)
         self.model = model
         self.objective = objective
         self._cutting = Cutting(as_split(micro_batch), lambda: free_bytes(common_device(self.parameters())))
         self.observer = observer
         self.parameters = model.parameters if parameters is None else parameters
         self.keep_fp32 = keep_fp32
-        self.norms = NormPolicy(model, self.running.batch_norm)
+        self.norms = norm_policy(model, self.running.batch_norm)
         self._optimizer = optimizer
-        self.noise: NoiseRecord = NOT_ASKED  # an `Update` puts in what keeps the noise of its gradients
+        self.noise = noise_history(self.running.noise, self._stepped)
         self.check: Check = "off"  # an `Update` says what it is yet to look at
         check_drops(self.running, objective, self.engine)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
-        self._state = BatchState([model, *own_loss], lambda: self.norms.look_at(model))
+        self._state = BatchState([model, *own_loss], self._look_at_modules)
         self._file = TensorFile()
         self._proven_size = 0
-        self._forget_masks: Callable[[], None] = hold_numbers(())
+        self._num_masks = 0
 
     def backward(
         self, batch: Batch, *, scaler: GradScaler | None = None, before: Snapshot | None = None
@@ -145,8 +149,8 @@ class Accumulator:
         were before the call, which `before` says, where `before_batch` was asked already.
         """
         before = before or self.before_batch()
-        for masks in self._row_masks:
-            masks.begin()
+        if self._masks is not None:
+            self._masks.begin()
         try:
             return self._until_it_fits(batch, scaler, before)
         except BaseException:
@@ -156,13 +160,20 @@ class Accumulator:
     def before_batch(self) -> Snapshot:
         """What a batch may change beside gradients, to go back to: buffers, and torch's random state."""
         before = once_more(self._state.snapshot)
-        self._forget_masks = hold_numbers(self._row_masks)
+        self._num_masks = 0 if self._masks is None else self._masks.update
         return before
 
     def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
         """Make buffers what they were before a batch that teaches nothing; its rows draw the same masks again."""
         self._state.forget(buffers)
-        self._forget_masks()
+        if self._masks is not None:
+            self._masks.update = self._num_masks
+
+    def end_update(self, grad_norm: Tensor, *, applied: bool) -> "NoiseHistory | None":
+        """Record the noise of the gradient of an update that is over, and return the record; None without one."""
+        if self.noise is not None:
+            self.noise.add(grad_norm, applied=applied)
+        return self.noise
 
     def _until_it_fits(self, batch: Batch, scaler: GradScaler | None, before: Snapshot) -> Accumulated:
         events = events_for(self.observer)
@@ -201,7 +212,14 @@ class Accumulator:
     def _look(self, plan: BatchPlan, tools: Tools, before: Snapshot) -> None:
         if len(plan.passes) > 1:
             effect = partial(effect_on_loss, plan, tools, self._state, before)
-            self._state.tell_moving(self.norms.knows, len(plan.passes), effect)
+            knows = self.norms.knows if self.norms is not None else lambda module, buffer: False
+            self._state.tell_moving(knows, len(plan.passes), effect)
+
+    def _stepped(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer steps; without one, all whose gradients are summed."""
+        if self._optimizer is None:
+            return list(self.parameters())
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @property
     def split(self) -> Split:
@@ -225,28 +243,36 @@ class Accumulator:
         parameters = [*self.parameters(), *self.objective.parameters()]
         device = common_device(parameters) or common_device(self.model.parameters())
         autocast = autocast_context(self.running.autocast, device)
-        layers: Layers = {}
-        averaging: Layers = {}
-
-        def choose(is_cut: bool) -> Schedule:
-            nonlocal layers, averaging
-            layers, averaging = self.norms.touched(is_cut=is_cut), self.norms.averaging(is_cut=is_cut)
-            return given or schedule_for(self.objective, layers, averaging, self.running, self._file)
-
-        plan, schedule = plan_batch(
+        ranks, error = self.engine.ranks, None
+        try:
+            own = once_more(lambda: self._own_rows(batch, parameters))
+        except Exception as raised:
+            if ranks.size == 1:
+                raise
+            own, error = OwnRows(), raised  # the other ranks are told before it is raised
+        is_cut = ranks.size > 1 or own.num_micro_batches > 1
+        norms = self.norms
+        layers = {} if norms is None else norms.touched(is_cut=is_cut)
+        averaging = {} if norms is None else norms.averaging(is_cut=is_cut)
+        schedule = given or schedule_for(self.objective, layers, averaging, self.running, self._file)
+        plan = plan_batch(
             self.engine,
-            lambda: once_more(lambda: self._count(batch, parameters)),
-            choose,
+            own,
+            schedule,
             underflows=scaler is None and passes_fp16(parameters, autocast),
             proven_size=self._proven_size,
             num_terms=len(self.objective.terms),
+            error=error,
         )
-        self.norms.warn_once(layers, plan.cut, plan.num_micro_batches)
-        meter = self.noise.meter(why_unmeasured(plan, schedule, self.engine))
         needs = schedule.needs(self.engine)
         sync = self.engine.sync(needs, is_proven=plan.is_proven, leaves_out=plan.num_left_out > 0)
-        ranks = self.engine.ranks
         barrier = Barrier(ranks, is_over=ranks.size == 1 or needs.even_passes or needs.one_collective)
+        hooks = list(self._noise_hooks(plan, schedule)) or list(self._stopwatch(batch, plan, device))
+        if norms is not None:
+            norms.warn_once(layers, plan.cut, plan.num_micro_batches)
+            hooks[:0] = norms.hooks(layers, averaging, ranks, barrier.hold, is_cut=len(plan.cut) > 1)
+        if self._masks is not None:
+            hooks.append(row_numbers(self._masks, self.model, plan.cut, batch, ranks))
         drops = self.running.drops and not plan.is_empty
         tools = Tools(
             forward=ForwardPass(
@@ -255,8 +281,7 @@ class Accumulator:
                 device=None if is_there(plan.cut[0], device) else device,
                 ahead=ahead_of(plan, device, self.running),
                 autocast=autocast,
-                rows=rows_of(self._row_masks, self.model, plan.cut, batch, ranks),
-                power=self.norms.power() if len(plan.cut) > 1 else NO_POWER,
+                hooks=tuple(hooks),
                 events=events,
             ),
             gradients=GradientSum(
@@ -267,32 +292,52 @@ class Accumulator:
                 copies=self.engine.overwrites,
             ),
             sync=sync,
-            statistics=self.norms.statistics(layers, averaging, ranks, barrier.hold),
+            hooks=tuple(hooks),
             start=StartGradient(sync.factor, scaler),
             events=events,
-            finite=Dropping(self.model, tracking_layers(self.model)) if drops else TRUSTING,
+            dropping=Dropping(self.model, tracking_layers(self.model)) if drops else None,
             barrier=barrier,
-            laps=laps_of(self.split, batch, plan.cut, device, is_timed=not meter.is_measuring),
-            meter=meter,
             ranks=ranks,
             is_even=needs.even_passes,
         )
         return plan, schedule, tools
 
-    def _count(self, batch: Batch, parameters: list[nn.Parameter]) -> OwnRows:
-        def cut_rows(rows: Batch) -> MicroBatches:
-            cut = self._cutting.cut(rows, lambda: self.workload, self.noise.meter())
+    def _own_rows(self, batch: Batch, parameters: list[nn.Parameter]) -> OwnRows:
+        """Cut this rank's rows and count their units."""
+        is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
+        rows = batch.batch if isinstance(batch, Dealt) else batch
+        cut = None
+        if self.engine.ranks.size == 1 or not (is_stand_in or not has_rows(rows)):
+            is_measured = self.noise is not None and self.noise.is_due
+            cut = self._cutting.cut(rows, lambda: self.workload, as_they_came=is_measured)
             check_hooks(parameters, self.model.named_parameters, len(cut))
-            return cut
+        return count_rows(self.objective, self.model, cut, is_stand_in=is_stand_in)
 
-        return own_rows(self.objective, self.model, self.engine.ranks, batch, cut_rows)
+    def _noise_hooks(self, plan: BatchPlan, schedule: Schedule) -> Iterator[PassHook]:
+        if self.noise is not None:
+            found = self.noise.hook(
+                hides_parts=schedule.hides_parts,
+                is_sharded=self.engine.is_even,
+                num_micro_batches=plan.num_micro_batches,
+            )
+            yield from () if found is None else (found,)
+
+    def _stopwatch(self, batch: Batch, plan: BatchPlan, device: torch.device | None) -> Iterator[PassHook]:
+        found = stopwatch_for(self.split, batch, plan.cut, device)
+        yield from () if found is None else (found,)
+
+    def _look_at_modules(self) -> None:
+        """Find the normalisation layers of the model as it is now."""
+        self.norms = norm_policy(self.model, self.running.batch_norm, self.norms)
 
     @cached_property
-    def _row_masks(self) -> tuple[Masks, ...]:
-        """What the model's swapped dropout layers share: nothing, or one. Looked for once, at the first batch."""
-        return tuple(found for found in [masks_of(self.model)] if found is not None)
+    def _masks(self) -> "Masks | None":
+        """The masks of the model's swapped dropout layers. Looked for once, at the first batch."""
+        return masks_in(self.model)
 
     def _can_start_again(self) -> bool:
         """False where a rank that fails amid collectives cannot tell the others: it starts nothing again alone."""
-        is_exact = self.running.batch_norm == "exact" and bool(self.norms.touched(is_cut=True))
+        is_exact = (
+            self.running.batch_norm == "exact" and self.norms is not None and bool(self.norms.touched(is_cut=True))
+        )
         return self.engine.ranks.size == 1 or not (self.engine.is_even or is_exact)

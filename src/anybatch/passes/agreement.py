@@ -1,13 +1,13 @@
 """What ranks agree on before the first forward of a batch: denominator first, over all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from anybatch.batches import Batch, Cut, Dealt, MicroBatches, move, tensors
+from anybatch.batches import Batch, Cut, MicroBatches, move, tensors
 from anybatch.errors import BatchError, ParallelError
 from anybatch.objectives import Coupled, Objective, count_terms
 from anybatch.options import Reduction
@@ -21,12 +21,17 @@ from anybatch.passes.tools import Schedule
 class OwnRows:
     """What one rank has of a batch: cut, and its units counted."""
 
-    cut: MicroBatches | None
+    cut: MicroBatches | None = None
     """None where it has no rows."""
-    units: Sequence[float]
-    reduction: Reduction
+    units: Sequence[float] = ()
+    reduction: Reduction = "mean"
     terms: Sequence[Sequence[float]] = ()
     """What each term of a loss of several means divides by, for each micro-batch."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number of micro-batches of this rank; 0 where it has no rows."""
+        return 0 if self.cut is None else len(self.cut)
 
     def counted(self, layout: Layout) -> list[int]:
         """The micro-batches that count for something, and so run."""
@@ -55,20 +60,13 @@ def has_rows(batch: Batch) -> bool:
     return not counts or any(counts)
 
 
-def own_rows(
-    objective: Objective | Coupled,
-    model: nn.Module,
-    ranks: Ranks,
-    batch: Batch,
-    cut_rows: Callable[[Batch], MicroBatches],
+def count_rows(
+    objective: Objective | Coupled, model: nn.Module, cut: MicroBatches | None, *, is_stand_in: bool
 ) -> OwnRows:
-    """This rank's micro-batches and their units. A stand-in for no rows is a mean over nothing, of a sum too."""
+    """Count the units of this rank's micro-batches. A stand-in for no rows is a mean over nothing, of a sum too."""
     reduction = objective.reduction if objective.reduction_for is None else objective.reduction_for(model)
-    is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
-    rows = batch.batch if isinstance(batch, Dealt) else batch
-    if ranks.size > 1 and (is_stand_in or not has_rows(rows)):
+    if cut is None:
         return OwnRows(cut=None, units=(), reduction=reduction)
-    cut = cut_rows(rows)
     units = units_of(objective, model, cut)
     each = [count_terms(objective.terms, part) for part in cut.micro_batches] if objective.terms else []
     if is_stand_in:
@@ -84,18 +82,19 @@ def size_of(micro_batch: Batch) -> int:
 
 def plan_batch(
     engine: Engine,
-    count: Callable[[], OwnRows],
-    schedule_for: Callable[[bool], Schedule],
+    own: OwnRows,
+    schedule: Schedule,
     *,
     underflows: bool,
     proven_size: int,
     num_terms: int = 0,
-) -> tuple[BatchPlan, Schedule]:
-    """Cut and count on every rank, sum the units in one small collective, and lay out this rank's passes.
+    error: Exception | None = None,
+) -> BatchPlan:
+    """Sum the units over all ranks in one small collective, and lay out this rank's passes.
 
-    An error in `count` is raised on every rank. `schedule_for(is_cut)` says how the batch will run; a batch on several ranks is
-    always cut. Where the ranks have to run evenly, each runs as many passes as the one with the most. A rank with nothing that
-    counts borrows a micro-batch, to run it with share 0, because it has to take part in what all ranks do.
+    `error` is what cutting or counting raised on this rank: then every rank raises. Where the ranks have to run evenly, each
+    runs as many passes as the one with the most. A rank with nothing that counts borrows a micro-batch, to run it with share
+    0, because it has to take part in what all ranks do.
 
     Where gradients are fp16 and nothing scales the loss, shares of the whole batch would underflow in backward (measured: 0.23
     off at 64 micro-batches). There (`underflows`) the largest micro-batch has share 1, and the rest is divided out at the
@@ -103,23 +102,18 @@ def plan_batch(
     """
     ranks = engine.ranks
     if ranks.size == 1:
-        own = count()
-        assert own.cut is not None
-        schedule = schedule_for(len(own.cut) > 1)
-        return _planned(ranks, own, [_told(own, [], is_proven=True)], schedule.layout, 0, underflows), schedule
-    schedule = schedule_for(True)
-    own, told = _ask_all(ranks, count, schedule.layout, proven_size, num_terms)
+        return _planned(ranks, own, [_told(own, [], is_proven=True)], schedule.layout, 0, underflows)
+    told = _ask_all(ranks, own, error, schedule.layout, proven_size, num_terms)
     if not any(one.num_own for one in told):
         raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
     own = _with_borrowed(ranks, own, told, schedule.layout)
     num_passes = max(int(one.num_counted) for one in told) if schedule.needs(engine).even_passes else 0
-    return _planned(ranks, own, told, schedule.layout, num_passes, underflows), schedule
+    return _planned(ranks, own, told, schedule.layout, num_passes, underflows)
 
 
 def _told(own: OwnRows, counted: list[int], *, is_proven: bool) -> _Told:
-    num_own = 0 if own.cut is None else len(own.cut)
     terms = [sum(column) for column in zip(*own.terms, strict=True)]
-    return _Told(0.0, num_own, len(counted), sum(own.units), max(own.units, default=0), is_proven, terms)
+    return _Told(0.0, own.num_micro_batches, len(counted), sum(own.units), max(own.units, default=0), is_proven, terms)
 
 
 def _planned(
@@ -156,14 +150,9 @@ def _num_left_out(one: _Told, has_counted: bool) -> int:
 
 
 def _ask_all(
-    ranks: Ranks, count: Callable[[], OwnRows], layout: Layout, proven_size: int, num_terms: int
-) -> tuple[OwnRows, list[_Told]]:
-    """This rank's rows, and what every rank tells of its own; an error where one failed."""
-    own, error = OwnRows(cut=None, units=(), reduction="mean"), None
-    try:
-        own = count()
-    except Exception as raised:
-        error = raised
+    ranks: Ranks, own: OwnRows, error: Exception | None, layout: Layout, proven_size: int, num_terms: int
+) -> list[_Told]:
+    """Gather what every rank tells of its rows; an error where one failed."""
     counted = own.counted(layout)
     facts = _told(own, counted, is_proven=_is_proven(own, counted, proven_size))
     numbers = [float(error is not None), facts.num_own, facts.num_counted, facts.total, facts.largest, facts.is_proven]
@@ -178,7 +167,7 @@ def _ask_all(
         raise ParallelError(
             f"rank {failed[0]} failed before its first forward (its own error says why); no rank ran this batch."
         )
-    return own, told
+    return told
 
 
 def _heard(numbers: list[float]) -> _Told:

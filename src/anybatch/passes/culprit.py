@@ -8,6 +8,7 @@ from torch import nn
 
 from anybatch.batches import Batch
 from anybatch.gradients import GradientSum, all_finite
+from anybatch.hooks import NOTHING
 from anybatch.passes.accumulator import Accumulator
 from anybatch.passes.batch_plan import BatchPlan, Pass
 from anybatch.passes.schedules import OneByOne
@@ -47,7 +48,7 @@ def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Param
     # sharded gradients can be seen only when they are synchronised, by all ranks at once
     is_seen_together = accumulator.engine.is_even
     found: Culprit | None = None
-    with gradients.undone(), accumulator.norms.alone(), tools.laps.watched():
+    with gradients.undone(), NOTHING if accumulator.norms is None else accumulator.norms.alone():
         for one in plan.passes:
             with tools.sync.passing(is_last=is_seen_together):
                 loss, *_ = tools.loss_of(plan, one)

@@ -14,13 +14,13 @@ from anybatch.batches import (
     WayBack,
     Workload,
     check_row_dim,
+    in_arrival_order,
     rows,
     size_that_ran,
     smaller,
 )
 from anybatch.errors import BatchError, MemoryLimitError, levels_to_the_caller
 from anybatch.events import Events, Resize
-from anybatch.noise import UNMEASURED, PassMeter
 from anybatch.objectives import Coupled, Objective, count_units
 from anybatch.parallel import Ranks
 
@@ -41,14 +41,16 @@ class Cutting:
         self._has_warned = False
         self._is_row_dim_known = False
 
-    def cut(self, batch: Batch, workload: Callable[[], Workload], meter: PassMeter = UNMEASURED) -> MicroBatches:
+    def cut(self, batch: Batch, workload: Callable[[], Workload], *, as_they_came: bool = False) -> MicroBatches:
         """The micro-batches of `batch`; a split that chooses by the work hears what it is first."""
         if isinstance(batch, MicroBatches):
             return self._given.cut(batch)
         choose_for = self.split.choose_for
         if choose_for is not None:
             choose_for(workload(), batch)
-        cut = meter.cut(self.split, batch, self.split.cut(batch))
+        cut = self.split.cut(batch)
+        if as_they_came:
+            cut = in_arrival_order(self.split, batch, cut)
         if not self._is_row_dim_known and len(cut) > 1:
             self._is_row_dim_known = True
             if self.split.reads_dim_0:

@@ -1,39 +1,20 @@
 """`ForwardPass`: the only place that calls the model."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from anybatch.batches import Batch, MicroBatches, move, tensors
-from anybatch.dropout import UNNUMBERED, Masks, RowNumbering, number_rows
 from anybatch.events import SILENT, Events, Load
-from anybatch.norms import NO_POWER, PowerSteps
-from anybatch.parallel import Ranks
+from anybatch.hooks import NOTHING, PassHook, around
 from anybatch.passes.batch_plan import BatchPlan
-from anybatch.passes.running import NO_AUTOCAST, Running
-
-
-class Loading(Protocol):
-    """How a micro-batch comes to the device."""
-
-    def bring(self, micro_batch: Batch, index: int, device: torch.device) -> Batch:
-        """Micro-batch number `index`, there."""
-
-
-class WhenNeeded:
-    """Each micro-batch is sent when its forward begins."""
-
-    def bring(self, micro_batch: Batch, index: int, device: torch.device) -> Batch:
-        return move(micro_batch, device)
-
-
-NOT_AHEAD = WhenNeeded()
+from anybatch.passes.running import Running
 
 
 class Ahead:
@@ -61,10 +42,10 @@ class Ahead:
         return there
 
 
-def ahead_of(plan: BatchPlan, device: torch.device | None, running: Running) -> Loading:
-    """How the micro-batches of this batch come to `device`; on the CPU there is nothing to send ahead."""
+def ahead_of(plan: BatchPlan, device: torch.device | None, running: Running) -> Ahead | None:
+    """Prefetch the micro-batches of this batch, if that was asked for; on the CPU there is nothing to send ahead."""
     if not running.prefetch or device is None or device.type == "cpu":
-        return NOT_AHEAD
+        return None
     return Ahead(plan.cut, plan.micro_batches, _side_stream(device))
 
 
@@ -82,25 +63,26 @@ class ForwardPass:
     compute: Callable[[nn.Module, Batch], Any]
     device: torch.device | None = None
     """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
-    ahead: Loading = NOT_AHEAD
-    autocast: AbstractContextManager[object] = NO_AUTOCAST
-    rows: RowNumbering = UNNUMBERED
-    """Which rows of the batch micro-batches hold, where the model's dropout asks."""
-    power: PowerSteps = NO_POWER
-    """Power iterations, which step in a forward: every micro-batch finds them where the first one did."""
+    ahead: Ahead | None = None
+    autocast: AbstractContextManager[object] = NOTHING
+    hooks: tuple[PassHook, ...] = ()
     events: Events = SILENT
 
     def __call__(self, micro_batch: Batch, index: int = 0) -> Any:
-        """What `compute` makes of this micro-batch, which is number `index` of its batch."""
+        """Compute on this micro-batch, which is number `index` of its batch."""
         there = self.load(micro_batch, index)
-        self.power.begin()
-        with self.events.forward(self.model, index), self.autocast, self.rows.at(index):
+        if not self.hooks and self.autocast is NOTHING and self.events is SILENT:
+            return self.compute(self.model, there)
+        blocks = around([hook.around_forward(index) for hook in self.hooks])
+        with self.events.forward(self.model, index), self.autocast, blocks:
             return self.compute(self.model, there)
 
     def load(self, micro_batch: Batch, index: int = 0) -> Batch:
-        """The micro-batch, where the model is."""
+        """Bring the micro-batch to the model's device."""
         self.events.begin(Load)
-        there = micro_batch if self.device is None else self.ahead.bring(micro_batch, index, self.device)
+        there = micro_batch
+        if self.device is not None:
+            there = move(there, self.device) if self.ahead is None else self.ahead.bring(there, index, self.device)
         self.events.end(Load, micro_batch=index, batch=there)
         return there
 
@@ -108,11 +90,3 @@ class ForwardPass:
 def is_there(micro_batch: Batch, device: torch.device | None) -> bool:
     """True of a micro-batch that need not be brought to `device`; None is no one device."""
     return device is None or all(tensor.device == device for tensor in tensors(micro_batch))
-
-
-def rows_of(masks: Iterable[Masks], model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> RowNumbering:
-    """Which rows of the batch its micro-batches hold, for dropout that asks: of a model without any, nobody does."""
-    rows: RowNumbering = UNNUMBERED
-    for each in masks:
-        rows = number_rows(each, model, cut, batch, ranks)
-    return rows

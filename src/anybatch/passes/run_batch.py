@@ -10,7 +10,7 @@ from anybatch.objectives import loss_and_metrics
 from anybatch.passes.accumulated import Accumulated, result_of
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.tools import Outcome, Schedule, Tools
-from anybatch.state import NOTHING, BatchState, MovingBuffers, Snapshot, WriteWatch
+from anybatch.state import BatchState, MovingBuffers, Snapshot, WriteWatch
 
 
 def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], None]) -> Accumulated:
@@ -19,7 +19,7 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], No
     `look()` is called after the passes, before anything of them is final.
     """
     try:
-        with tools.laps.watched(), tools.gradients:
+        with tools.gradients:
             outcome = _passes(plan, schedule, tools)
             look()
             tools.barrier.hold(is_final=True)
@@ -36,7 +36,8 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], No
         raise
     finally:
         tools.events.close()
-    tools.laps.finish()
+    for hook in tools.hooks:
+        hook.finish()
     return result
 
 
@@ -44,7 +45,7 @@ def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
     """What the passes leave. Where one that is not finite spoils all, they run again without it: where rows look at each
     other, and where a loss has terms, each of which has to be divided by what is left of its units."""
     runs_again = schedule.layout.runs_all or bool(plan.terms.each)
-    before = tools.finite.before_all() if runs_again else NOTHING
+    before = None if tools.dropping is None or not runs_again else tools.dropping.before_all()
     watch = WriteWatch.of(plan.cut) if schedule.layout.runs_all else None
     dropped: list[int] = []
     while plan.passes:
@@ -53,6 +54,7 @@ def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
             return replace(outcome, dropped=sorted(dropped)) if dropped else outcome
         if watch is not None:
             watch.check("the others would run again without a micro-batch that is not finite,")
+        assert before is not None  # only where micro-batches are dropped is one found that spoils others
         before.put_back()
         tools.gradients.zero()
         dropped += outcome.spoilt

@@ -1,7 +1,7 @@
 """How updates run: the options that `Update`, `Accumulator`, `plan`, `verify` and `Fit` have in common, as one value."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from inspect import signature
@@ -13,6 +13,7 @@ from torch import nn
 from anybatch.batches import Split
 from anybatch.errors import ArgumentsError, LossError, ParallelError, UpdateError
 from anybatch.faces import called, did_you_mean, name_of, one_of
+from anybatch.hooks import NOTHING
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.parallel import Engine
@@ -131,14 +132,11 @@ class Option:
         instance.running = replace(instance.running, **{self._name: value})
 
 
-NO_AUTOCAST = nullcontext()
-
-
 def autocast_context(autocast: Autocast, device: torch.device | None) -> AbstractContextManager[object]:
     """The block in which a forward runs; without autocast, one that does nothing."""
     if isinstance(autocast, torch.dtype):
         return torch.autocast(device.type if device is not None else "cpu", dtype=autocast)
-    return NO_AUTOCAST if autocast is None else autocast
+    return NOTHING if autocast is None else autocast
 
 
 def common_device(parameters: Iterable[nn.Parameter]) -> torch.device | None:

@@ -11,16 +11,14 @@ from torch.amp import GradScaler
 from anybatch.batches import Batch, sent, tensors
 from anybatch.events import SILENT, Accumulate, Backward, Events
 from anybatch.gradients import GradientSum
+from anybatch.hooks import PassHook
 from anybatch.low_precision import number_in
-from anybatch.noise import PassMeter
-from anybatch.norms import Statistics
 from anybatch.objectives import Metrics, PartLoss, by_itself, detached, part_loss
 from anybatch.parallel import Engine, Needs, Ranks, Sync
 from anybatch.passes.barrier import Barrier
 from anybatch.passes.batch_plan import BatchPlan, Layout, Pass
 from anybatch.passes.forward_pass import ForwardPass
-from anybatch.passes.timing import Laps
-from anybatch.state import NOTHING, MovingBuffers, Snapshot, of_statistics
+from anybatch.state import MovingBuffers, Snapshot, of_statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,50 +50,24 @@ class StartGradient:
         return weights if self.scaler is None else self.scaler.scale(weights)
 
 
-class Finiteness(Protocol):
-    """What is done about an inf or nan in one micro-batch."""
-
-    def accepts(self, value: Batch) -> bool:
-        """False of a value that is not finite, where anybody looks. Looking waits for the device."""
-
-    def before_pass(self) -> Snapshot:
-        """What a pass that is not accepted must not have changed."""
-
-    def before_all(self) -> Snapshot:
-        """What all passes must not have changed, if they have to run again without one."""
-
-
-class Trusting:
-    """Nobody looks at single micro-batches: what is not finite shows in the gradient."""
-
-    def accepts(self, value: Batch) -> bool:
-        return True
-
-    def before_pass(self) -> Snapshot:
-        return NOTHING
-
-    def before_all(self) -> Snapshot:
-        return NOTHING
-
-
-TRUSTING = Trusting()
-
-
 @dataclass(frozen=True, slots=True)
 class Dropping:
-    """Micro-batches that are not finite are left out."""
+    """Leaves micro-batches out that are not finite. Looking at one waits for the device."""
 
     model: nn.Module
     layers: Sequence[nn.Module]
     """Those that keep running statistics."""
 
     def accepts(self, value: Batch) -> bool:
+        """True if every number in `value` is finite."""
         return all(number_in(tensor.isfinite().all()) for tensor in tensors(value))
 
     def before_pass(self) -> Snapshot:
+        """Snapshot the running statistics, which a pass that is dropped must not have changed."""
         return of_statistics(self.layers)
 
     def before_all(self) -> Snapshot:
+        """Snapshot all buffers, for passes that may have to run again without one of them."""
         return MovingBuffers([self.model]).snapshot()
 
 
@@ -132,16 +104,19 @@ class Tools:
     forward: ForwardPass
     gradients: GradientSum
     sync: Sync
-    statistics: Statistics
+    hooks: tuple[PassHook, ...]
     start: StartGradient
     events: Events
-    finite: Finiteness
+    dropping: Dropping | None
+    """None where nobody looks at single micro-batches: what is not finite shows in the gradient."""
     barrier: Barrier
-    laps: Laps
-    meter: PassMeter
     ranks: Ranks
     is_even: bool = False
     """True where every pass is a collective, so that none can run on one rank alone."""
+
+    def accepts(self, value: Batch) -> bool:
+        """False of a value that is not finite, where micro-batches are dropped for that."""
+        return self.dropping is None or self.dropping.accepts(value)
 
     def loss_of(self, plan: BatchPlan, one: Pass) -> PartLoss:
         """The loss of one pass, checked to be a single differentiable number, and its metrics."""

@@ -167,7 +167,8 @@ class Loop:
         experiment, epoch = self.experiment, self.progress.epoch
         schedule = experiment.schedule
         if self.progress.loader_state is None:
-            schedule.follow(epoch, experiment.update.noise.scale)
+            noise = experiment.update.noise
+            schedule.follow(epoch, None if noise is None else noise.scale)
         schedule.set_beta2(experiment.task.optimizer, epoch, experiment.plan.beta2)
         loader = dealt_loader(
             experiment.task,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -13,7 +14,6 @@ from anybatch.errors import NonFiniteError
 from anybatch.events import Clip, Events, Observer, Step, Zero, events_for
 from anybatch.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.low_precision import number_in
-from anybatch.noise import noise_record
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.passes import Accumulator, Option, Running, check_of, find_culprit, in_a_line, says_what_to_write
@@ -26,6 +26,11 @@ from anybatch.update.held_interrupts import HeldInterrupts
 from anybatch.update.loss_scale import LossScale
 from anybatch.update.result import UpdateResult
 from anybatch.update.stepping import Stepping, change_gradients
+
+if TYPE_CHECKING:
+    from anybatch.noise import NoiseHistory
+
+NOT_MEASURED = "not measured: Update(..., noise=8) measures one update in 8"
 
 
 class Update:
@@ -123,7 +128,6 @@ class Update:
             running=running,
             optimizer=optimizer,
         )
-        self.noise = self.accumulator.noise = noise_record(running.noise, self._stepped)
         self._scale = None if self.scaler is None else LossScale(self.scaler, optimizer)
         self._stepping = Stepping(optimizer)
         self.accumulator.check = check_of(check)
@@ -133,6 +137,11 @@ class Update:
 
     def __repr__(self) -> str:
         return in_a_line(self.accumulator, "Update", self.optimizer)
+
+    @property
+    def noise(self) -> "NoiseHistory | None":
+        """The record of the noise of its gradients; None without `noise=`."""
+        return self.accumulator.noise
 
     @property
     def running(self) -> Running:
@@ -201,7 +210,7 @@ class Update:
             events.close()
             if not is_applied:
                 self._forget(buffers)
-        self.noise.add(accumulated.norms, grad_norm, applied=is_applied)
+        noise = self.accumulator.end_update(grad_norm, applied=is_applied)
         result = UpdateResult(
             loss=accumulated.loss,
             grad_norm=grad_norm,
@@ -211,8 +220,8 @@ class Update:
             lr=lr,
             metrics=accumulated.metrics,
             dropped=accumulated.dropped,
-            noise_scale=self.noise.scale,
-            noise_reason=self.noise.reason,
+            noise_scale=None if noise is None else noise.scale,
+            noise_reason=NOT_MEASURED if noise is None else noise.reason,
             retries=retries,
         )
         return tell(self.on_update, result)

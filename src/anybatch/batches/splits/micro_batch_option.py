@@ -16,10 +16,9 @@ def as_split(micro_batch: MicroBatch) -> Split:
     if isinstance(micro_batch, Integral):
         return Rows(int(micro_batch))
     if isinstance(micro_batch, str) and micro_batch == "auto":
-        # the one place where a room knows of one above it: a word has no class that the user could import from there
-        from anybatch.memory import Fit
+        from anybatch.plugins import auto_split
 
-        return Fit(fastest=True)
+        return auto_split()
     if isinstance(micro_batch, CutsBatches) and not isinstance(micro_batch, type):
         return derived(micro_batch)
     raise SplitError(

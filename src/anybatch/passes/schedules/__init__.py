@@ -1,6 +1,6 @@
-"""How the passes of a batch become its gradient."""
+"""How passes become a gradient: three orders, and the choice between them."""
 
 from anybatch.passes.schedules.one_by_one import OneByOne
-from anybatch.passes.schedules.schedule_choice import schedule_for, why_unmeasured
+from anybatch.passes.schedules.schedule_choice import schedule_for
 
-__all__ = ["OneByOne", "schedule_for", "why_unmeasured"]
+__all__ = ["OneByOne", "schedule_for"]

@@ -11,7 +11,8 @@ from torch import nn
 from anybatch.batches import Batch, join_rows, map_tensors, tensors
 from anybatch.errors import UpdateError
 from anybatch.events import SILENT, Forward, Loss
-from anybatch.norms import NO_POWER, Layers, Lockstep, pooled
+from anybatch.hooks import around
+from anybatch.norms import Layers, Lockstep, pooled
 from anybatch.objectives import Coupled, Objective, detached, part_loss
 from anybatch.options import Offload
 from anybatch.parallel import Engine, Needs
@@ -68,11 +69,11 @@ class InLockstep:
             with self._saved_tensors(model, micro_batches, tools) as saved:
                 lockstep = self._lockstep(plan, micro_batches, saved, tools)
                 not_finite: set[int] = set()
-                accepts, ranks, num_own = tools.finite.accepts, tools.ranks, plan.num_own
+                accepts, ranks, num_own = tools.accepts, tools.ranks, plan.num_own
                 layers = {**self.layers, **self.averaging}
                 with (
                     pooled(layers, lockstep, accepts, not_finite, ranks=ranks, num_own=num_own),
-                    tools.forward.power.in_lockstep(lambda: lockstep.current),
+                    around([hook.in_lockstep(lambda: lockstep.current) for hook in tools.hooks]),
                 ):
                     tools.events.begin(Forward)
                     results = lockstep.run()
@@ -94,7 +95,7 @@ class InLockstep:
         def run(micro_batch: Batch, index: int) -> Any:
             # an autocast context remembers the state it found: one for each thread
             autocast = copy.copy(tools.forward.autocast)
-            forward = replace(tools.forward, device=None, events=SILENT, autocast=autocast, power=NO_POWER)
+            forward = replace(tools.forward, device=None, events=SILENT, autocast=autocast)
             with saved.hooks():
                 return forward(micro_batch, index)
 
@@ -125,7 +126,7 @@ class EachLoss:
             for one, part in zip(passes, losses, strict=True)
         ]
         losses.clear()
-        spoilt = [one.micro_batch for one, part in told if not tools.finite.accepts(part.loss)]
+        spoilt = [one.micro_batch for one, part in told if not tools.accepts(part.loss)]
         if spoilt:
             return Outcome(spoilt=spoilt)
         for one, part in told:
@@ -154,13 +155,21 @@ class JoinedLoss:
         is_alone = tools.ranks.size == 1
         leaves = own if is_alone else map_tensors(own, leaf)
         loss, metrics = loss_of_all(self.coupled, leaves, tools)
-        if not tools.finite.accepts(loss) or not tools.backward(loss, tools.start.whole(loss)):
+        if not tools.accepts(loss) or not tools.backward(loss, tools.start.whole(loss)):
             return Outcome(spoilt=plan.micro_batches)
         if not is_alone:  # other ranks' rows have no graph here: the way back goes through this rank's leaves
             share_out(tools.ranks, tools.gradients.parameters, [leaves])
             tools.gradients.backward(*roots_of(own, leaves))
         part = Part(micro_batch=None, units=plan.units_seen, loss=loss.detach(), metrics=detached(metrics))
         return Outcome(parts=[part], dtype=loss.dtype)
+
+
+def in_lockstep(
+    objective: Objective | Coupled, layers: Layers, averaging: Layers, offload: Offload, file: TensorFile
+) -> InLockstep:
+    """Return the schedule of a batch whose cut touches these layers. `file` is for what is kept on disk."""
+    finish = JoinedLoss(objective) if isinstance(objective, Coupled) else EachLoss(objective)
+    return InLockstep(layers, finish, offload, file, averaging)
 
 
 def _that_count(plan: BatchPlan) -> list[int]:

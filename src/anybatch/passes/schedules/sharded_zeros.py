@@ -40,10 +40,12 @@ def give_zeros(plan: BatchPlan, tools: Tools) -> None:
 
 def _used(lent: Batch, tools: Tools) -> set[nn.Parameter]:
     """The sharded parameters in the graph of the loss of this micro-batch."""
-    forward = replace(tools.quiet_forward(), rows=tools.forward.rows.of(lent))
-    tools.statistics.begin()
+    forward = replace(tools.quiet_forward(), hooks=tuple(hook.for_lent(lent) for hook in tools.hooks))
+    for hook in tools.hooks:
+        hook.before_pass()
     with tools.sync.looking():
         loss, _ = loss_and_metrics(forward(lent))
-    tools.statistics.forget()
+    for hook in tools.hooks:
+        hook.discard_pass()
     leaves = {id(leaf) for leaf in leaves_of([loss])}
     return {part for part, whole in whole_parameters(tools.forward.model) if id(whole) in leaves}

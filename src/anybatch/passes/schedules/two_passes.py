@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, join_rows, map_tensors
 from anybatch.events import Loss
+from anybatch.hooks import around
 from anybatch.low_precision import at_least_fp32
 from anybatch.objectives import Coupled, Metrics, checked_loss, detached
 from anybatch.parallel import Engine, Needs
@@ -67,10 +68,10 @@ class TwoPasses:
     def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
         buffers = MovingBuffers([tools.forward.model])
         buffers.snapshot()  # the first copies: an earlier moment than any that is put back
-        with tools.statistics.around():
-            with tools.statistics.counted():
+        with around([hook.around_batch() for hook in tools.hooks]):
+            with around([hook.around_counted() for hook in tools.hooks]):
                 encoded = [self._first(plan, one, buffers, tools) for one in plan.passes]
-            spoilt = [each.one.micro_batch for each in encoded if not tools.finite.accepts(each.representations)]
+            spoilt = [each.one.micro_batch for each in encoded if not tools.accepts(each.representations)]
             if spoilt:
                 return Outcome(spoilt=spoilt)
             loss, metrics, is_finite = self._loss(plan, encoded, tools)
@@ -83,14 +84,15 @@ class TwoPasses:
         return Outcome(parts=[part], spoilt=spoilt, dtype=loss.dtype)
 
     def _first(self, plan: BatchPlan, one: Pass, buffers: MovingBuffers, tools: Tools) -> _Encoded:
-        tools.statistics.begin()
+        for hook in tools.hooks:
+            hook.before_pass()
         before = None if one.is_last else buffers.snapshot()
         watch = WriteWatch.of(plan.cut[one.micro_batch])
         with torch.set_grad_enabled(one.is_last and torch.is_grad_enabled()), tools.sync.passing(is_last=False):
             representations = tools.forward(plan.cut[one.micro_batch], one.micro_batch)
         watch.check("a coupled loss runs every forward twice, the second time")
-        if not one.reports:
-            tools.statistics.forget()
+        for hook in () if one.reports else tools.hooks:
+            hook.discard_pass()
         return _Encoded(one, before, representations if one.is_last else map_tensors(representations, alone))
 
     def _loss(self, plan: BatchPlan, encoded: list[_Encoded], tools: Tools) -> tuple[Tensor, Metrics, bool]:
@@ -103,7 +105,7 @@ class TwoPasses:
         seen = join_rows([each.leaves if each.one.reports else no_rows(each.leaves) for each in encoded])
         loss, metrics = loss_of_all(self.coupled, in_own_order(plan, seen), tools)
         tools.events.end_loss(loss, micro_batch=None, units=sum(plan.units), share=1.0)
-        if not tools.finite.accepts(loss):
+        if not tools.accepts(loss):
             return loss.detach(), metrics, False
         is_finite = tools.gradients.backward(loss, tools.start.whole(loss))
         share_out(tools.ranks, tools.gradients.parameters, [each.leaves for each in encoded])
