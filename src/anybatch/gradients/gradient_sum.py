@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from anybatch.errors import WindowError
 from anybatch.low_precision import is_low, number_in
-from anybatch.parallel import is_sharded, own_part
-from anybatch.torch_inside import multiply_each_, run_engine
+from anybatch.torch_inside import is_sharded, multiply_each_, own_part, run_engine
 
 
 class GradientSum:

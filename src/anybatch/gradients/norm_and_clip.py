@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from anybatch.parallel import is_sharded, own_part
-from anybatch.torch_inside import lower_each_, multiply_each_, norm_of_each, raise_each_
+from anybatch.torch_inside import is_sharded, lower_each_, multiply_each_, norm_of_each, own_part, raise_each_
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

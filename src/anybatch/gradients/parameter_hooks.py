@@ -6,8 +6,7 @@ from typing import Any
 from torch import nn
 
 from anybatch.errors import UpdateError
-from anybatch.parallel import is_sharded
-from anybatch.torch_inside import STEPPED_IN_BACKWARD, gradient_hooks_of
+from anybatch.torch_inside import STEPPED_IN_BACKWARD, gradient_hooks_of, is_sharded
 
 OWN = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.", "anybatch.")
 """Whose hooks know of micro-batches: DDP's and FSDP's, which we tell when to synchronise, and our own meters."""

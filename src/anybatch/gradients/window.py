@@ -11,7 +11,7 @@ from anybatch.errors import LossError, UnitsError, WindowError
 from anybatch.gradients.gradient_sum import GradientSum
 from anybatch.gradients.shares import weighted_sum
 from anybatch.objectives import Number, by_itself
-from anybatch.parallel import is_sharded
+from anybatch.torch_inside import is_sharded
 
 
 class Window:

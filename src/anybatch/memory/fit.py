@@ -30,8 +30,8 @@ from anybatch.memory.planning import MARGIN, plan
 from anybatch.memory.predicting import for_more_rows, micro_batch_source_of
 from anybatch.memory.ranking import WayContest, fastest_own_way, may_recompute
 from anybatch.memory.tracing import KeptMemory, learning_tensors
-from anybatch.parallel import is_sharded
 from anybatch.sizes import parse_bytes, show_bytes
+from anybatch.torch_inside import is_sharded
 
 
 class Fit(Split):

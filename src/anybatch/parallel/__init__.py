@@ -5,7 +5,8 @@ from anybatch.parallel.choosing import engine_for
 from anybatch.parallel.engine import ALONE, Engine, Needs, Sync
 from anybatch.parallel.fsdp import reshard_all
 from anybatch.parallel.ranks import ONE_PROCESS, Ranks
-from anybatch.parallel.wrapping import is_sharded, own_part, peeled, unreplicated, unwrapped, wrapping_of
+from anybatch.parallel.wrapping import peeled, unreplicated, unwrapped, wrapping_of
+from anybatch.torch_inside import is_sharded, own_part
 
 __all__ = [
     "ALONE",

@@ -50,6 +50,7 @@ class Sync(Protocol):
 
     def give_zeros(self, plan: Any, tools: Any) -> None:
         """Give zero gradients to sharded parameters that only micro-batches without targets use."""
+        return
 
 
 class Engine(Protocol):
@@ -82,8 +83,8 @@ class Alone(Sync):
     ranks = ONE_PROCESS
     is_even = False
     overwrites = False
-    factor = 1.0  # type: ignore[assignment]  # plain values are the quickest to read
-    is_shared = False  # type: ignore[assignment]
+    factor = 1.0
+    is_shared = False
     _passing = nullcontext()
 
     def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> "Alone":

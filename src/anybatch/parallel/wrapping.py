@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import ParallelError
@@ -68,16 +68,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def unreplicated(model: nn.Module) -> nn.Module:
     """The outermost module that is not `DistributedDataParallel`, compiled where it was: what runs without other ranks."""
     return next(module for module in peeled(model) if not isinstance(module, DistributedDataParallel))
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """True of a DTensor: this rank holds a part of it."""
-    return hasattr(tensor, "device_mesh")
-
-
-def own_part(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory: all of it unless it is sharded."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:

@@ -17,7 +17,6 @@ from anybatch.hooks import NOTHING
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.parallel import Engine
-from anybatch.state import check_offload
 
 Arguments = ParamSpec("Arguments")
 
@@ -81,6 +80,13 @@ class Running:
         """The options that are not what they are by default."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return {field.name: held[field.name] for field in fields(self) if held[field.name] != field.default}
+
+
+def check_offload(offload: object) -> None:
+    """Refuse what is no place."""
+    if offload is not None and offload not in get_args(get_args(Offload)[0]):
+        hint = did_you_mean(offload, ("auto", "host", "disk")) or "."
+        raise UpdateError(f"offload={offload!r}: expected 'auto', 'host', 'disk' or None{hint}")
 
 
 def check_of(check: Check | bool) -> Check:

@@ -5,7 +5,7 @@ from anybatch.state.batch_state import BatchState
 from anybatch.state.buffers import MovingBuffers
 from anybatch.state.disk import TensorFile
 from anybatch.state.draw_finder import DrawFinder
-from anybatch.state.offload import SavedTensors, check_offload
+from anybatch.state.offload import SavedTensors
 from anybatch.state.out_of_memory import free_bytes, free_memory, is_out_of_memory, once_more, until_it_fits
 from anybatch.state.per_thread import ThreadState, thread_state
 from anybatch.state.python_random import OuterRandom, outer_random
@@ -28,7 +28,6 @@ __all__ = [
     "TensorFile",
     "ThreadState",
     "WriteWatch",
-    "check_offload",
     "free_bytes",
     "free_memory",
     "is_out_of_memory",

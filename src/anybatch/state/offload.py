@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch.device_memory import free_on_device
 from anybatch.errors import UpdateError
-from anybatch.faces import did_you_mean
 from anybatch.host_memory import free_on_host
 from anybatch.options import Offload
 from anybatch.state.disk import TensorFile
@@ -22,13 +20,6 @@ SMALLEST = 16 * 1024
 """Bytes below which a tensor stays: moving it costs more than it saves."""
 
 Load = Callable[[], Tensor]
-
-
-def check_offload(offload: object) -> None:
-    """Refuse what is no place."""
-    if offload is not None and offload not in get_args(get_args(Offload)[0]):
-        hint = did_you_mean(offload, ("auto", "host", "disk")) or "."
-        raise UpdateError(f"offload={offload!r}: expected 'auto', 'host', 'disk' or None{hint}")
 
 
 class SavedTensors:

@@ -145,3 +145,13 @@ def overflows(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
 def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
     """Let the scaler unscale the gradients of this optimizer anew, as after a step."""
     scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True of a DTensor: this rank holds a part of it."""
+    return hasattr(tensor, "device_mesh")
+
+
+def own_part(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory: all of it unless it is sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]

@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from anybatch.batches import Batch, tensors
 from anybatch.device_memory import has_counters, with_peak
 from anybatch.memory.tracing.kernel_buffers import KernelBuffers, takes_buffers
-from anybatch.parallel import is_sharded
-from anybatch.torch_inside import profiler_events, storage_key, without_op_names
+from anybatch.torch_inside import is_sharded, profiler_events, storage_key, without_op_names
 from anybatch.update import Update, UpdateResult
 
 _PREFIX = "anybatch."

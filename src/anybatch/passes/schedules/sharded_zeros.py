@@ -8,10 +8,9 @@ from torch import nn
 from anybatch.autograd_graph import leaves_of
 from anybatch.batches import Batch, move
 from anybatch.objectives import loss_and_metrics
-from anybatch.parallel import is_sharded
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.tools import Tools
-from anybatch.torch_inside import whole_parameters
+from anybatch.torch_inside import is_sharded, whole_parameters
 
 HOST = torch.device("cpu")
 

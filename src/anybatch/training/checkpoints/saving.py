@@ -285,7 +285,7 @@ def states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
             else:
                 rest[key][name] = value
     return tensors, {
-        "noise": update.noise.state_dict(),
+        "noise": None if update.noise is None else update.noise.state_dict(),
         "model": {name: value for name, value in model.items() if not isinstance(value, Tensor)},
         "optimizer": optimizer | {"state": rest},
         "moments": moments,
@@ -378,7 +378,8 @@ def load_states(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tens
         update.scheduler.load_state_dict(states["scheduler"])
     if update.scaler is not None:
         update.scaler.load_state_dict(states["scaler"])
-    update.noise.load_state_dict(states.get("noise"))
+    if update.noise is not None:
+        update.noise.load_state_dict(states.get("noise"))
     if states.get("split") is not None and hasattr(split := update.accumulator.split, "load_state_dict"):
         split.load_state_dict(states["split"])  # what was learnt of costs: the cut goes on as it was
 
