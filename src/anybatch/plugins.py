@@ -26,6 +26,13 @@ def engine_of(model: nn.Module, *, reshard: bool) -> "Engine":
     return engine_for(model, reshard=reshard)
 
 
+def group_of(model: nn.Module) -> Any:
+    """Return the process group of the ranks that `model` is spread over; None for one process."""
+    from anybatch.parallel import wrapping_of
+
+    return wrapping_of(model).group
+
+
 def norm_policy(model: nn.Module, mode: BatchNorm | None, before: "NormPolicy | None" = None) -> "NormPolicy | None":
     """Return how BatchNorm, InstanceNorm and spectral norm take part; None for a model that has none of them.
 

@@ -25,13 +25,14 @@ from anybatch.objectives.objective import (
     TermPlace,
     Units,
     checked_loss,
+    count_terms,
     count_units,
     loss_and_metrics,
     part_loss,
 )
 from anybatch.objectives.observed_means import ObservedMeans, WatchedLoss, learned, observed
 from anybatch.objectives.sentence_losses import sentence_transformers
-from anybatch.objectives.terms import Terms, count_terms
+from anybatch.objectives.terms import Terms
 
 __all__ = [
     "Coupled",

@@ -188,6 +188,12 @@ def numbers_of(values: list[Number]) -> list[float]:
     return [value.item() if isinstance(value, Tensor) else value for value in values]
 
 
+def count_terms(units: Mapping[str, Units | None], batch: Batch) -> list[float]:
+    """What each term of this micro-batch divides by; what is counted once per batch is 1 in each of its micro-batches."""
+    counted: list[Number] = [1 if count is None else count(batch) for count in units.values()]
+    return numbers_of(counted)
+
+
 # The loss of one micro-batch in its batch: one number, several with units of their own, or one whose units were seen
 
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from anybatch.batches import Batch, num_rows
 from anybatch.errors import LossError
-from anybatch.objectives.metrics import Metrics, Number
-from anybatch.objectives.objective import Objective, TermLosses, Units, numbers_of
+from anybatch.objectives.metrics import Metrics
+from anybatch.objectives.objective import Objective, TermLosses, Units, count_terms
 
 TermFunction = Callable[[nn.Module, Batch], "Mapping[str, Tensor] | tuple[Mapping[str, Tensor], Metrics]"]
 
@@ -48,12 +48,6 @@ def Terms(  # noqa: N802 - it reads as what it makes
         return num_rows(batch) if any(count > 0 for count in count_terms(units, batch)) else 0
 
     return Objective(losses, counted_rows, terms=units)  # type: ignore[arg-type]
-
-
-def count_terms(units: Mapping[str, Units | None], batch: Batch) -> list[float]:
-    """What each term of this micro-batch divides by; what is counted once per batch is 1 in each of its micro-batches."""
-    counted: list[Number] = [1 if count is None else count(batch) for count in units.values()]
-    return numbers_of(counted)
 
 
 def _check(loss: Any, units: Any, weights: Any) -> None:

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anybatch.parallel.wrapping import wrapping_of
-
 T = TypeVar("T")
 
 
@@ -31,7 +29,9 @@ class Ranks:
         >>> Ranks.of(nn.Linear(2, 2)).size
         1
         """
-        group = wrapping_of(model).group
+        from anybatch.plugins import group_of
+
+        group = group_of(model)
         if group is None or dist.get_world_size(group) == 1:
             return ONE_PROCESS
         first = next(model.parameters(), None)

@@ -5,16 +5,8 @@ from anybatch.passes.accumulator import Accumulator
 from anybatch.passes.agreement import has_rows
 from anybatch.passes.culprit import find_culprit
 from anybatch.passes.forward_pass import ForwardPass
-from anybatch.passes.running import (
-    Option,
-    Running,
-    autocast_context,
-    check_model,
-    check_of,
-    common_device,
-    in_a_line,
-    says_what_to_write,
-)
+from anybatch.passes.learner import autocast_context, check_model, common_device
+from anybatch.passes.running import Option, Running, check_of, in_a_line, says_what_to_write
 
 __all__ = [
     "Accumulated",

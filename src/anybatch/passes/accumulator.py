@@ -23,18 +23,9 @@ from anybatch.passes.barrier import Barrier, memory_is_final
 from anybatch.passes.batch_plan import BatchPlan
 from anybatch.passes.cutting import Cutting
 from anybatch.passes.forward_pass import ForwardPass, ahead_of, is_there
+from anybatch.passes.learner import autocast_context, check_drops, check_learner, common_device, passes_fp16
 from anybatch.passes.run_batch import effect_on_loss, run
-from anybatch.passes.running import (
-    Option,
-    Running,
-    autocast_context,
-    check_drops,
-    check_learner,
-    common_device,
-    in_a_line,
-    passes_fp16,
-    says_what_to_write,
-)
+from anybatch.passes.running import Option, Running, in_a_line, says_what_to_write
 from anybatch.passes.schedules import schedule_for
 from anybatch.passes.timing import stopwatch_for
 from anybatch.passes.tools import Dropping, Schedule, StartGradient, Tools
@@ -255,16 +246,17 @@ class Accumulator:
         layers = {} if norms is None else norms.touched(is_cut=is_cut)
         averaging = {} if norms is None else norms.averaging(is_cut=is_cut)
         schedule = given or schedule_for(self.objective, layers, averaging, self.running, self._file)
+        needs = schedule.needs(self.engine)
         plan = plan_batch(
-            self.engine,
+            ranks,
             own,
-            schedule,
+            schedule.layout,
+            even_passes=needs.even_passes,
             underflows=scaler is None and passes_fp16(parameters, autocast),
             proven_size=self._proven_size,
             num_terms=len(self.objective.terms),
             error=error,
         )
-        needs = schedule.needs(self.engine)
         sync = self.engine.sync(needs, is_proven=plan.is_proven, leaves_out=plan.num_left_out > 0)
         barrier = Barrier(ranks, is_over=ranks.size == 1 or needs.even_passes or needs.one_collective)
         hooks = list(self._noise_hooks(plan, schedule)) or list(self._stopwatch(batch, plan, device))

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.batches import Batch, Cut, MicroBatches, move, tensors
+from anybatch.batches import Batch, Cut, MicroBatches, move, rows, tensors
 from anybatch.errors import BatchError, ParallelError
-from anybatch.objectives import Coupled, Objective, count_terms
+from anybatch.objectives import Coupled, Objective, count_terms, count_units
 from anybatch.options import Reduction
-from anybatch.parallel import Engine, Ranks
+from anybatch.parallel import Ranks
 from anybatch.passes.batch_plan import BatchPlan, Layout, TermUnits, lay_out
-from anybatch.passes.cutting import units_of
-from anybatch.passes.tools import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +73,24 @@ def count_rows(
     return OwnRows(cut=cut, units=units, reduction=reduction, terms=each)
 
 
+def units_of(objective: Objective | Coupled, model: nn.Module, cut: MicroBatches) -> Sequence[float]:
+    """What each micro-batch's loss averages over; rows as they were cut, in whatever dim micro-batches have them."""
+    if objective.units is rows and objective.units_for is None and cut.cut is not None:
+        return [len(numbers) for numbers in cut.cut.rows]
+    return count_units(objective, model, cut.micro_batches)
+
+
 def size_of(micro_batch: Batch) -> int:
     """The numbers in its tensors: of two micro-batches of one batch, the one that needs more memory has more."""
     return sum(tensor.numel() for tensor in tensors(micro_batch))
 
 
 def plan_batch(
-    engine: Engine,
+    ranks: Ranks,
     own: OwnRows,
-    schedule: Schedule,
+    layout: Layout,
     *,
+    even_passes: bool,
     underflows: bool,
     proven_size: int,
     num_terms: int = 0,
@@ -92,23 +98,22 @@ def plan_batch(
 ) -> BatchPlan:
     """Sum the units over all ranks in one small collective, and lay out this rank's passes.
 
-    `error` is what cutting or counting raised on this rank: then every rank raises. Where the ranks have to run evenly, each
-    runs as many passes as the one with the most. A rank with nothing that counts borrows a micro-batch, to run it with share
-    0, because it has to take part in what all ranks do.
+    `error` is what cutting or counting raised on this rank: then every rank raises. With `even_passes`, each rank runs as
+    many passes as the one with the most. A rank with nothing that counts borrows a micro-batch, to run it with share 0,
+    because it has to take part in what all ranks do.
 
     Where gradients are fp16 and nothing scales the loss, shares of the whole batch would underflow in backward (measured: 0.23
     off at 64 micro-batches). There (`underflows`) the largest micro-batch has share 1, and the rest is divided out at the
     close. A pass no larger than `proven_size` is known to fit.
     """
-    ranks = engine.ranks
     if ranks.size == 1:
-        return _planned(ranks, own, [_told(own, [], is_proven=True)], schedule.layout, 0, underflows)
-    told = _ask_all(ranks, own, error, schedule.layout, proven_size, num_terms)
+        return _planned(ranks, own, [_told(own, [], is_proven=True)], layout, 0, underflows)
+    told = _ask_all(ranks, own, error, layout, proven_size, num_terms)
     if not any(one.num_own for one in told):
         raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
-    own = _with_borrowed(ranks, own, told, schedule.layout)
-    num_passes = max(int(one.num_counted) for one in told) if schedule.needs(engine).even_passes else 0
-    return _planned(ranks, own, told, schedule.layout, num_passes, underflows)
+    own = _with_borrowed(ranks, own, told, layout)
+    num_passes = max(int(one.num_counted) for one in told) if even_passes else 0
+    return _planned(ranks, own, told, layout, num_passes, underflows)
 
 
 def _told(own: OwnRows, counted: list[int], *, is_proven: bool) -> _Told:

@@ -1,9 +1,7 @@
 """How batches are cut: by the split that was asked for, and by a smaller one after memory ran out."""
 
 import warnings
-from collections.abc import Callable, Sequence
-
-from torch import nn
+from collections.abc import Callable
 
 from anybatch.batches import (
     AsGiven,
@@ -15,13 +13,11 @@ from anybatch.batches import (
     Workload,
     check_row_dim,
     in_arrival_order,
-    rows,
     size_that_ran,
     smaller,
 )
 from anybatch.errors import BatchError, MemoryLimitError, levels_to_the_caller
 from anybatch.events import Events, Resize
-from anybatch.objectives import Coupled, Objective, count_units
 from anybatch.parallel import Ranks
 
 
@@ -167,10 +163,3 @@ def _least(ran: MicroBatches) -> str:
     if ran.together > 1:
         return f"in micro-batches of {ran.together} rows that belong together (groups=), which are never torn"
     return "with a single row in each micro-batch"
-
-
-def units_of(objective: Objective | Coupled, model: nn.Module, cut: MicroBatches) -> Sequence[float]:
-    """What each micro-batch's loss averages over; rows as they were cut, in whatever dim micro-batches have them."""
-    if objective.units is rows and objective.units_for is None and cut.cut is not None:
-        return [len(numbers) for numbers in cut.cut.rows]
-    return count_units(objective, model, cut.micro_batches)

@@ -1,6 +1,6 @@
 """How updates run: the options that `Update`, `Accumulator`, `plan`, `verify` and `Fit` have in common, as one value."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -8,15 +8,11 @@ from inspect import signature
 from typing import Any, ParamSpec, get_args
 
 import torch
-from torch import nn
 
 from anybatch.batches import Split
-from anybatch.errors import ArgumentsError, LossError, ParallelError, UpdateError
+from anybatch.errors import ArgumentsError, UpdateError
 from anybatch.faces import called, did_you_mean, name_of, one_of
-from anybatch.hooks import NOTHING
-from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
-from anybatch.parallel import Engine
 
 Arguments = ParamSpec("Arguments")
 
@@ -136,57 +132,3 @@ class Option:
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance.running = replace(instance.running, **{self._name: value})
-
-
-def autocast_context(autocast: Autocast, device: torch.device | None) -> AbstractContextManager[object]:
-    """The block in which a forward runs; without autocast, one that does nothing."""
-    if isinstance(autocast, torch.dtype):
-        return torch.autocast(device.type if device is not None else "cpu", dtype=autocast)
-    return NOTHING if autocast is None else autocast
-
-
-def common_device(parameters: Iterable[nn.Parameter]) -> torch.device | None:
-    """The device that all parameters share, if they do."""
-    devices = {parameter.device for parameter in parameters}
-    return devices.pop() if len(devices) == 1 else None
-
-
-def passes_fp16(parameters: Iterable[nn.Parameter], autocast: AbstractContextManager[object]) -> bool:
-    """True where gradients pass through fp16, whose smallest number is 6e-8."""
-    if isinstance(autocast, torch.autocast) and autocast.fast_dtype is torch.float16:
-        return True
-    return any(parameter.dtype is torch.float16 for parameter in parameters)
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse what is no module."""
-    if not isinstance(model, nn.Module):
-        raise UpdateError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
-
-
-def check_learner(model: nn.Module, objective: Objective | Coupled) -> None:
-    """Refuse what is no module, and what is no objective."""
-    check_model(model)
-    if not isinstance(objective, Objective | Coupled):
-        raise LossError(
-            f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
-            "supervised(criterion), huggingface(), Objective(loss, units) or Coupled(encode, loss)."
-        )
-
-
-def check_drops(running: Running, objective: Objective | Coupled, engine: Engine) -> None:
-    """Refuse to leave single micro-batches out where no rank could tell which one it was."""
-    if not running.drops:
-        return
-    if engine.is_even:
-        raise ParallelError(
-            "a model sharded by fully_shard cannot leave single micro-batches out: no rank has one's gradient alone. Use "
-            "on_nonfinite='skip', which leaves the update out, or DistributedDataParallel."
-        )
-    looks_around = running.batch_norm == "exact" or isinstance(objective, Coupled) or bool(objective.terms)
-    if looks_around and engine.ranks.size > 1:
-        raise ParallelError(
-            f"on {engine.ranks.size} ranks, micro-batches whose rows look at each other, or whose loss has terms with units of "
-            "their own, are not left out one by one. "
-            "Use on_nonfinite='skip', which leaves the update out."
-        )

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from anybatch.faces import facts_table, html_block, one_line
-from anybatch.noise import NoiseScale
+
+if TYPE_CHECKING:
+    from anybatch.noise import NoiseScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,7 @@ class UpdateResult:
     """The objective's metrics, for the whole batch."""
     dropped: tuple[int, ...] = ()
     """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
-    noise_scale: NoiseScale | None = None
+    noise_scale: "NoiseScale | None" = None
     """How large a batch would have as much noise as signal, in rows, from the latest measured updates (`noise=`)."""
     noise_reason: str | None = field(default=None, repr=False)
     """Why there is no noise scale."""

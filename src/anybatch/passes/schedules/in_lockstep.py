@@ -17,7 +17,7 @@ from anybatch.objectives import Coupled, Objective, detached, part_loss
 from anybatch.options import Offload
 from anybatch.parallel import Engine, Needs
 from anybatch.passes.batch_plan import BatchPlan, Layout
-from anybatch.passes.running import common_device
+from anybatch.passes.learner import common_device
 from anybatch.passes.schedules.representations import in_own_order, leaf, no_rows, roots_of, share_out
 from anybatch.passes.schedules.two_passes import loss_of_all
 from anybatch.passes.tools import Outcome, Part, Tools, part_of
