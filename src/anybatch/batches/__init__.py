@@ -12,14 +12,16 @@ from anybatch.batches.batch import (
     sent,
     take_rows,
 )
-from anybatch.batches.cost import Cost, Cut, best_cut
-from anybatch.batches.dealing import Dealt, GlobalBatches, deal_rows, repeated_rows, warn_of_repeated_rows
+from anybatch.batches.cost import Cost, best_cut
+from anybatch.batches.dealing import GlobalBatches, deal_rows, repeated_rows, warn_of_repeated_rows
 from anybatch.batches.lengths import RowLengths
 from anybatch.batches.nesting import Batch, children, is_array, map_tensors, tensors
 from anybatch.batches.padding import narrow, padded_dims
 from anybatch.batches.readings import SampleList, holds_samples
 from anybatch.batches.splits import (
     AsGiven,
+    Cut,
+    Dealt,
     MicroBatch,
     MicroBatches,
     Rows,

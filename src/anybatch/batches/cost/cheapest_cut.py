@@ -2,34 +2,10 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from anybatch.batches.cost.pass_cost import Cost
+from anybatch.batches.splits.micro_batches import Cut
 from anybatch.errors import SplitError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """The micro-batches of one batch, in the order they run: longest first, so that what does not fit fails at once."""
-
-    rows: tuple[tuple[int, ...], ...]
-    """Row numbers of each micro-batch, ascending; together every row of the batch, once."""
-    lengths: tuple[int, ...]
-    """Longest row of each micro-batch: what it is padded to."""
-
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens of all micro-batches, padding included."""
-        return sum(len(rows) * length for rows, length in zip(self.rows, self.lengths, strict=True))
-
-    @property
-    def largest(self) -> int:
-        """Tokens of the largest micro-batch, padding included."""
-        return max(len(rows) * length for rows, length in zip(self.rows, self.lengths, strict=True))
-
-    def cost(self, cost: Cost) -> float:
-        """What all micro-batches cost together."""
-        return sum(cost.of(len(rows), length) for rows, length in zip(self.rows, self.lengths, strict=True))
 
 
 def best_cut(lengths: Sequence[int], budget: int, cost: Cost, *, slack: float = 0.0) -> Cut:

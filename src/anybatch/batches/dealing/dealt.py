@@ -2,43 +2,10 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 
-from torch import Tensor
-
 from anybatch.batches.cost import Cost
-from anybatch.batches.nesting import Batch, map_tensors
 from anybatch.errors import BatchError
-from anybatch.faces import one_line
-
-
-@dataclass(frozen=True, slots=True)
-class Dealt:
-    """One rank's part of a batch that several ranks share.
-
-    `Accumulator` and `Update` take one as they take a batch. A rank that was dealt no row has `row_numbers == ()` and a
-    `batch` of one stand-in row, the first of the whole batch: it takes part in forward, backward and every synchronisation,
-    and counts for nothing.
-    """
-
-    batch: Batch
-    """This rank's rows, collated; or the stand-in."""
-    row_numbers: tuple[int, ...]
-    """Which rows of the whole batch these are, in the order of `batch`."""
-    num_rows: int
-    """Rows of the whole batch, over all ranks."""
-
-    __repr__ = one_line
-
-    @property
-    def is_stand_in(self) -> bool:
-        """True where this rank was dealt no row."""
-        return not self.row_numbers
-
-    def pin_memory(self) -> "Dealt":
-        """With every tensor in pinned memory; what a loader with `pin_memory=True` calls."""
-        return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
 
 
 def deal_rows(count: int, ranks: int) -> list[tuple[int, ...]]:

@@ -8,8 +8,9 @@ import torch
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from anybatch.batches.cost import Cost
-from anybatch.batches.dealing.dealt import Dealt, deal_by_cost, deal_rows
+from anybatch.batches.dealing.dealt import deal_by_cost, deal_rows
 from anybatch.batches.nesting import Batch
+from anybatch.batches.splits.micro_batches import Dealt
 from anybatch.errors import BatchError, CheckpointError
 from anybatch.faces import called
 

@@ -5,11 +5,21 @@ from anybatch.batches.splits.by_rows import Rows
 from anybatch.batches.splits.by_tokens import Tokens
 from anybatch.batches.splits.grouping import Windows, windows
 from anybatch.batches.splits.micro_batch_option import MicroBatch, as_split
-from anybatch.batches.splits.micro_batches import MicroBatches, Split, Workload, in_arrival_order, is_in_arrival_order
+from anybatch.batches.splits.micro_batches import (
+    Cut,
+    Dealt,
+    MicroBatches,
+    Split,
+    Workload,
+    in_arrival_order,
+    is_in_arrival_order,
+)
 from anybatch.batches.splits.shrinking import AsGiven, size_that_ran, smaller
 
 __all__ = [
     "AsGiven",
+    "Cut",
+    "Dealt",
     "MicroBatch",
     "MicroBatches",
     "Rows",

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from anybatch.batches.batch import read, rows_first, rows_in_dim, rows_to_cut, split_rows, take
-from anybatch.batches.cost import Cut
 from anybatch.batches.nesting import Batch
 from anybatch.batches.splits.belonging import Groups, groups_of
 from anybatch.batches.splits.collating import collated, samples_of
-from anybatch.batches.splits.micro_batches import MicroBatches, Split
+from anybatch.batches.splits.micro_batches import Cut, MicroBatches, Split
 from anybatch.errors import SplitError
 
 

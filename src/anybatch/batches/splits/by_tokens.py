@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from anybatch.batches.batch import rows_to_cut, take
-from anybatch.batches.cost import Cost, Cut, LearnedCost, best_cut
+from anybatch.batches.cost import Cost, LearnedCost, best_cut
 from anybatch.batches.lengths import RowLengths, given_lengths, masked_lengths, paths_per_token, sample_length
 from anybatch.batches.nesting import Batch
 from anybatch.batches.padding import narrow
 from anybatch.batches.splits.belonging import Groups, groups_of
 from anybatch.batches.splits.by_rows import near_equal
 from anybatch.batches.splits.collating import collated, samples_of
-from anybatch.batches.splits.micro_batches import Learn, MicroBatches, Split
+from anybatch.batches.splits.micro_batches import Cut, Learn, MicroBatches, Split
 from anybatch.batches.token_fields import TokenFields
 from anybatch.errors import SplitError
 

@@ -2,15 +2,40 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from anybatch.batches.batch import num_rows
-from anybatch.batches.cost import Cut
-from anybatch.batches.nesting import Batch
+from anybatch.batches.nesting import Batch, map_tensors
 from anybatch.errors import BatchError
 from anybatch.faces import one_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The micro-batches of one batch, in the order they run: longest first, so that what does not fit fails at once."""
+
+    rows: tuple[tuple[int, ...], ...]
+    """Row numbers of each micro-batch, ascending; together every row of the batch, once."""
+    lengths: tuple[int, ...]
+    """Longest row of each micro-batch: what it is padded to."""
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of all micro-batches, padding included."""
+        return sum(len(rows) * length for rows, length in zip(self.rows, self.lengths, strict=True))
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest micro-batch, padding included."""
+        return max(len(rows) * length for rows, length in zip(self.rows, self.lengths, strict=True))
+
+    def cost(self, cost: Any) -> Any:
+        """What all micro-batches cost together."""
+        return sum(cost.of(len(rows), length) for rows, length in zip(self.rows, self.lengths, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +242,31 @@ def in_arrival_order(split: CutsBatches, batch: Batch, cut: MicroBatches) -> Mic
     """`cut`, which `split` made; cut anew where the split sorts rows."""
     is_final = isinstance(batch, MicroBatches) or cut.cut is None
     return cut if is_final else derived(split).cut_in_arrival_order(batch, cut)
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """One rank's part of a batch that several ranks share.
+
+    `Accumulator` and `Update` take one as they take a batch. A rank that was dealt no row has `row_numbers == ()` and a
+    `batch` of one stand-in row, the first of the whole batch: it takes part in forward, backward and every synchronisation,
+    and counts for nothing.
+    """
+
+    batch: Batch
+    """This rank's rows, collated; or the stand-in."""
+    row_numbers: tuple[int, ...]
+    """Which rows of the whole batch these are, in the order of `batch`."""
+    num_rows: int
+    """Rows of the whole batch, over all ranks."""
+
+    __repr__ = one_line
+
+    @property
+    def is_stand_in(self) -> bool:
+        """True where this rank was dealt no row."""
+        return not self.row_numbers
+
+    def pin_memory(self) -> "Dealt":
+        """With every tensor in pinned memory; what a loader with `pin_memory=True` calls."""
+        return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from anybatch.batches.batch import num_rows, rows_to_cut, split_rows
-from anybatch.batches.cost import Cut
 from anybatch.batches.nesting import Batch
 from anybatch.batches.splits.by_rows import near_equal
-from anybatch.batches.splits.micro_batches import CutsBatches, MicroBatches, Split, derived
+from anybatch.batches.splits.micro_batches import Cut, CutsBatches, MicroBatches, Split, derived
 from anybatch.errors import BatchError
 
 
