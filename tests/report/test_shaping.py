@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 
 from anybatch.records import MicroBatchSeen, TracedImage, read_results, spread_of
-from anybatch.report.charts.chart import evenly_spaced, smooth, thin
-from anybatch.report.charts.comparison_charts import final_table, written_spread
-from anybatch.report.charts.proof_charts import shares_picture
-from anybatch.report.charts.training_charts import lanes_of, stage_totals, timeline_chart
+from anybatch.report.chart import evenly_spaced, smooth, thin
+from anybatch.report.comparison_charts import final_table, written_spread
 from anybatch.report.headline import headline, summary
 from anybatch.report.page import image_address, sections, write_page
+from anybatch.report.proof_charts import shares_picture
+from anybatch.report.training_charts import lanes_of, stage_totals, timeline_chart
 from anybatch.report.writing import is_share, number, percent
 from tests.report.run_folders import (
     compare_folder,

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from anybatch.report.charts import RowCells, row_cells
+from anybatch.report.proof_charts import RowCells, row_cells
 
 UPDATES = 4
 """Updates that are drawn."""

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from anybatch.records import Comparison, PlanRecord, ProofRecord, Results, Scalar, at_epoch
-from anybatch.report.charts import finding_of, largest_error, num_seeds, proof_sentence, written_precision
+from anybatch.report.comparison_charts import num_seeds
+from anybatch.report.proof_charts import finding_of, largest_error, proof_sentence, written_precision
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words, written_task
 
 

@@ -29,26 +29,20 @@ from anybatch.records import (
     read,
     read_results,
 )
-from anybatch.report.charts import (
-    Chart,
-    Table,
-    charts_of_comparison,
+from anybatch.report.chart import Chart, Table
+from anybatch.report.comparison_charts import charts_of_comparison, final_table
+from anybatch.report.headline import headline, summary
+from anybatch.report.proof_charts import charts_of_proof, charts_of_trace, cuts_table, shares_picture, weights_picture
+from anybatch.report.training_charts import (
     charts_of_plan,
-    charts_of_proof,
-    charts_of_trace,
-    cuts_table,
     epoch_charts,
-    final_table,
     memory_charts,
     noise_charts,
     rate_and_norm_charts,
-    shares_picture,
     stage_colour,
     timeline_chart,
     update_charts,
-    weights_picture,
 )
-from anybatch.report.headline import headline, summary
 from anybatch.report.writing import (
     plural,
     without_breaks,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anybatch.records import EpochDone, MemorySeen, PlanRecord, Results, StageTime, UpdateDone, WindowSeen
-from anybatch.report.charts.chart import (
+from anybatch.report.chart import (
     CROSS,
     MOST_POINTS,
     Chart,

@@ -8,7 +8,7 @@ from html import escape
 from markupsafe import Markup
 
 from anybatch.records import CutRecord, MicroBatchSeen, ParameterRecord, ProofRecord, Trace
-from anybatch.report.charts.chart import Chart, Series, Table, course_of, line_chart, sentence
+from anybatch.report.chart import Chart, Series, Table, course_of, line_chart, sentence
 from anybatch.report.writing import number, plural, sentence_case, words
 
 MOST = 256

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from anybatch.records import Arm, ArmEpoch, ArmRun, Comparison, Spread, at_epoch, over_runs
-from anybatch.report.charts.chart import Chart, Series, Table, line_chart
+from anybatch.report.chart import Chart, Series, Table, line_chart
 from anybatch.report.writing import duration, is_share, number, percent, plural, size, words
 
 Take = Callable[[ArmEpoch], float | None]
