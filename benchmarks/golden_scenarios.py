@@ -221,7 +221,7 @@ class OutOfMemory(TorchDispatchMode):
 
 
 def out_of_memory(seen: Any, model: nn.Module, objective: Any, batches: list[Any], **options: Any) -> None:
-    """Every operation of the first and third update fails once. `operations` has the outcome of each, `messages` the distinct ones."""
+    """Each operation of the first and third update fails once; `operations` has all outcomes, `messages` the distinct ones."""
     start, state, outcomes = (
         {name: one.clone() for name, one in model.state_dict().items()},
         torch.get_rng_state(),
@@ -425,7 +425,7 @@ ALONE: dict[str, Scenario] = {
     "ragged tokens": lambda seen: train(seen, TokenModel(50, 8), batches=[token_pairs() for _ in SIZES], micro_batch=4),
     "info_nce by 8": lambda seen: train(seen, mlp(), coupled(ab.info_nce(0.05)), pairs(), micro_batch=8),
     "info_nce by 16, dropout": lambda seen: train(seen, mlp(nn.Dropout(0.2)), coupled(ab.info_nce(0.1)), pairs()),
-    "info_nce, symmetric, learned": lambda seen: train(
+    "info_nce, symmetric, drop": lambda seen: train(
         seen, mlp(), coupled(ab.info_nce(symmetric=True)), pairs(), on_nonfinite="drop"
     ),
     "clip_loss": clip_tower,
@@ -443,7 +443,7 @@ ALONE: dict[str, Scenario] = {
     "stock dropout": lambda seen: train(seen, mlp(nn.Dropout(0.3))),
     "spectral norm": lambda seen: train(seen, mlp(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))),
     "Rows(tail=)": with_options(micro_batch=ab.Rows(16, tail=2)),
-    "Rows(groups=)": with_options(batches=None, micro_batch=ab.Rows(16, groups=ab.Stacked(1))),
+    "Rows(groups=)": lambda seen: train(seen, batches=data(64, 62, 40), micro_batch=ab.Rows(6, groups=2)),
     "Rows(batch_dim=1)": lambda seen: train(
         seen, nn.LSTM(6, 3), ab.Objective(lambda model, x: model(x)[0].square().mean(), lambda x: x.shape[1]),
         [torch.randn(9, 20, 6) for _ in SIZES], micro_batch=ab.Rows(6, batch_dim=1),

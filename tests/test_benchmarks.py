@@ -7,6 +7,7 @@ import pytest
 from anybatch import Cost
 from anybatch.batches.cost.cheapest_cut import best_cut
 from benchmarks import batchnorm, coupled, low_sums, peak, pictures, texts
+from tests.processes.forked import run_module
 
 
 def test_peak_memory_does_not_grow_with_the_number_of_micro_batches():
@@ -68,3 +69,14 @@ def test_stochastic_rounding_of_bf16_sums_is_no_better_than_plain_ones_and_fp32_
     assert max(fp32) < 0.004
     assert sum(plain) < sum(by_chance)
     assert min(plain) > 0.006
+
+
+def test_the_golden_record_of_a_tree_is_met_again_and_another_seed_is_named_as_different(tmp_path):
+    few = ["--record", str(tmp_path / "golden.json"), "--only", "rows", "refusal: micro_batch=0"]
+    assert run_module("benchmarks.golden", "--write", *few).returncode == 0
+    again = run_module("benchmarks.golden", "--check", *few)
+    assert (again.returncode, again.stdout) == (0, "2 scenarios, 0 differences\n")
+    other = run_module("benchmarks.golden", "--check", "--seed", "1", *few)
+    assert other.returncode == 1
+    assert "rows: weights differs" in other.stdout
+    assert "refusal: micro_batch=0: messages differs" not in other.stdout
