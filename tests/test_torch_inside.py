@@ -293,12 +293,6 @@ def test_without_op_names_a_profile_has_allocations_alone(inside: ModuleType):
     assert names[0] > names[1] == {"[memory]"}
 
 
-@pytest.mark.parametrize(("rows", "unfolds"), [(1, True), (2, False)])
-def test_a_convolution_of_a_small_single_row_unfolds_it(inside: ModuleType, rows: int, unfolds: bool):
-    inputs, weight = torch.randn(rows, 4, 9, 9), torch.randn(4, 4, 3, 3)
-    assert inside.is_unfolding(inputs, weight, [1, 1], [1, 1], [1, 1], False, [0, 0], 1) is unfolds
-
-
 def test_what_fake_tensors_remember_is_forgotten(inside: ModuleType):
     with inside.FakeTensorMode() as mode:
         torch.empty(3, 4) + torch.empty(3, 4)

@@ -1,9 +1,7 @@
-"""What this process may still take of the host's memory: what is free, within the limits that somebody has set it."""
+"""Host memory that this process may still take: what is free, within the limits that are set for it."""
 
-import ctypes
 import os
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 try:
@@ -20,47 +18,6 @@ def free_on_host() -> int | None:
 def left_within_limits(proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The least that any limit leaves: of the process (RLIMIT_AS, RLIMIT_DATA), or of a control group; None without one."""
     return min((max(left, 0) for left in (*_of_process(proc), *_of_groups(proc, groups))), default=None)
-
-
-def allocated_on_host() -> int | None:
-    """What this process has allocated and not freed, whoever did, in bytes; None where the C library does not tell.
-
-    Of glibc, in some 10 microseconds. Where another allocator was loaded in its place, the number does not move.
-    """
-    ask = _mallinfo()
-    if ask is None:
-        return None
-    found = ask()
-    return int(found.uordblks + found.hblkhd)
-
-
-class _MallInfo(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    )
-
-
-@cache
-def _mallinfo() -> Callable[[], _MallInfo] | None:
-    """`mallinfo2` of glibc 2.33 and later; the older one counts in 32 bits."""
-    try:
-        ask = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError, TypeError):
-        return None
-    ask.restype = _MallInfo
-    return ask
 
 
 def _available() -> int | None:

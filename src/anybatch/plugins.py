@@ -76,6 +76,6 @@ def noise_history(every: int | None, parameters: Callable[[], Sequence[nn.Parame
 
 def auto_split() -> Split:
     """Return the split that `micro_batch="auto"` stands for."""
-    from anybatch.memory import Fit
+    from anybatch.memory import fastest_fit
 
-    return Fit(fastest=True)
+    return fastest_fit()

@@ -8,10 +8,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 
 from anybatch import Fit, Update, measure_peak, plan
-from anybatch.memory.predicting import recomputing_of
 from anybatch.state.batch_state import BatchState
 from tests.accelerator.on_device import on_device
 from tests.accelerator.plugged import limit, plug
@@ -156,32 +154,3 @@ def test_a_plan_is_the_devices_own_peak(model, rows):
     _, peak = measure_peak(update, batch(ROWS))
     expected = found.whole_bytes if rows == ROWS else found.peak(rows)
     assert expected == pytest.approx(peak - before, rel=0.02), (expected, peak - before, found.method)
-
-
-@on_device
-def test_ways_on_a_device_are_ranked_by_time_and_each_takes_what_the_plan_says():
-    """Blocks that are checkpointed, and saved tensors that wait on the host, both run for real below the limit."""
-    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(6)))
-    before = in_use()
-    there = nn.Sequential(nn.Linear(6, 64), blocks, nn.Linear(64, 3)).to(plug())
-    optimizer = torch.optim.SGD(there.parameters(), lr=0.01)
-    loose = plan(there, optimizer, cross_entropy(), batch(ROWS), memory="1GiB", ranking=False, checkpointing=False)
-    room, ooms = loose.peak(32), num_ooms()
-    with limit(before + room):
-        found = plan(there, optimizer, cross_entropy(), batch(ROWS), memory=room, margin=0.0, checkpointing=False)
-    ways = {way.way: way for way in found.ranking}
-    assert ways.keys() == {"smaller micro-batches", "checkpointing the 6 Sequential of 1", "saved tensors on the host"}
-    assert all(way.seconds is not None for way in found.ranking)
-    assert num_ooms() == ooms
-    switches = {
-        "saved tensors on the host": save_on_cpu,
-        "checkpointing the 6 Sequential of 1": recomputing_of(there).on,
-    }
-    for name, switch in switches.items():
-        assert ways[name].micro_batch > ways["smaller micro-batches"].micro_batch
-        update = Update(there, optimizer, cross_entropy(), micro_batch=ways[name].micro_batch, check="off")
-        update(batch(ROWS))
-        with limit(before + room), switch():
-            _, peak = measure_peak(update, batch(ROWS))
-        assert ways[name].peak == pytest.approx(peak - before, rel=0.02), name
-        assert measure_peak(update, batch(ROWS))[1] - before > room

@@ -1,12 +1,8 @@
 import json
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from anybatch.cli.main import run
-from anybatch.cli.plan import ranking_lines
-from anybatch.memory import RankedWay
 
 
 def test_plan_says_what_fits_and_leaves_a_page(tmp_path, task_file, capsys):
@@ -27,35 +23,6 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_names_the_need(tmp_path, task
     assert planned["fits"] is False
     assert planned["least_bytes"] > 16
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_ways_that_fit_are_a_table_with_the_fastest_first():
-    way = RankedWay(
-        kind="smaller", way="smaller micro-batches", micro_batch=8, passes=32, peak=2**20, seconds=0.0421, work=1.0
-    )
-    slower = replace(way, way="checkpointing the 4 Block of blocks", micro_batch=64, passes=4, seconds=0.1)
-    planned = SimpleNamespace(ranking=(way, slower), fastest=way, unit="rows")
-    head, _, first, second, end = ranking_lines(planned)
-    assert head.split() == ["way", "that", "fits", "rows", "passes", "peak", "time", "of", "the", "passes"]
-    assert first.split() == ["smaller", "micro-batches", "8", "32", "1.0", "MiB", "42.1", "ms", "fastest"]
-    assert second.split() == [
-        "checkpointing",
-        "the",
-        "4",
-        "Block",
-        "of",
-        "blocks",
-        "64",
-        "4",
-        "1.0",
-        "MiB",
-        "100.0",
-        "ms",
-    ]
-    assert end == ""
-    counted = SimpleNamespace(ranking=(replace(slower, seconds=None, work=4 / 3),), fastest=None, unit="rows")
-    assert "1.33 of the work" in ranking_lines(counted)[2]
-    assert ranking_lines(SimpleNamespace(ranking=())) == []
 
 
 def test_a_size_that_is_none_is_refused_before_anything_is_loaded(task_file, capsys):

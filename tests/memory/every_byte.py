@@ -10,7 +10,9 @@ from torch import nn
 from anybatch import Fit, Rows, Update, supervised
 from anybatch.batches import Batch, tensors
 from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
+from anybatch.proof import look_first
 from benchmarks.every_malloc import Counted
+from benchmarks.models import SmallTransformer
 
 LIMIT = 30 * 2**20
 CLASSES = supervised(nn.CrossEntropyLoss())
@@ -90,12 +92,41 @@ def metering(counted: Counted) -> float:
     return peaks[1] / peaks[0]
 
 
+def looking(counted: Counted) -> list[float]:
+    """What the look at the first batch takes, by what the update takes: three models, three sizes of micro-batches."""
+    texts = torch.randint(0, 64, (24, 16))
+    cases = [(deep(), batch_of(24)), (SmallTransformer(width=64), (texts, texts.roll(-1, 1)))]
+    numbers, classes = batch_of(24)
+    cases.append((deep().bfloat16(), (numbers.bfloat16(), classes)))
+    shares = []
+    for model, batch in cases:
+        for size in (1, 8, 24):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            update = Update(model, optimizer, CLASSES, micro_batch=size, check="off")
+            peaks = []
+            for act in (update, lambda rows, accumulator=update.accumulator: look_first(accumulator, rows)):
+                for _ in range(2):
+                    drop_gradients(update.parameters())
+                    gc.collect()
+                    before = counted.live - bytes_of([*standing_tensors(update), *tensors(batch)])
+                    counted.restart()
+                    act(batch)
+                peaks.append(counted.peak - before)
+            shares.append(peaks[1] / peaks[0])
+    return shares
+
+
+def deep() -> nn.Module:
+    inner = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    return nn.Sequential(nn.Linear(32, 256), *inner, nn.Linear(256, 10))
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     counted = Counted()
     found = {"fake": fitted(linear, counted), "real": fitted(convolved, counted), "metering": metering(counted)}
-    print(json.dumps(found))
+    print(json.dumps(found | {"looking": looking(counted)}))
 
 
 if __name__ == "__main__":

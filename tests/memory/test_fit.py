@@ -1,7 +1,9 @@
 """Fit: the largest micro-batch that is predicted to fit; predicted once, and inside the limit when measured."""
 
 import copy
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ from anybatch import (
     SplitError,
     Tokens,
     Update,
-    measure_peak,
     plan,
     supervised,
 )
+from anybatch.batches import Workload
 from anybatch.batches.splits.micro_batch_option import as_split
+from anybatch.memory import fastest_fit
+from anybatch.passes import Running
 from tests.injection import OutOfMemoryAbove
 from tests.reference import relative_error, whole_batch_gradient
 
@@ -145,29 +149,6 @@ def test_the_longer_rows_are_the_smaller_is_the_micro_batch(num_plans):
         sizes.append(accumulator.split.choice.size)
     assert len(num_plans) == 3  # 8 long, all rows fit in one piece as they do 16 long
     assert sizes[0] == sizes[1] == sizes[4] == 64 > sizes[3] > sizes[2]
-    accumulator.backward(torch.randint(0, 10, (80, 60)))
-    assert len(num_plans) == 3, "more rows that are hardly shorter are as those that were planned for"
-    assert sizes[2] - 1 <= accumulator.split.choice.size <= sizes[2]
-
-
-def test_the_size_for_more_rows_is_the_one_that_a_plan_of_them_would_give(num_plans):
-    fit = Fit(400_000)
-    update = update_with(fit)
-    update(batch_of(512))
-    update(batch_of(900))
-    assert len(num_plans) == 1
-    derived, model = fit.choice.plan, wide()
-    anew = plan(model, torch.optim.AdamW(model.parameters()), CLASSES, batch_of(900), memory=400_000, ranking=False)
-    assert derived.micro_batch == anew.micro_batch < num_rows_planned(512)
-    assert derived.peak_bytes == anew.peak_bytes
-    assert derived.rows == anew.rows
-
-
-def num_rows_planned(rows: int) -> int:
-    model = wide()
-    return plan(
-        model, torch.optim.AdamW(model.parameters()), CLASSES, batch_of(rows), memory=400_000, ranking=False
-    ).micro_batch
 
 
 def test_a_ragged_batch_is_fitted_by_tokens():
@@ -181,7 +162,7 @@ def test_a_ragged_batch_is_fitted_by_tokens():
     mask = (torch.arange(31) < lengths[:, None]).long()
     batch = {"input_ids": torch.randint(0, 10, (64, 31)), "attention_mask": mask}
     reference = whole_batch_gradient(model, loss, batch)
-    for split in (Fit("150KiB"), Fit("150KiB", most=Tokens(200)), Fit("150KiB", fastest=True)):
+    for split in (Fit("150KiB"), Fit("150KiB", most=Tokens(200)), fastest_fit("150KiB")):
         accumulator = Accumulator(model, Objective(loss), micro_batch=split)
         model.zero_grad()
         result = accumulator.backward(batch)
@@ -228,7 +209,7 @@ def test_where_nothing_can_be_predicted_rows_double_until_they_do_not_fit(monkey
 
 def test_auto_is_the_fastest_of_what_fits():
     assert repr(as_split("auto")) == "Fit(fastest=True)"
-    fit_envelope = Fit(300_000, fastest=True)
+    fit_envelope = fastest_fit(300_000)
     update = update_with(fit_envelope)
     for seed in range(14):
         update(batch_of(256, seed))
@@ -236,6 +217,30 @@ def test_auto_is_the_fastest_of_what_fits():
     assert choice.fastest.is_settled
     assert max(trial.size for trial in choice.fastest.trials) <= choice.size < 256
     assert isinstance(fit_envelope._last.split, Auto)
+
+
+def test_fastest_is_accepted_with_a_warning_and_is_a_search_by_rate_below_what_fits():
+    with pytest.warns(
+        DeprecationWarning, match=r"Fit\(fastest=True\) is deprecated, and checkpointing is no longer tried"
+    ):
+        asked = Fit("1MiB", fastest=True)
+    assert repr(asked) == repr(fastest_fit("1MiB"))
+    update_with(asked)(batch_of(64))
+    assert isinstance(asked._last.split, Auto)
+    with pytest.warns(DeprecationWarning, match=r"Fit\(fastest=False\) is deprecated"):
+        assert repr(Fit("1MiB", fastest=False)) == repr(Fit("1MiB"))
+
+
+def test_the_cpu_leaves_a_larger_margin_than_an_accelerator_unless_told_otherwise():
+    model = wide()
+    parts = model, torch.optim.AdamW(model.parameters()), CLASSES, batch_of(64)
+    margins = [plan(*parts, memory="1GiB", device=device).margin for device in ("cpu", "cuda")]
+    assert margins == [planning.MARGIN_ON_CPU, planning.MARGIN]
+    fit = Fit(400_000)
+    update_with(fit)(batch_of(512))
+    assert fit.choice.plan.margin == planning.MARGIN_ON_CPU
+    assert fit.choice.plan.peak_bytes <= (1 - planning.MARGIN_ON_CPU) * 400_000
+    assert plan(*parts, memory="1GiB", margin=0.01).margin == 0.01
 
 
 def test_predicting_leaves_weights_gradients_and_random_state_alone():
@@ -307,20 +312,45 @@ def test_what_cannot_be_copied_at_all_is_tried_in_place_and_left_as_it_was():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_cannot_be_tried_at_all_is_measured_while_it_runs_and_stays_below_the_limit(monkeypatch):
+def test_what_cannot_be_tried_at_all_doubles_and_a_warning_says_that_the_limit_is_not_kept(monkeypatch):
     def refuses(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("one of a kind")
 
     monkeypatch.setattr(fit_module, "plan", refuses)
-    limit = 150_000
-    model = wide()
-    fit = Fit(limit, margin=0)
-    update = Update(model, torch.optim.AdamW(model.parameters()), CLASSES, micro_batch=fit, check="off")
-    peaks = [measure_peak(update, batch_of(96, seed))[1] for seed in range(8)]
-    assert max(peaks) <= limit
-    assert fit.choice.size > 8
-    assert peaks[-1] > 0.85 * limit
-    assert "measured while training" in fit.choice.describe()
-    doubled = update_with(Rows(fit.choice.size * 2))
-    doubled(batch_of(96))
-    assert measure_peak(doubled, batch_of(96))[1] > limit, "doubling until memory runs out would have gone beyond it"
+    update = update_with(Fit(150_000))
+    with pytest.warns(UserWarning, match=r"cannot be kept: .* could not be predicted \(RuntimeError: one of a kind\)"):
+        first = update(batch_of(16)).micro_batches
+    assert [first, *(update(batch_of(16)).micro_batches for _ in range(4))] == [16, 8, 4, 2, 1]
+
+
+def test_a_split_that_is_copied_while_a_batch_is_at_hand_copies_no_model():
+    fit, model = Fit("20MiB"), nn.Linear(16, 4)
+    batch = torch.randn(64, 16), torch.randint(0, 4, (64,))
+    objective = CLASSES
+    fit.choose_for(Workload(model=model, objective=objective, running=Running()), batch)
+    model.lock = threading.Lock()
+    with pytest.raises(TypeError, match="lock"):
+        copy.deepcopy(model)
+    assert len(copy.deepcopy(fit).cut(batch)) == 1  # as a look at the first batch does
+
+
+def test_a_split_holds_no_model_when_its_batch_has_run():
+    fit, model = Fit("20MiB"), nn.Linear(16, 4)
+    update = Update(model, torch.optim.SGD(model.parameters()), CLASSES, micro_batch=fit, check="off")
+    update((torch.randn(64, 16), torch.randint(0, 4, (64,))))
+    alive = weakref.ref(model)
+    del model, update
+    gc.collect()
+    assert alive() is None
+
+
+def test_all_micro_batches_but_the_last_are_full_and_the_last_is_no_single_row():
+    fit, sizes = Fit("2MiB"), []
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 4))
+    model[0].register_forward_hook(lambda layer, inputs, output: sizes.append(len(output)))
+    update = Update(model, torch.optim.SGD(model.parameters()), CLASSES, micro_batch=fit, check="off")
+    update((torch.randn(3000, 16), torch.randint(0, 4, (3000,))))
+    full, sizes[:] = fit.choice.size, []
+    update((torch.randn(2 * full + 1, 16), torch.randint(0, 4, (2 * full + 1,))))
+    assert sizes == [full, full - 1, 2]
+    assert [len(part) for part in Rows(full).cut(torch.empty(2 * full + 1, 1))] != sizes, "as equal as can be"

@@ -2,12 +2,10 @@
 
 import copy
 import json
-from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from anybatch import (
     Accumulator,
@@ -22,11 +20,8 @@ from anybatch import (
     supervised,
 )
 from anybatch.memory.predicting.envelope import fit_envelope
-from anybatch.memory.tracing import metered
-from anybatch.memory.tracing.kernel_buffers import packed_bytes
 from anybatch.memory.tracing.recorder import Timeline
 from anybatch.passes import Running
-from anybatch.torch_inside import profiler_events
 from benchmarks.models import LongAttention
 
 CLASSES = supervised(nn.CrossEntropyLoss())
@@ -218,44 +213,18 @@ def test_a_coupled_loss_is_tried_with_all_rows():
     assert inside == pytest.approx(truth, rel=0.03)
 
 
-def test_columns_that_a_convolution_of_one_row_unfolds_outside_torchs_allocator_are_counted():
-    layer, row = nn.Conv2d(40, 40, 3, padding=1), torch.randn(1, 40, 20, 20, requires_grad=True)
-    layer(row).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        layer(row).sum().backward()
-    events = sorted(
-        (event.start_ns(), event.nbytes()) for event in profiler_events(profiler) if event.name() == "[memory]"
-    )
-    inside = max(accumulate(nbytes for _, nbytes in events))
-    columns = 40 * 3 * 3 * 20 * 20 * 4
-    seen = metered(lambda: layer(row).sum().backward(), has_buffers=True)
-    assert inside + 0.9 * columns <= seen.peak(0) <= inside + columns
-
-
-@pytest.mark.parametrize(
-    ("product", "counted"), [((200, 40, 400), 240_744), ((216, 16, 144), 164_104), ((216, 16, 576), 311_560)]
-)
-def test_what_a_product_of_matrices_is_packed_into_is_what_was_counted_by_every_malloc(product, counted):
-    assert packed_bytes(*product) == pytest.approx(counted, rel=2e-3)
-
-
-def test_a_dilated_convolution_packs_its_factors_outside_torchs_allocator_and_a_plain_one_does_not():
-    def counted(dilation):
-        layer = nn.Conv1d(40, 40, 5, padding=2 * dilation, dilation=dilation)
-        row = torch.randn(3, 40, 400, requires_grad=True)
-        seen = metered(lambda: layer(row).sum().backward(), has_buffers=True)
-        return [nbytes for _, nbytes in seen.allocations].count(
-            min(torch.get_num_threads(), 3) * packed_bytes(200, 40, 400)
-        )
-
-    assert counted(16) == 1
-    assert counted(1) == 0
-
-
 def test_a_margin_of_nonsense_is_refused():
     model, optimizer = wide()
     with pytest.raises(PlanError, match=r"margin=1.5\): expected a share"):
         plan(model, optimizer, CLASSES, rows(), memory="1GiB", margin=1.5)
+
+
+def test_a_check_is_ignored_with_a_deprecation_warning():
+    model, optimizer = wide()
+    options = {"memory": "1GiB", "checkpointing": False}
+    with pytest.warns(DeprecationWarning, match=r"plan\(check='full'\) is deprecated and ignored"):
+        asked = plan(model, optimizer, CLASSES, rows(), check="full", **options)
+    assert asked.peak(8) == plan(model, optimizer, CLASSES, rows(), **options).peak(8)
 
 
 def test_a_second_set_of_gradients_counts_where_single_micro_batches_are_dropped():

@@ -116,8 +116,7 @@ def test_the_record_of_a_plan_holds_all_that_plan_says():
     parts = model, torch.optim.SGD(model.parameters(), lr=0.1), supervised(nn.CrossEntropyLoss()), batch
     whole = plan(*parts, memory="1GiB", checkpointing=False)
     found = plan(*parts, memory=whole.whole_bytes - 1, margin=0.0, checkpointing=False)
-    assert found.ranking
-    assert found.not_ranked
+    assert found.needs_accumulation
     for planned in (whole, found):
         said = plain_text(planned.as_dict() | {"sentences": ["It fits."]})
         assert plain(read(PlanRecord, said)) == said

@@ -14,7 +14,7 @@ from anybatch.cli.screen import say, table
 from anybatch.errors import SettingsError
 from anybatch.host_memory import free_on_host
 from anybatch.records import PlanRecord, read
-from anybatch.sizes import parse_bytes, show_bytes, show_seconds
+from anybatch.sizes import parse_bytes, show_bytes
 from anybatch.training import Settings, check_task_exists, find_task
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _plan(task: str, settings: Settings, limit: int | None, sums: "Sums") -> "Pl
 
 
 def memory_plan_lines(planned: "Plan") -> list[str]:
-    """The plan as text: sentences, sizes, what the peak is made of, what could be changed, and ways that fit by time."""
+    """The plan as text: sentences, sizes, what the peak is made of, and what could be changed."""
     sizes = [[f"{entry.size:,}", show_bytes(entry.peak), "yes" if entry.fits else "no"] for entry in planned.sizes]
     parts = [
         [field.name, show_bytes(getattr(planned.breakdown, field.name))]
@@ -125,27 +125,8 @@ def memory_plan_lines(planned: "Plan") -> list[str]:
         "",
         *table([f"what to change, {size}", "peak", "fits"], changes),
         "",
-        *ranking_lines(planned),
         *rest,
     ]
-
-
-def ranking_lines(planned: "Plan") -> list[str]:
-    """The ways that fit as a table, the fastest first; nothing where there is no choice to make."""
-    if not planned.ranking:
-        return []
-    rows = [
-        [
-            way.way,
-            f"{way.micro_batch:,}",
-            f"{way.passes:,}",
-            show_bytes(way.peak),
-            f"{way.work:.2f} of the work" if way.seconds is None else show_seconds(way.seconds),
-            "fastest" if way is planned.fastest else "",
-        ]
-        for way in planned.ranking
-    ]
-    return [*table(["way that fits", planned.unit, "passes", "peak", "time of the passes", ""], rows), ""]
 
 
 TOKENS = 2048

@@ -4,12 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anybatch.memory.fit import Fit
-    from anybatch.memory.fitted import Fitted
-    from anybatch.memory.from_config import plan_config
-    from anybatch.memory.large_models import parameters_on_meta
-    from anybatch.memory.planning import plan
-    from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, RankedWay, SizePeak, WayToFit
+    from anybatch.memory.fit import Fit, fastest_fit
+    from anybatch.memory.fitting import Fitted
+    from anybatch.memory.from_config import parameters_on_meta, plan_config
+    from anybatch.memory.planning import MARGIN, plan
+    from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, SizePeak, WayToFit
     from anybatch.memory.tracing import (
         bytes_of,
         drop_gradients,
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
         metered,
         optimizer_tensors,
         standing_tensors,
-        takes_buffers,
     )
 
 __all__ = [
@@ -25,12 +23,13 @@ __all__ = [
     "Checkpointing",
     "Fit",
     "Fitted",
+    "MARGIN",
     "Plan",
-    "RankedWay",
     "SizePeak",
     "WayToFit",
     "bytes_of",
     "drop_gradients",
+    "fastest_fit",
     "measure_peak",
     "metered",
     "optimizer_tensors",
@@ -38,7 +37,6 @@ __all__ = [
     "plan",
     "plan_config",
     "standing_tensors",
-    "takes_buffers",
 ]
 _MODULES = {
     "fit": ("Fit",),

@@ -1,12 +1,9 @@
-"""`Fit`: the largest micro-batch that fits, by prediction; the fastest of those that do, if asked for."""
+"""`Fit`: the largest micro-batch that fits, by prediction; the fastest of those that do for "auto"."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
-
-from torch import Tensor
 
 from anybatch.batches import (
     Auto,
@@ -14,22 +11,14 @@ from anybatch.batches import (
     Doubling,
     MicroBatches,
     Rows,
-    Split,
     Tokens,
     Workload,
     in_arrival_order,
     smaller,
-    tensors,
 )
 from anybatch.errors import MemoryLimitError, SplitError, first_line, levels_to_the_caller
-from anybatch.memory.batch_shape import BatchShape, shape_of
-from anybatch.memory.fitted import Fitted
-from anybatch.memory.fitting import Fitting, fitting_within
-from anybatch.memory.measured_rows import MeasuredRows
-from anybatch.memory.planning import MARGIN, plan
-from anybatch.memory.predicting import for_more_rows, micro_batch_source_of
-from anybatch.memory.ranking import WayContest, fastest_own_way, may_recompute
-from anybatch.memory.tracing import KeptMemory, learning_tensors
+from anybatch.memory.fitting import BatchShape, Fitted, Fitting, fitting_within, shape_of
+from anybatch.memory.planning import plan
 from anybatch.sizes import parse_bytes, show_bytes
 from anybatch.torch_inside import is_sharded
 
@@ -37,20 +26,18 @@ from anybatch.torch_inside import is_sharded
 class Fit(Split):
     """The largest micro-batch whose update is predicted to fit into `memory`, less `margin` of it.
 
-    `memory` is all that the update may take, weights and optimizer included: "6GiB", or bytes; None: what the device has
-    free when the first batch comes. `most` also bounds the micro-batch, and says how to cut: `Rows(n)`, or
-    `Tokens(budget, ...)`; without it, a batch with `attention_mask` is cut by tokens and any other by rows. With `fastest`,
-    sizes within what fits are tried on real updates and the fastest is kept; "auto" stands for `Fit(fastest=True)`. Where the
-    batch has to be cut and measured passes say that checkpointing with larger micro-batches is faster, it is tried on real
-    updates too, and stays if it is: on while a batch runs, and off between batches. Without it, all micro-batches but the last
-    are as large as fits, because equal ones would leave memory unused.
+    Predicting takes seconds, once: it is repeated only for longer rows or more of them than any before, and for rows that are
+    cut and shorter by 15 % or more. All micro-batches but the last are as large as fits, because equal ones would leave memory
+    unused. Where an update cannot be predicted, rows double from batch to batch until memory runs out: `memory` is then
+    not kept, and a warning says so; a sharded model is refused instead. `choice` says which way it went.
 
-    Predicting takes seconds, once: it is repeated only for longer rows than any before, for rows that are cut and shorter by
-    15 % or more, or for more of them where fewer fitted whole. What kernels of the CPU keep for each shape that they meet is
-    measured, and taken off what rows may have. Where
-    an update cannot be predicted, rows double from batch to batch: below `memory`, measured while they run, or where that is
-    None, until memory runs out. What cannot be measured either, because it is sharded, is refused with a `memory`. `choice`
-    says which way it went.
+    Args:
+        memory: All that the update may take, weights and optimizer included: "6GiB", or bytes. None: what the device has
+            free when the first batch comes.
+        most: Bounds the micro-batch too, and says how to cut: `Rows(n)`, or `Tokens(budget, ...)`. Without it, a batch with
+            `attention_mask` is cut by tokens and any other by rows.
+        fastest: Deprecated. True tries sizes up to what fits on real updates and keeps the fastest, as `"auto"` does.
+        margin: Share of the memory to leave free. None: 5 %, and 15 % on the CPU, whose kernels keep memory of their own.
     """
 
     def __init__(
@@ -58,8 +45,8 @@ class Fit(Split):
         memory: str | int | None = None,
         *,
         most: "int | Rows | Tokens | None" = None,
-        fastest: bool = False,
-        margin: float = MARGIN,
+        fastest: bool | None = None,
+        margin: float | None = None,
     ) -> None:
         if most is not None and (isinstance(most, bool) or not isinstance(most, (int, Rows, Tokens))):
             raise SplitError(
@@ -71,16 +58,22 @@ class Fit(Split):
                 f"Fit(most={most!r}): what fits is predicted for rows in dim 0, each by itself, collated. Give micro_batch="
                 f"{most!r} itself: where memory runs out, it is halved and the batch starts again."
             )
-        if not 0 <= margin < 1:
+        if margin is not None and not 0 <= margin < 1:
             raise SplitError(f"Fit(margin={margin!r}): expected a share of the memory to leave free, such as 0.05.")
+        if fastest is not None:
+            warnings.warn(
+                f"Fit(fastest={fastest!r}) is deprecated, and checkpointing is no longer tried: plan() says what it would "
+                'save. Sizes up to what fits are tried on real updates where fastest is True, as micro_batch="auto" does; '
+                "leave fastest out for the largest that fits.",
+                DeprecationWarning,
+                stacklevel=levels_to_the_caller(),
+            )
         self.memory = None if memory is None else parse_bytes(memory)
         self.most = Rows(most) if isinstance(most, int) else most
-        self.fastest = fastest
+        self.fastest = bool(fastest)
         self.margin = margin
         self._fits: list[Fitting] = []
         self._last: Fitting | None = None
-        self._kept = KeptMemory()
-        self._has_run = self._has_warned = False
 
     def __repr__(self) -> str:
         given = [repr(show_bytes(self.memory))] if self.memory is not None else []
@@ -94,15 +87,12 @@ class Fit(Split):
         if last is None:
             return None
         split = last.split
-        own = split.size if isinstance(split, Doubling | MeasuredRows) else last.size
         return Fitted(
             kind=last.kind,
-            size=split.most if isinstance(split, WayContest) else own,
-            measured=split.peak if isinstance(split, MeasuredRows) else 0,
+            size=split.size if isinstance(split, Doubling) else last.size,
             plan=last.plan,
             reason=last.reason,
-            fastest=split.choice if isinstance(split, Auto | WayContest) else None,
-            way=split.way if isinstance(split, WayContest) else None,
+            fastest=split.choice if isinstance(split, Auto) else None,
             retries=last.retries,
         )
 
@@ -112,30 +102,14 @@ class Fit(Split):
         return None if self._last is None or self._last.plan is None else show_bytes(self._last.plan.least_bytes)
 
     def choose_for(self, workload: Workload, batch: Batch) -> None:
-        """Choose for a batch like this one, unless that was done; less where what earlier ones left needs the room."""
+        """Choose for a batch like this one, unless that was done."""
         shape = shape_of(batch, self.most)
         covering = [fitting for fitting in self._fits if fitting.shape.covers(shape)]
         found = min(covering, key=lambda fitting: (fitting.shape.row_elements, fitting.shape.rows), default=None)
         if found is None or found.wastes(shape):
-            found = self._as_with_fewer_rows(batch, shape) or self._predict(workload, batch, shape)
+            found = self._predict(workload, batch, shape)
             self._fits.append(found)
         self._last = found
-        if found.make_room(self._kept.next_time) and not self._has_warned and found.keeps_much(self._kept.bytes):
-            self._has_warned = True
-            warnings.warn(f"{self!r}: {found.said_of(self._kept.bytes)}", stacklevel=levels_to_the_caller())
-        if found.plan is not None:
-            self._begin(workload, batch)
-
-    def batch_ran(self, ran: MicroBatches | None) -> None:
-        """The batch that was cut last has run, in these micro-batches; None where memory ran out in it."""
-        last = self._last
-        if last is None or last.plan is None:
-            return
-        # the first update after a plan on fake tensors loads what stays for the whole process, and does not count
-        if ran is not None and (self._has_run or last.plan.method == "real steps"):
-            self._kept.look(tensors(list(ran)))
-        self._kept.end()
-        self._has_run = True
 
     def cut(self, batch: Batch) -> MicroBatches:
         """The micro-batches of `batch`, none larger than what fits."""
@@ -165,15 +139,6 @@ class Fit(Split):
     def sums(self) -> Literal["fp32", "param"]:
         """What gradients are summed in where `sums="auto"` leaves it to the plan."""
         return "fp32" if self._last is None or self._last.plan is None else self._last.plan.sums
-
-    def news(self) -> list[str]:
-        """What has changed in how batches run since this was asked last, in words."""
-        return self._last.split.news() if self._last is not None and isinstance(self._last.split, WayContest) else []
-
-    @property
-    def watching(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """The `watching` of the split inside; None where that has none, so that nothing is measured."""
-        return None if self._last is None else getattr(self._last.split, "watching", None)
 
     def shrink(self, ran: MicroBatches) -> "Fit | None":
         """Half of what did not fit, for batches like this one; None where that was a single row."""
@@ -206,18 +171,6 @@ class Fit(Split):
         last.split = last.asked if is_asked or resized is None else resized(size)
         return self
 
-    def _as_with_fewer_rows(self, batch: Batch, shape: BatchShape) -> Fitting | None:
-        """As for a batch of fewer such rows that had to be cut; None where there was none, or ways have to be ranked anew."""
-        alike = [] if self.fastest else [one for one in self._fits if one.shape.covers(replace(shape, rows=1))]
-        for known in sorted(alike, key=lambda one: one.shape.row_elements):
-            if known.plan is None or known.wastes(shape):
-                continue
-            source = micro_batch_source_of(batch, self._tokens_for(batch))
-            found = for_more_rows(known.plan, shape.rows, source.nbytes)
-            if found is not None:
-                return known.with_more_rows(found)
-        return None
-
     def _tokens_for(self, batch: Batch) -> Tokens | None:
         is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
         # slack gives up time for memory, and here memory is what there is
@@ -226,64 +179,48 @@ class Fit(Split):
 
     def _predict(self, workload: Workload, batch: Batch, shape: BatchShape) -> Fitting:
         tokens = self._tokens_for(batch)
-        is_first = not self._fits
-        self._begin(workload, batch)
         try:
             found = plan(
                 workload.model,
                 workload.optimizer,
                 workload.objective,
                 batch,
-                memory=None if self.memory is None else self._kept.left_of(self.memory),
+                memory=self.memory,
                 split=tokens,
                 margin=self.margin,
                 checkpointing=False,
-                ranking=self.fastest and may_recompute(workload.model),
                 running=workload.running,
-                check=workload.check,
             )
-        except (
-            Exception
-        ) as error:  # an odd model is no reason not to train it, unless that would break a word that was given
-            if known := [
-                one for one in self._fits if one.plan is not None and one.shape.covers(replace(shape, rows=1))
-            ]:
-                last = known[-1]  # of fewer rows: as many of them in a micro-batch fitted
-                return Fitting(shape, last.split, last.kind, last.size, last.plan, first_line(error))
-            if self.memory is not None and any(is_sharded(one) for one in workload.model.parameters()):
-                raise MemoryLimitError(
-                    f"{self!r} cannot be kept: what an update takes could not be predicted ({first_line(error)}), nor is it "
-                    "measured where ranks hold parts of a model. Give micro_batch=n, in rows; or Fit(), which doubles."
-                ) from error
-            most = self.most.size if isinstance(self.most, Rows) else None
-            return Fitting(shape, self._growing(workload, most), "rows", 1, reason=first_line(error))
-        found = found if self.memory is None else replace(found, memory=self.memory)
-        is_too_much = not found.fits and found.least_bytes > found.limit  # beside what is kept a row may still be tried
-        if is_too_much and fastest_own_way(found) is None and self.memory is not None:
-            less = "check='first', " if workload.check == "full" else ""
+        except Exception as error:  # an odd model is no reason not to train it
+            return self._unpredicted(workload, shape, error)
+        if not found.fits and self.memory is not None:
             raise MemoryLimitError(
                 f"an update with a single row is predicted to need {show_bytes(found.least_bytes)}, and {self!r} allows "
-                f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use {less}shorter "
+                f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use shorter "
                 "rows, an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
             )
-        if is_first:  # which loads what stays for the whole process: trials know what was left beside that
-            self._kept.expect(found.kept, 0)
-        else:
-            self._kept.look()
-        self._kept.expect(0, 2 * found.kept_per_size)  # the full shape, and that of the tail
-        return fitting_within(found, workload, shape, most=self.most, tokens=tokens, is_fastest=self.fastest)
+        return fitting_within(found, workload.model, shape, most=self.most, tokens=tokens, is_fastest=self.fastest)
 
-    def _begin(self, workload: Workload, batch: Batch) -> None:
-        """Count what is kept from now on, where that lies in the memory of the model."""
-        if all(one.device.type == "cpu" for one in workload.model.parameters()):
-            self._kept.begin(_learning(workload), tensors(batch))
+    def _unpredicted(self, workload: Workload, shape: BatchShape, error: Exception) -> Fitting:
+        """As many rows as fitted in a smaller batch of such rows; else rows that double until memory runs out."""
+        fewer = [one for one in self._fits if one.plan is not None and one.shape.covers(replace(shape, rows=1))]
+        if fewer:
+            last = fewer[-1]
+            return Fitting(shape, last.split, last.kind, last.size, last.plan, first_line(error))
+        why = f"{self!r} cannot be kept: what an update takes could not be predicted ({first_line(error)})"
+        if self.memory is not None and any(is_sharded(one) for one in workload.model.parameters()):
+            raise MemoryLimitError(f"{why}. Give micro_batch=n, in rows; or Fit(), which doubles.") from error
+        if self.memory is not None:
+            warnings.warn(
+                f"{why}. Rows double from batch to batch until memory runs out. Give micro_batch=n, in rows, to bound them.",
+                stacklevel=levels_to_the_caller(),
+            )
+        most = self.most.size if isinstance(self.most, Rows) else None
+        return Fitting(shape, Doubling(most), "rows", 1, reason=first_line(error))
 
-    def _growing(self, workload: Workload, most: int | None) -> Split:
-        """Rows that grow from batch to batch: measured while they run, where there is a limit to stay below."""
-        if self.memory is None:
-            return Doubling(most)
-        return MeasuredRows(int(self.memory * (1 - self.margin)), _learning(workload), most)
 
-
-def _learning(workload: Workload) -> Callable[[], list[Tensor]]:
-    return lambda: learning_tensors(workload.model, workload.optimizer)  # no partial, whose copy would copy the model
+def fastest_fit(memory: str | int | None = None, *, most: "int | Rows | Tokens | None" = None) -> Fit:
+    """The split that `"auto"` stands for: a search by rate (`Auto`) up to the largest micro-batch that fits."""
+    fit = Fit(memory, most=most)
+    fit.fastest = True
+    return fit

@@ -1,14 +1,14 @@
-"""`Fitting`: what was chosen for batches of one shape, and what it became since."""
+"""Records that `Fit` keeps: the shape of a batch, the split chosen for it, and the choice as users see it."""
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import nn
 
-from anybatch.batches import Rows, Split, Tokens, Workload
-from anybatch.memory.batch_shape import BatchShape
-from anybatch.memory.predicting import Plan, largest_of
-from anybatch.memory.ranking import WayContest, fastest_split
+from anybatch.batches import Auto, Batch, Choice, Rows, Split, Tokens, num_rows, tensors
+from anybatch.memory.predicting import Plan
 from anybatch.norms import uses_batch_statistics
 from anybatch.sizes import show_bytes
 from anybatch.torch_inside import BatchNormLayer
@@ -16,13 +16,73 @@ from anybatch.torch_inside import BatchNormLayer
 WORTH_PLANNING = 0.85
 """Rows shorter than this share of those that were planned for have a plan of their own."""
 
-MUCH_KEPT = 0.1
-"""The share of the memory that kernels may keep before it is said."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The micro-batch that fits, and how that is known."""
+
+    kind: Literal["rows", "tokens"]
+    """The unit of `size`."""
+    size: int
+    """At most this many rows, or tokens with padding, per micro-batch."""
+    plan: Plan | None
+    """The prediction; None where there could be none."""
+    reason: str
+    """Why there could be no prediction."""
+    fastest: Choice | None
+    """The fastest size up to `size`, where it is searched for."""
+    retries: int
+    """How often memory ran out all the same, and the micro-batch was halved."""
+
+    def describe(self) -> str:
+        """In words: what was chosen, and why."""
+        size = f"{self.size} {self.kind} per micro-batch"
+        if self.plan is None:
+            text = f"{size}, found by doubling until memory ran out, because it could not be predicted: {self.reason}"
+        else:
+            peak = self.plan.peak_bytes if self.size == self.plan.micro_batch else self.plan.peak(self.size)
+            room = f"{show_bytes(self.plan.memory)} less {self.plan.margin:.0%}"
+            text = f"{size} at most, predicted to need {show_bytes(peak)} of {room} ({self.plan.method})"
+        if self.retries:
+            text += f"; memory ran out {self.retries} times all the same"
+        return f"{text}. " + self.fastest.describe() if self.fastest is not None else f"{text}."
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Number of rows, and the dtype and shape of each tensor's row: all of a batch that decides its memory."""
+
+    rows: int
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    @property
+    def row_elements(self) -> int:
+        """The numbers in one row."""
+        return sum(math.prod(sizes) for _, sizes in self.tensors)
+
+    def covers(self, other: "BatchShape") -> bool:
+        """True if a batch of the other shape needs no more than one of this."""
+        return (
+            other.rows <= self.rows
+            and len(other.tensors) == len(self.tensors)
+            and all(
+                dtype == own_dtype and len(sizes) == len(own) and all(a <= b for a, b in zip(sizes, own, strict=True))
+                for (dtype, sizes), (own_dtype, own) in zip(other.tensors, self.tensors, strict=True)
+            )
+        )
+
+
+def shape_of(batch: Batch, most: Rows | Tokens | None) -> BatchShape:
+    """The shape of a batch as a split bounded by `most` sees it."""
+    if isinstance(most, Tokens) and most.collate is not None:
+        lengths = most.measure(batch).lengths
+        return BatchShape(len(lengths), ((torch.long, (max(lengths),)),))
+    return BatchShape(num_rows(batch), tuple((tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors(batch)))
 
 
 @dataclass(slots=True)
 class Fitting:
-    """What was chosen for batches up to one shape."""
+    """The split chosen for batches up to one shape."""
 
     shape: BatchShape
     split: Split
@@ -32,7 +92,7 @@ class Fitting:
     reason: str = ""
     retries: int = 0
     chosen: int = field(init=False)
-    """The largest size that may be come to, and the split for it."""
+    """Upper bound of `size`; `asked` is the split for it."""
     asked: Split = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,51 +103,10 @@ class Fitting:
         is_cut = isinstance(self.asked, Rows) and shape.rows > self.chosen and not self.reason
         return is_cut and shape.row_elements < WORTH_PLANNING * self.shape.row_elements
 
-    def with_more_rows(self, found: Plan) -> "Fitting":
-        """The same for batches of more such rows, of which this was found."""
-        assert isinstance(self.asked, Rows | Tokens)
-        size = min(found.micro_batch, self.chosen)
-        return Fitting(replace(self.shape, rows=found.rows), self.asked.resized(size), self.kind, size, found)
-
-    def make_room(self, kept: int) -> bool:
-        """Come to smaller micro-batches where `kept` bytes beside those that were planned reach into half of the margin.
-
-        Half of the memory is left to rows, whatever is kept: kernels of bf16 would take all of a small one. Then there is a
-        whole margin again: every new size leaves something behind too, so that sizes change seldom. True where they became
-        smaller.
-        """
-        plan, asked = self.plan, self.asked
-        if plan is None or not plan.fits or not isinstance(asked, Rows | Tokens):
-            return False
-        kept = min(kept, plan.memory // 2)
-        peak = plan.whole_bytes if self.chosen >= plan.whole_size else plan.peak(self.chosen)
-        if peak + kept <= plan.memory * (1 - plan.margin / 2):
-            return False
-        one = plan.whole_size // plan.rows
-        most = min(self.chosen, plan.whole_size - one)
-        self.chosen = max(largest_of(plan.peaks, plan.limit - kept, one, most), one)
-        self.asked = asked.resized(self.chosen)
-        if self.size > self.chosen:
-            self.split, self.size = self.asked, self.chosen
-        return True
-
-    def keeps_much(self, kept: int) -> bool:
-        """True where so many bytes are worth a word."""
-        return self.plan is not None and kept >= MUCH_KEPT * self.plan.memory
-
-    def said_of(self, kept: int) -> str:
-        """That kernels take the memory that rows could have, and what to do."""
-        return (
-            f"kernels of the CPU keep {show_bytes(kept)} for the shapes of micro-batches that they met, and micro-batches "
-            f"become smaller for it: {self.size} {self.kind} from now on. Give batches of one size, or bound what they keep: "
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY in the environment that Python starts in, such as 256 and "
-            "16 (docs/memory.md). This is said once."
-        )
-
 
 def fitting_within(
     found: Plan,
-    workload: Workload,
+    model: nn.Module,
     shape: BatchShape,
     *,
     most: Rows | Tokens | None,
@@ -97,15 +116,13 @@ def fitting_within(
     """The split for what was predicted, at most `most`; where memory seems not to suffice for a row, a row is tried."""
     split: Rows | Tokens
     if tokens is None:
-        largest = most.size if isinstance(most, Rows) else found.rows
-        size = max(min(found.micro_batch, largest), 1)
-        split = Rows(size) if is_fastest else Rows(size, tail=_least_tail(workload.model, size))
+        size = max(min(found.micro_batch, most.size if isinstance(most, Rows) else found.rows), 1)
+        split = Rows(size) if is_fastest else Rows(size, tail=_least_tail(model, size))
     else:
         largest = tokens.budget if most is tokens else found.whole_size
         size = max(min(found.micro_batch, largest), found.whole_size // found.rows)
         split = tokens.with_budget(size)
-    chosen = fastest_split(found, workload.model, split, largest) if is_fastest else split
-    size = chosen.most if isinstance(chosen, WayContest) else size
+    chosen = Auto(most=split) if is_fastest else split
     return Fitting(shape, chosen, "rows" if tokens is None else "tokens", size, found)
 
 

@@ -1,17 +1,17 @@
 """`plan()`: the largest micro-batch that fits, before anything runs."""
 
 import gc
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from anybatch.batches import Batch, Dealt, Rows, Tokens, tensors
-from anybatch.errors import PlanError
-from anybatch.memory.available import available_bytes
+from anybatch.errors import PlanError, levels_to_the_caller
 from anybatch.memory.predicting import (
     Breakdown,
     Checkpointing,
@@ -20,15 +20,15 @@ from anybatch.memory.predicting import (
     Plan,
     SizePeak,
     Trials,
+    available_bytes,
     find_largest_fitting,
     find_ways,
     micro_batch_source_of,
     model_bytes,
     notes_for,
-    recomputing_of,
+    recompute_blocks,
     start_trials,
 )
-from anybatch.memory.ranking import Ranking, rank_ways, why_unmeasured
 from anybatch.memory.tracing import (
     Moment,
     Moments,
@@ -40,16 +40,17 @@ from anybatch.memory.tracing import (
     keeping_random_states,
     optimizer_tensors,
 )
-from anybatch.memory.unwrapping import without_wrappers
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Check, Offload, Sums
-from anybatch.passes import Running, check_of
-from anybatch.proof import check_cost
+from anybatch.options import Autocast, BatchNorm, Offload, Sums
+from anybatch.parallel import peeled, wrapping_of
+from anybatch.passes import Running
 from anybatch.sizes import parse_bytes
-from anybatch.torch_inside import forget_fake_results, is_compiled_in_place
+from anybatch.torch_inside import forget_fake_results
 
 MARGIN = 0.05
-"""The share of the memory that a plan leaves free, unless told otherwise."""
+"""The share of an accelerator's memory that a plan leaves free, unless told otherwise."""
+MARGIN_ON_CPU = 0.15
+"""The same on the CPU, whose kernels allocate and keep memory that neither fake tensors nor the profiler show."""
 
 
 def plan(
@@ -67,35 +68,49 @@ def plan(
     batch_norm: BatchNorm | None = None,
     offload: Offload = "auto",
     sums: Sums = "fp32",
-    check: Check | bool = "first",
-    margin: float = MARGIN,
+    check: object = None,
+    margin: float | None = None,
     checkpointing: bool = True,
-    ranking: bool = True,
+    ranking: bool | None = None,
     running: Running | None = None,
 ) -> Plan:
-    """The peak memory of an update for any micro-batch size, and the largest that fits into `memory`.
+    """Predict the peak memory of an update for any micro-batch size, and the largest size that fits into `memory`.
 
     Tries updates on a copy of fake tensors, which takes no memory and runs nothing, so that model and batch may lie on the
-    meta device and `device` need not be there; where fake tensors cannot see or run it, small real steps on a real copy.
-    `memory` is all there is for it, "6GiB" or bytes; None: what the device has free, with what this model already takes there.
-    Without an optimizer it is the gradient alone. With `split=Tokens(...)` sizes are budgets of tokens. The options are
-    those of `Update`; `running` gives all but `check` as one value instead: with `check=True` what that takes before the first
-    batch counts. In `DistributedDataParallel` each rank plans for its own rows,
-    and its buckets are taken off `memory`; a model sharded by `fully_shard` has to be planned before. Parameters, buffers,
-    gradients, the optimizer and random states stay as they are.
+    meta device and `device` need not be there; where fake tensors cannot see or run it, small real steps in place. Parameters,
+    buffers, gradients, the optimizer and random states stay as they are. In `DistributedDataParallel` each rank plans for its
+    own rows, and its buckets are taken off `memory`; a model sharded by `fully_shard` has to be planned before.
 
-    Where the batch has to be cut, `ranking` has the ways that fit by the time of an update's passes: smaller micro-batches,
-    gradient checkpointing, on an accelerator saved tensors on the host. Real passes are measured for it, for some seconds and
-    inside `memory`, where the model lies on `device`; `ranking=False` measures none.
+    Args:
+        model: The model, with or without `torch.compile` and `DistributedDataParallel` around it.
+        optimizer: Its optimizer; None: the gradient alone is planned.
+        objective: The loss, as for `Update`.
+        batch: A batch like those that will come.
+        memory: All there is for the update, "6GiB" or bytes; None: what the device has free, with what this model already
+            takes there.
+        device: Where the update will run; None: where the model lies.
+        split: With `Tokens(...)` sizes are budgets of tokens.
+        clip_norm: As for `Update`; so are `clip_value`, `autocast`, `batch_norm`, `offload` and `sums`.
+        check: Deprecated, and ignored: what is looked at before the first batch takes less than the update.
+        margin: Share of the memory to leave free. None: 5 %, and 15 % on the CPU.
+        checkpointing: Whether to say what gradient checkpointing would save.
+        ranking: Deprecated, and ignored: ways are no longer timed.
+        running: All options of `Update` as one value.
+
+    Raises:
+        PlanError: If the update can be tried neither on fake tensors nor by real steps, or free memory is not known.
     """
-    if not 0 <= margin < 1:
+    if margin is not None and not 0 <= margin < 1:
         raise PlanError(f"plan(margin={margin!r}): expected a share of the memory to leave free, from 0 to below 1.")
+    for name, value, instead in (
+        ("check", check, "it counted check='full', which is gone; what is looked at now takes less than the update"),
+        ("ranking", ranking, "ways are no longer timed; plan.checkpointing says what checkpointing would save"),
+    ):
+        if value is not None:
+            said = f"plan({name}={value!r}) is deprecated and ignored: {instead}. Leave it out."
+            warnings.warn(said, DeprecationWarning, stacklevel=levels_to_the_caller())
     if isinstance(batch, Dealt):
         batch = batch.batch
-    module, bucket_bytes = without_wrappers(model)
-    parts = module, optimizer, objective
-    there = _device_of(module, device)
-    asked = None if memory is None else parse_bytes(memory) - bucket_bytes
     if running is None:
         running = Running(
             autocast=autocast,
@@ -105,47 +120,55 @@ def plan(
             clip_value=clip_value,
             sums=sums,
         )
-    if running.sums == "auto":
-        again = partial(
-            plan,
-            model,
-            optimizer,
-            objective,
-            batch,
-            memory=memory,
-            device=device,
-            split=split,
-            check=check,
+    module, bucket_bytes = _without_wrappers(model)
+    there = _device_of(module, device)
+    if margin is None:
+        margin = MARGIN_ON_CPU if there.type == "cpu" else MARGIN
+    asked = None if memory is None else parse_bytes(memory) - bucket_bytes
+    tokens = split if isinstance(split, Tokens) else None
+    for kind in ("fp32", "param") if running.sums == "auto" else (running.sums,):
+        planned = _plan(
+            (module, optimizer, objective),
+            micro_batch_source_of(batch, tokens),
+            there,
+            replace(running, sums=kind),
+            asked=asked,
             margin=margin,
             checkpointing=checkpointing,
-            ranking=ranking,
+            bucket_bytes=bucket_bytes,
         )
-        in_fp32 = again(running=replace(running, sums="fp32"))
-        return in_fp32 if in_fp32.fits else again(running=replace(running, sums="param"))
+        if planned.fits:
+            break
+    return planned
+
+
+def _plan(
+    parts: Parts,
+    source: MicroBatchSource,
+    there: torch.device,
+    running: Running,
+    *,
+    asked: int | None,
+    margin: float,
+    checkpointing: bool,
+    bucket_bytes: int,
+) -> Plan:
+    module = parts[0]
     with keeping_random_states(), ExitStack() as undo:
-        source = micro_batch_source_of(batch, split if isinstance(split, Tokens) else None)
         is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
         own = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
         is_in_place = own <= {there.type} and not bucket_bytes and not is_watched(module)
         batch_bytes = 0 if is_elsewhere else source.nbytes
-        cost = check_cost(module, running.autocast) if check_of(check) == "full" else None
-        setup = TrialSetup(parts, there, batch_bytes, is_elsewhere, running, cost, is_in_place)
-        trials = start_trials(setup, source, undo)
+        trials = start_trials(TrialSetup(parts, there, batch_bytes, is_elsewhere, running, is_in_place), source, undo)
         # what the first trial had torch load is no longer free, nor are buckets that are there already
         room = available_bytes(there) + _already(parts, there) if asked is None else asked
         limit = int(room * (1 - margin))
         found = find_largest_fitting(trials, limit)
         moments = _moments(trials, found)
         saved, recomputed = _try_checkpointing(trials, found) if checkpointing else (None, ())
-        ranked = Ranking()
-        if ranking:
-            why_not = why_unmeasured(trials, is_wrapped=module is not model or is_compiled_in_place(module))
-            tokens = split if isinstance(split, Tokens) else None
-            ranked = rank_ways(trials, found, moments, limit, tokens=tokens, why_not=why_not)
     trials.seen.clear()
     forget_fake_results()
     gc.collect()
-    found.kept.look()  # without the records of the trials
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
         micro_batch=found.size,
@@ -158,12 +181,12 @@ def plan(
         margin=margin,
         device=str(there),
         sizes=_table(found, source, limit),
-        breakdown=_breakdown(trials, found, moments),
+        breakdown=_breakdown(found, moments),
         checkpointing=saved,
         method=trials.method,
         reason=trials.reason,
         is_confirmed=found.is_confirmed,
-        notes=notes_for(trials, setup, found.shape, bucket_bytes=bucket_bytes),
+        notes=notes_for(trials, bucket_bytes=bucket_bytes),
         peaks=found.peaks,
         sums="param" if running.sums == "param" else "fp32",
         ways_to_fit=find_ways(
@@ -174,10 +197,29 @@ def plan(
             limit=limit,
             beside=max(found.peak - highest(moments).total, 0),
         ),
-        ranking=ranked.ways,
-        not_ranked=ranked.left_out,
-        kept=found.kept.bytes,
     )
+
+
+def _without_wrappers(model: nn.Module) -> tuple[nn.Module, int]:
+    """The module inside `torch.compile` and `DistributedDataParallel`, and the bytes of the buckets that the latter keeps.
+
+    Fake tensors follow a module's ops, which a compiler may fuse into fewer. A rank tries its own rows alone: a wrapped copy
+    would wait for the other ranks, which may try other sizes.
+    """
+    *wrappers, model = peeled(model)
+    buckets = sum(
+        bytes_of(parameter for parameter in wrapper.parameters() if parameter.requires_grad)
+        for wrapper in wrappers
+        if isinstance(wrapper, DistributedDataParallel)
+    )
+    inside = wrapping_of(model)
+    if inside.sharded or inside.replicated:
+        how = "sharded by fully_shard" if inside.sharded else "wrapped in DistributedDataParallel in parts"
+        raise PlanError(
+            f"this {type(model).__name__} is {how}, and a copy to try an update on would wait for the other ranks. Plan the "
+            "model before it is wrapped."
+        )
+    return model, buckets
 
 
 def _table(found: LargestFitting, source: MicroBatchSource, limit: int) -> tuple[SizePeak, ...]:
@@ -197,7 +239,7 @@ def _moments(trials: Trials, found: LargestFitting) -> Moments:
     return (_known_parts(trials, found.peak),) if tried is None else tried[1]
 
 
-def _breakdown(trials: Trials, found: LargestFitting, moments: Moments) -> Breakdown:
+def _breakdown(found: LargestFitting, moments: Moments) -> Breakdown:
     seen = highest(moments)
     rest = found.peak - seen.total  # what kernels allocate beside
     return Breakdown(**{**seen.kinds, "temporaries": max(seen.temporaries + rest, 0)})
@@ -225,16 +267,15 @@ def _try_checkpointing(trials: Trials, found: LargestFitting) -> tuple[Checkpoin
         return None, ()
     without = trials.fake_peak(found.shape, is_whole=found.is_whole)
     try:
-        recomputing = recomputing_of(trials.fake.parts[0])
-        with recomputing.on():
-            tried = trials.fake_peak(found.shape, is_whole=found.is_whole, is_known=False)
+        blocks = recompute_blocks(trials.fake.parts[0])  # of a copy that is not tried again without
+        tried = trials.fake_peak(found.shape, is_whole=found.is_whole, is_known=False)
     except Exception:  # blocks that cannot be run a second time have nothing to save
         return None, ()
     if tried is None or without is None:
         return None, ()
     saved = without[0] - tried[0]
     checkpointing = Checkpointing(
-        blocks=recomputing.blocks,
+        blocks=blocks,
         size=found.size or (trials.source.row_length or 1) * trials.smallest,
         peak=found.peak - saved,
         saved=max(saved, 0),

@@ -171,19 +171,6 @@ class FittingChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedWay:
-    """A way that fits: its micro-batch, passes and peak, and the seconds of its passes where they were measured."""
-
-    kind: str
-    way: str
-    micro_batch: int
-    passes: int
-    peak: int
-    seconds: float | None
-    work: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
     """What an update needs, as `plan` predicted it. Memory is in bytes."""
 
@@ -207,10 +194,6 @@ class PlanRecord:
     sums: str = "fp32"
     """The precision in which gradients are summed."""
     ways_to_fit: tuple[FittingChange, ...] = ()
-    ranking: tuple[TimedWay, ...] = ()
-    """The ways that fit, the fastest first."""
-    not_ranked: tuple[str, ...] = ()
-    kept: int = 0
     method: str
     reason: str
     is_confirmed: bool

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from anybatch.device_memory import free_on_device, has_counters
 from anybatch.errors import first_line
-from anybatch.memory import Fit, measure_peak, plan
+from anybatch.memory import MARGIN, Fit, measure_peak, plan
 from anybatch.objectives import Coupled, Objective, info_nce, supervised
 from anybatch.passes import Accumulator
 from anybatch.sizes import show_bytes
@@ -321,7 +321,7 @@ def _fits(device: torch.device, num_rows: int, measured: FittingRun) -> Checked:
     free_memory()
     before, room = _taken(device), int(measured.peak * SLACK)
     with _filled(device, room) as filling:
-        update = updating(device, Fit() if has_counters(device) else Fit(room))
+        update = updating(device, Fit(None if has_counters(device) else room, margin=MARGIN))
         retries = update(some_rows(num_rows)).retries
         result, peak = measure_peak(update, some_rows(num_rows))
         used = (peak - before - filling) / room

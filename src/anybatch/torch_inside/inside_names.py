@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id, _select_conv_backend
+from torch._C import _current_graph_task_id
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -115,11 +115,6 @@ def is_dynamo_loaded() -> bool:
 def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage that a weak reference points to; None where it is gone."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-
-
-def is_unfolding(inputs: Tensor, weight: Tensor, *geometry: Any) -> bool:
-    """True where a convolution unfolds rows into columns; `geometry` as the op has it, from stride to groups."""
-    return bool(_select_conv_backend(inputs, weight, None, *geometry).name == "Slow2d")
 
 
 def profiler_events(profiler: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from anybatch.batches import Rows, Split, Tokens, deal_rows
 from anybatch.errors import SettingsError, TaskError
-from anybatch.memory import Fit
+from anybatch.memory import Fit, fastest_fit
 from anybatch.parallel import Ranks
 from anybatch.torch_inside import BatchNormLayer
 from anybatch.training.checkpoints import seed_all, seed_rank
@@ -202,7 +202,8 @@ def find_split(task: Task, settings: Settings, batch: int) -> Split:
     of_task = task.split if isinstance(task.split, Rows | Tokens) else None
     if settings.memory is not None or settings.micro_batch == "auto":
         most = settings.micro_batch if isinstance(settings.micro_batch, int) else of_task
-        return Fit(settings.memory, most=most, fastest=settings.micro_batch == "auto")
+        choose = fastest_fit if settings.micro_batch == "auto" else Fit
+        return choose(settings.memory, most=most)
     if settings.micro_batch is None and task.split is not None:
         return task.split
     return Rows(min(settings.micro_batch or task.micro_batch, batch))

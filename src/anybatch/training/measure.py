@@ -12,7 +12,7 @@ import torch
 from anybatch.batches import Batch, num_rows
 from anybatch.device_memory import has_counters, with_peak
 from anybatch.events import Event, Load, Loss, Observer, Retry, Zero
-from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors, takes_buffers
+from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
 from anybatch.records import MemoryPoint, MemorySeen, MicroBatchSeen, StageTime, WindowSeen
 from anybatch.update import Update, UpdateResult
 
@@ -73,16 +73,14 @@ def with_memory(update: Update, batch: Batch, number: int) -> tuple[UpdateResult
     if has_counters(device):
         return _by_counters(update, batch, number, device)
     standing = bytes_of(standing_tensors(update))
-    result, points = profiled(lambda: update(batch), standing, has_buffers=takes_buffers(update.model))
+    result, points = profiled(lambda: update(batch), standing)
     peak = max((point.bytes for point in points), default=standing)
     return result, MemorySeen(update=number, points=thin_out(points), peak_bytes=peak)
 
 
-def profiled(
-    action: Callable[[], Result], standing: int, *, has_buffers: bool = False
-) -> tuple[Result, list[MemoryPoint]]:
+def profiled(action: Callable[[], Result], standing: int) -> tuple[Result, list[MemoryPoint]]:
     """What `action` returns, and the memory of the CPU after each of its allocations, on top of `standing` bytes."""
-    seen = metered(action, names_ops=True, has_buffers=has_buffers)
+    seen = metered(action, names_ops=True)
     if not seen.allocations:
         return seen.result, []
     begin = min([seen.allocations[0][0], *(start for start, _ in seen.stages[:1])])

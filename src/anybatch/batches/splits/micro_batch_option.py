@@ -12,7 +12,7 @@ MicroBatch = int | Split | CutsBatches | Literal["auto"]
 
 
 def as_split(micro_batch: MicroBatch) -> Split:
-    """An int stands for `Rows(int)`, "auto" for `Fit(fastest=True)`; a split stands for itself."""
+    """An int stands for `Rows(int)`, "auto" for a search by rate up to what `Fit()` allows; a split stands for itself."""
     if isinstance(micro_batch, Integral):
         return Rows(int(micro_batch))
     if isinstance(micro_batch, str) and micro_batch == "auto":

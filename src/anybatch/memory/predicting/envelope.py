@@ -1,4 +1,4 @@
-"""The peak of any size from the timelines of a few: a curve per op, and the highest of them."""
+"""The peak of any size from the timelines of a few: a curve per op, the highest of them, and sizes that were tried."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,18 +54,6 @@ def fit_envelope(
     return Envelope(tuple(tuple(curve) for curve in kept.tolist()))
 
 
-def largest_below(limit: float, peak: Callable[[int], int], most: int) -> int:
-    """The largest size from 1 to `most` whose peak is at most `limit`, by bisection; 0 if there is none."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if peak(middle) <= limit:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _steepest(lines: Tensor) -> Tensor:
     """The lines that no steeper one lies above at 0 already."""
     kept = []
@@ -80,3 +68,80 @@ def _steepest(lines: Tensor) -> Tensor:
 def _highest(curves: Tensor, needed: Sequence[PassShape]) -> Tensor:
     winners = [int((curves @ torch.tensor(curve_terms(shape), dtype=torch.float64)).argmax()) for shape in needed]
     return curves[sorted(set(winners))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Sizes to peaks: rows, or tokens where `row_length` or `lengths` say so."""
+
+    num_rows: int
+    tried: tuple[tuple[int, int], ...]
+    """(size, peak) of updates in two micro-batches that were tried themselves, smallest first."""
+    envelope: Envelope | None
+    """The peak of all others; None where each has to be tried."""
+    lengths: tuple[int, ...] = ()
+    """The lengths of rows, shortest first, where they differ."""
+    row_length: int = 1
+    """The size of one row, where rows do not differ in length."""
+    left_behind: int = 0
+    """What each micro-batch beyond the second leaves until the end of the update."""
+    outside_once: int = 0
+    """Of the peak, what lies outside torch's allocator whatever the size."""
+    outside_each: int = 0
+    """The same for each micro-batch."""
+    fixed: int = 0
+    """Bytes that do not depend on the rows: weights, state, gradients and the batch, where they are known."""
+
+    def peak(self, size: int) -> int:
+        """The peak of an update in micro-batches of at most `size`; without an envelope, between those that were tried."""
+        return self._of_two(size) + self.left_behind * max(self._num_passes(size) - 2, 0)
+
+    def outside(self, size: int) -> int:
+        """Of the peak, what lies outside torch's allocator."""
+        return self.outside_once + self.outside_each * self._num_passes(size)
+
+    def worst(self, size: int) -> PassShape:
+        """The largest micro-batch of this size."""
+        if not self.lengths:
+            return max(size // self.row_length, 1), None
+        shapes: list[PassShape] = [
+            (min(size // length, self.num_rows), length) for length in self.lengths if length <= size
+        ]
+        shapes = shapes or [(1, self.lengths[0])]
+        return shapes[-1] if self.envelope is None else max(shapes, key=self.envelope.peak)
+
+    def _num_passes(self, size: int) -> int:
+        rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
+        return -(-self.num_rows // rows)
+
+    def _of_two(self, size: int) -> int:
+        known = dict(self.tried)
+        if size in known:
+            return known[size]
+        if self.envelope is not None and (not self.tried or size > self.tried[-1][0]):
+            return self.envelope.peak(self.worst(size))
+        return self._on_chord(size)
+
+    def _on_chord(self, size: int) -> int:
+        """Between two sizes that were tried, on the line through both: peaks are convex in the size, so it lies above them."""
+        below = max(((tried, peak) for tried, peak in self.tried if tried < size), default=None)
+        above = min(((tried, peak) for tried, peak in self.tried if tried > size), default=None)
+        if below is None and above is not None:
+            return above[1]
+        if above is None:  # beyond all that was tried
+            below, above = self.tried[-2:] if len(self.tried) > 1 else ((0, self.fixed), self.tried[-1])
+        assert below is not None
+        share = (size - below[0]) / (above[0] - below[0])
+        return round(below[1] + share * (above[1] - below[1]))
+
+
+def largest_below(limit: float, peak: Callable[[int], int], most: int) -> int:
+    """The largest size from 1 to `most` whose peak is at most `limit`, by bisection; 0 if there is none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if peak(middle) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return low

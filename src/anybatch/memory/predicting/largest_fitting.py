@@ -1,22 +1,28 @@
 """The largest size that fits: read off the envelope and confirmed, or found by trying."""
 
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from anybatch.memory.predicting.envelope import PassShape, largest_below
-from anybatch.memory.predicting.peaks import Peaks
-from anybatch.memory.predicting.real_sizes import RealSizes
-from anybatch.memory.predicting.trials import Trials
-from anybatch.memory.tracing import KeptMemory
+from anybatch.errors import MemoryLimitError
+from anybatch.memory.predicting.envelope import Envelope, PassShape, Peaks, fit_envelope, largest_below
+from anybatch.memory.predicting.trials import Trials, available_bytes
+from anybatch.memory.tracing import bytes_of
 
 MOST_OFF = 0.001
 """How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""
 MOST_LENGTHS = 32
 """A budget is checked for this many row lengths at most, picked evenly, the longest among them."""
+LEAST_SLACK = 0.02
+"""How far above its line the next real size is held to be possible, at least; more where the last one was farther off."""
+GROWTH = 4
+"""The next real size is at most so many times the last one: kernels of the CPU change with size."""
+WORTH_TRYING = 1.05
+"""How much larger a real size has to be to be tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestFitting:
-    """What the search ended with; sizes are rows or tokens."""
+    """Result of the search; sizes are rows or tokens."""
 
     size: int
     """0 where nothing fits."""
@@ -28,8 +34,6 @@ class LargestFitting:
     is_whole: bool
     is_confirmed: bool
     peaks: Peaks
-    kept: KeptMemory = field(default_factory=KeptMemory)
-    """What trials leave in this process beside tensors."""
 
 
 def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
@@ -37,73 +41,45 @@ def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
     return _by_fake_steps(trials, limit) if trials.is_fake else _by_real_steps(trials, limit)
 
 
-def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
-    source, one = trials.source, trials.source.row_length or 1
-    found = RealSizes(trials, limit)
-    found.climb()
-    whole, is_tried = found.whole()
-    if whole > limit:
-        found.climb(beyond_half=True)
-    peaks = Peaks(
-        num_rows=source.num_rows,
-        tried=_tried(trials, one, found.left_behind),
-        envelope=found.envelope,
-        row_length=one,
-        left_behind=found.left_behind,
-        outside_once=trials.outside()[0],
-        outside_each=trials.outside()[1],
-        batch_bytes=trials.setup.batch_bytes,
-        is_together=trials.is_together,
-        fixed=found.fixed,
-        check=trials.setup.check,
-    )
-    whole = peaks.with_check(whole, source.num_rows // 2 * one)
-    is_whole = whole <= limit
-    smallest = trials.smallest * one
-    size = source.num_rows * one if is_whole else largest_of(peaks, limit, smallest, found.largest * one)
-    shape: PassShape = (max(size // one, trials.smallest), source.longest)
-    return LargestFitting(
-        size=size,
-        shape=shape,
-        peak=whole if is_whole else peaks.peak(size or smallest),
-        whole=whole,
-        least=_least(peaks, smallest),
-        is_whole=is_whole,
-        is_confirmed=is_tried if is_whole else shape in trials.tried,
-        peaks=peaks,
-        kept=found.kept,
-    )
-
-
 def _by_fake_steps(trials: Trials, limit: int) -> LargestFitting:
     source, peaks = trials.source, _predict(trials)
-    whole = _whole(trials, peaks)
-    smallest = trials.smallest * (source.row_length or 1)
-    most = max(source.num_rows * (source.row_length or 1) - 1, smallest)
+    one = source.row_length or 1
+    whole, smallest = trials.whole(), trials.smallest * one
     if whole <= limit:
-        if peaks.envelope is None or not _holds(trials, peaks, source.num_rows // 2 * (source.row_length or 1)):
+        if peaks.envelope is None or not _holds(trials, peaks, source.num_rows // 2 * one):
             for parts in (2, 8, 32):  # the whole batch in so many micro-batches, for the curve
                 trials.peak((max(source.num_rows // parts, trials.smallest), source.longest))
             peaks = _without_envelope(trials, peaks)
-        size, shape, peak = source.num_rows * (source.row_length or 1), (source.num_rows, source.longest), whole
-        is_confirmed = True
-    else:
-        size = 0 if peaks.envelope is None else largest_of(peaks, limit, smallest, most)
-        if peaks.envelope is not None and size and not _holds(trials, peaks, size):
+        return LargestFitting(
+            size=source.num_rows * one,
+            shape=(source.num_rows, source.longest),
+            peak=whole,
+            whole=whole,
+            least=_least(peaks, smallest),
+            is_whole=True,
+            is_confirmed=True,
+            peaks=peaks,
+        )
+    size = 0
+    if peaks.envelope is not None:
+        size = _largest_of(peaks, limit, smallest, max(source.num_rows * one - 1, smallest))
+        if size and not _holds(trials, peaks, size):
             peaks = _without_envelope(trials, peaks)
-        if peaks.envelope is None:
-            size = _largest_tried(trials, limit)
-            peaks = _without_envelope(trials, peaks)
-        shape = peaks.worst(size or smallest)
-        peak, is_confirmed = peaks.peak(size or smallest), shape in trials.tried
+    if peaks.envelope is None:  # by trying, which costs no memory
+        rows = largest_below(
+            limit, lambda rows: trials.peak((max(rows, trials.smallest), source.longest)), source.num_rows - 1
+        )
+        size = (max(rows, trials.smallest) if rows else 0) * one
+        peaks = _without_envelope(trials, peaks)
+    shape = peaks.worst(size or smallest)
     return LargestFitting(
         size=size,
         shape=shape,
-        peak=peak,
+        peak=peaks.peak(size or smallest),
         whole=whole,
         least=_least(peaks, smallest),
-        is_whole=whole <= limit,
-        is_confirmed=is_confirmed,
+        is_whole=False,
+        is_confirmed=shape in trials.tried,
         peaks=peaks,
     )
 
@@ -133,30 +109,10 @@ def _predict(trials: Trials) -> Peaks:
         left_behind=trials.left_behind(),
         outside_once=trials.outside()[0],
         outside_each=trials.outside()[1],
-        batch_bytes=trials.setup.batch_bytes,
-        is_together=trials.is_together,
-        check=trials.setup.check,
     )
 
 
-def _whole(trials: Trials, peaks: Peaks) -> int:
-    """The peak of the whole batch in one piece, or of the check before it, which looks at rows as for halves."""
-    half = trials.source.num_rows // 2
-    if peaks.envelope is not None or peaks.check is None:
-        return peaks.with_check(trials.whole(), half * (trials.source.row_length or 1))
-    return max(trials.whole(), _tried_check(trials, half))
-
-
-def _tried_check(trials: Trials, rows: int) -> int:
-    """The check's peak for micro-batches of so many rows, by trying; 0 where there is none."""
-    check = trials.setup.check
-    if check is None:
-        return 0
-    alike = max(min(check.size(rows), trials.source.num_rows), trials.smallest)
-    return check.copied + trials.peak((alike, trials.source.longest))
-
-
-def largest_of(peaks: Peaks, limit: int, smallest: int, most: int) -> int:
+def _largest_of(peaks: Peaks, limit: int, smallest: int, most: int) -> int:
     """The largest size up to `most` whose prediction fits; 0 if none does.
 
     What each micro-batch leaves makes the smallest sizes larger than those after them: the last power of two that fits begins.
@@ -183,17 +139,6 @@ def _holds(trials: Trials, peaks: Peaks, size: int) -> bool:
     return abs(tried - peaks.envelope.peak(shape)) <= MOST_OFF * tried
 
 
-def _largest_tried(trials: Trials, limit: int) -> int:
-    """The largest size, by trying, which costs no memory."""
-    source = trials.source
-
-    def tried(rows: int) -> int:
-        return max(trials.peak((max(rows, trials.smallest), source.longest)), _tried_check(trials, rows))
-
-    rows = largest_below(limit, tried, source.num_rows - 1)
-    return (max(rows, trials.smallest) if rows else 0) * (source.row_length or 1)
-
-
 def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:
     """Only the sizes that were tried at full length."""
     return replace(peaks, envelope=None, tried=_tried(trials, peaks.row_length, peaks.left_behind))
@@ -211,3 +156,130 @@ def _some_of(lengths: list[int]) -> tuple[int, ...]:
         return tuple(lengths)
     step = (len(lengths) - 1) / (MOST_LENGTHS - 1)
     return tuple(sorted({lengths[round(index * step)] for index in range(MOST_LENGTHS)}))
+
+
+def _by_real_steps(trials: Trials, limit: int) -> LargestFitting:
+    source, one = trials.source, trials.source.row_length or 1
+    found = _RealSizes(trials, limit)
+    found.climb()
+    whole, is_tried = found.whole()
+    is_whole = whole <= limit
+    if not is_whole:
+        found.climb(beyond_half=True)
+    peaks = Peaks(
+        num_rows=source.num_rows,
+        tried=_tried(trials, one, found.left_behind),
+        envelope=found.envelope,
+        row_length=one,
+        left_behind=found.left_behind,
+        outside_once=trials.outside()[0],
+        outside_each=trials.outside()[1],
+        fixed=found.fixed,
+    )
+    smallest = trials.smallest * one
+    size = source.num_rows * one if is_whole else _largest_of(peaks, limit, smallest, found.largest * one)
+    shape: PassShape = (max(size // one, trials.smallest), source.longest)
+    return LargestFitting(
+        size=size,
+        shape=shape,
+        peak=whole if is_whole else peaks.peak(size or smallest),
+        whole=whole,
+        least=_least(peaks, smallest),
+        is_whole=is_whole,
+        is_confirmed=is_tried if is_whole else shape in trials.tried,
+        peaks=peaks,
+    )
+
+
+class _RealSizes:
+    """The peaks of growing sizes, each tried by a real step only where the line through the last two says that it fits.
+
+    Of one size alone nothing is known but that what an op has beside weights, state and gradients grows no faster than rows.
+    """
+
+    def __init__(self, trials: Trials, limit: int) -> None:
+        self._trials = trials
+        self._longest = trials.source.longest
+        self._sizes = [trials.smallest]  # trying it makes the optimizer's state
+        self.fixed = trials.standing + bytes_of(one for one in trials.probe.parts[0].parameters() if one.requires_grad)
+        self._above = limit + 1
+        self._limit = min(limit, self.fixed + int(0.9 * available_bytes(trials.setup.device)))
+        self._failed = 0
+        """The fewest rows that memory ran out with; 0 where it did not."""
+        self._too_many = 0
+        """Rows that were tried, and were above the limit after all; 0 where there were none."""
+        self._slack = LEAST_SLACK
+        self.left_behind = trials.left_behind()
+
+    @property
+    def largest(self) -> int:
+        """The most rows that were tried."""
+        return max(self._sizes[-1], self._too_many)
+
+    def climb(self, *, beyond_half: bool = False) -> None:
+        """Try sizes for as long as they fit, short of the whole batch: up to half of it, or where it must be cut, beyond."""
+        while (following := self._following(beyond_half=beyond_half)) >= WORTH_TRYING * self._sizes[-1]:
+            expected = self._line(following)
+            try:
+                peak = self._peak(following)
+            except (MemoryLimitError, MemoryError):  # of the trial, or of the meter
+                self._failed = following
+                continue
+            if peak > self._limit:
+                self._too_many = following
+                break
+            if len(self._sizes) > 1:
+                self._slack = max(LEAST_SLACK, peak / expected - 1)
+            self._sizes.append(following)
+
+    def whole(self) -> tuple[int, bool]:
+        """The peak of the whole batch in one piece, and whether it was tried: only where it is expected to fit."""
+        trials, count = self._trials, self._trials.source.num_rows
+        if trials.is_together:
+            expected = self._line(count)
+        else:
+            pieces = [trials.probe(trials.source.micro_batch((rows, self._longest))) for rows in self._sizes[-2:]]
+            line = fit_envelope([(rows, None) for rows in self._sizes[-2:]], pieces) if len(pieces) == 2 else None
+            grown = self.fixed + (pieces[-1].peak - self.fixed) * count / self._sizes[-1]
+            expected = grown if line is None else line.peak((count, None))
+        if not self._failed and expected * (1 + self._slack) <= self._limit:
+            with suppress(MemoryLimitError, MemoryError):
+                return trials.whole(), True
+        return max(round(expected * (1 + self._slack)), self._above), False
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """For sizes beyond those that were tried; None where the last two ran in other steps."""
+        if len(self._sizes) < 2 or self._trials.is_together:
+            return None
+        shapes: list[PassShape] = [(rows, None) for rows in self._sizes[-2:]]
+        return fit_envelope(shapes, [self._trials.timeline((rows, self._longest)) for rows in self._sizes[-2:]])
+
+    def _following(self, *, beyond_half: bool) -> int:
+        """The next size to try; where even one row less than the batch fits, the whole of it is tried after halves."""
+        last, count = self._sizes[-1], self._trials.source.num_rows
+        bound = largest_below(self._limit, lambda rows: round(self._at_most(max(rows, last))), count - 1)
+        is_half_enough = bound == count - 1 and not beyond_half
+        following = min(GROWTH * last, count // 2 if is_half_enough else bound)
+        return min(following, (last + self._failed) // 2) if self._failed else following
+
+    def _peak(self, rows: int) -> int:
+        return self._trials.peak((rows, self._longest))
+
+    def _at_most(self, rows: int) -> float:
+        """Upper bound for a number of rows that is not tried yet."""
+        slack = self._slack if rows > self._sizes[-1] else 0.0
+        return self._line(rows) * (1 + slack) if len(self._sizes) > 1 else self._grown(rows)
+
+    def _line(self, rows: int) -> float:
+        envelope = self.envelope
+        if envelope is not None:
+            return envelope.peak((rows, None))
+        if len(self._sizes) < 2:
+            return self._grown(rows)
+        few, more = self._sizes[-2:]
+        return self._peak(more) + (self._peak(more) - self._peak(few)) * (rows - more) / (more - few)
+
+    def _grown(self, rows: int) -> float:
+        last = self._sizes[-1]
+        return self.fixed + (self._peak(last) - self.fixed) * rows / last

@@ -1,15 +1,58 @@
-"""What an update will need, known before it runs."""
+"""`Plan`: the memory that an update will need, known before it runs."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from anybatch.faces import facts_table, html_block, html_table, sentences
-from anybatch.memory.predicting.peaks import Peaks
-from anybatch.memory.predicting.plan_parts import Breakdown, Checkpointing, RankedWay, SizePeak
+from anybatch.memory.predicting.envelope import Peaks
 from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence
-from anybatch.sizes import show_bytes, show_seconds
+from anybatch.sizes import show_bytes
 
 Method = Literal["fake tensors", "real steps"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """What the memory at the peak is made of, in bytes."""
+
+    parameters: int
+    """Parameters and buffers."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """What forward left for backward."""
+    inputs: int
+    temporaries: int
+    """All else that lives at that moment: what one op hands to the next."""
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizePeak:
+    """The predicted peak of one micro-batch size."""
+
+    size: int
+    """Rows, or tokens."""
+    peak: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """What recomputing each block of the model in backward, instead of keeping what it saved, would change."""
+
+    blocks: str
+    """Which modules: their path, how many, of what kind."""
+    size: int
+    """The micro-batch that is compared."""
+    peak: int
+    """With checkpointing."""
+    saved: int
+    """Bytes less than without it; 0 where it does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +95,6 @@ class Plan:
     """What gradients of bf16 and fp16 parameters are summed in."""
     ways_to_fit: tuple[WayToFit, ...] = ()
     """What could be changed, with the peak of `micro_batch`, or of one row where nothing fits."""
-    ranking: tuple[RankedWay, ...] = ()
-    """The ways that fit, the fastest first; none where the whole batch fits in one piece."""
-    kept: int = 0
-    """What trials have left in this process beside tensors: kernels of the CPU keep something for each shape."""
-    not_ranked: tuple[str, ...] = ()
-    """Which ways are not offered, and whether times could not be measured; and why."""
 
     def __repr__(self) -> str:
         size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
@@ -82,16 +119,6 @@ class Plan:
     def fits(self) -> bool:
         """True if some micro-batch does."""
         return self.micro_batch > 0
-
-    @property
-    def fastest(self) -> RankedWay | None:
-        """The way whose passes take least, as measured; None where none was."""
-        return next((way for way in self.ranking if way.seconds is not None), None)
-
-    @property
-    def kept_per_size(self) -> int:
-        """What each size that was tried has left, as far as is known."""
-        return self.kept // max(len(self.peaks.tried) - 1, 1)
 
     @property
     def needs_accumulation(self) -> bool:
@@ -150,7 +177,6 @@ def _sentences(plan: Plan) -> list[str]:
     lines.append(f"Predicted with {plan.method}, {confirmed}: {plan.reason}.")
     if plan.sums == "param":
         lines.append(f"Gradients are summed in the parameters' own dtype: off by {PRICE_OF_LOW_SUMS}.")
-    lines += [*([ranking_sentence(plan.ranking, plan.unit)] if plan.ranking else []), *plan.not_ranked]
     return [*lines, *plan.notes, last_sentence(plan.ways_to_fit, is_fitting=plan.fits)]
 
 
@@ -163,13 +189,3 @@ def checkpointing_sentence(found: Checkpointing, unit: str) -> str:
         f"Checkpointing {found.blocks} would save {show_bytes(found.saved)} at {size} (peak {show_bytes(found.peak)}), for a "
         "second forward of each."
     )
-
-
-def ranking_sentence(ranking: tuple[RankedWay, ...], unit: str) -> str:
-    """The ways that fit, by time."""
-    said = []
-    for way in ranking:
-        cost = f"{way.work:.2f} of the work" if way.seconds is None else show_seconds(way.seconds)
-        said.append(f"{way.way}, {way.passes} x {way.micro_batch} {unit} ({cost}, {show_bytes(way.peak)})")
-    how = "time of an update's passes, as measured" if ranking[0].seconds is not None else "work"
-    return f"Ways that fit, by {how}: {'; '.join(said)}."

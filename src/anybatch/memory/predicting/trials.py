@@ -1,14 +1,14 @@
-"""Trying sizes: which way an update can be tried, and what was found."""
+"""Trying sizes: which way an update can be tried, what was found, and what a trial cannot see."""
 
+import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from anybatch.batches import Batch
 from anybatch.errors import PlanError, first_line
-from anybatch.memory.caching_allocator import reserved_for
 from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope
 from anybatch.memory.predicting.memory_plan import Method
 from anybatch.memory.predicting.micro_batch_source import MicroBatchSource
@@ -25,6 +25,9 @@ from anybatch.memory.tracing import (
     is_real,
     optimizer_tensors,
 )
+from anybatch.sizes import show_bytes
+from anybatch.state import free_bytes
+from anybatch.torch_inside import BatchNormLayer
 
 
 @dataclass(slots=True)
@@ -43,14 +46,8 @@ class Trials:
     tried: dict[PassShape, int] = field(default_factory=dict)
     kinds: dict[PassShape, Moments] = field(default_factory=dict)
     """What fake tensors show the memory of a shape to be made of."""
-    reserved: dict[PassShape, float] = field(default_factory=dict)
-    """What a caching allocator would take from a GPU for a shape, out of what its tensors take."""
     seen: dict[PassShape, Timeline] = field(default_factory=dict)
     _smallest: int = 0
-
-    def anew(self) -> "Trials":
-        """The same trials with nothing tried yet: of a model that has changed since."""
-        return replace(self, tried={}, kinds={}, reserved={}, seen={})
 
     @property
     def is_fake(self) -> bool:
@@ -111,8 +108,6 @@ class Trials:
             self.tried[shape] += torch.get_rng_state().nbytes * len(parts)
         if self.probe is self.fake:
             self.kinds[shape] = self.fake.recorder.moments()
-            cached = reserved_for(self.fake.recorder.allocations())
-            self.reserved[shape] = cached.most_reserved / max(timeline.peak, 1)
         return timeline
 
     def fake_peak(
@@ -204,3 +199,58 @@ def _why_not_real(setup: TrialSetup, source: MicroBatchSource) -> str | None:
     if setup.is_exact:
         return "batch_norm='exact' runs in threads, whose allocations the profiler does not see in a real step"
     return None
+
+
+def available_bytes(device: torch.device) -> int:
+    """What could still be allocated there now, in bytes. Garbage is collected first: it is free, and not yet counted so."""
+    gc.collect()
+    free = free_bytes(device)
+    if free is not None:
+        return free
+    if device.type == "cpu":
+        raise PlanError(
+            'memory=None: this system does not tell how much memory is free. Give memory="6GiB", or whatever there is.'
+        )
+    raise PlanError(
+        f'memory=None asks what {device} has free, but it cannot be asked here. Give memory="24GiB", or whatever the card has.'
+    )
+
+
+def notes_for(trials: Trials, *, bucket_bytes: int = 0) -> tuple[str, ...]:
+    """Where this plan may be off, and by what."""
+    setup, notes = trials.setup, []
+    if bucket_bytes:
+        notes.append(
+            f"DistributedDataParallel keeps {show_bytes(bucket_bytes)} of buckets beside the gradients: they are taken off the "
+            "memory, and not counted in peaks."
+        )
+    if setup.device.type != "cpu" and trials.method == "fake tensors":
+        notes += _notes_of_gpu(trials)
+    has_norms = any(isinstance(module, BatchNormLayer) for module in setup.parts[0].modules())
+    if has_norms and setup.running.batch_norm == "exact" and setup.running.offload is not None:
+        notes.append("What batch_norm='exact' moves to the host or to disk is counted as if it stayed: an upper bound.")
+    if setup.running.prefetch and setup.is_elsewhere:
+        notes.append("prefetch=True has the inputs of two micro-batches on the device at a time; one is counted.")
+    if trials.is_together:
+        notes.append("Micro-batches do not stand alone in this update, so each size was tried with the whole batch.")
+    return tuple(notes)
+
+
+def _notes_of_gpu(trials: Trials) -> list[str]:
+    setup = trials.setup
+    notes = [
+        f"On {setup.device} not counted: the context (0.3 to 1 GiB outside of torch's allocator), workspaces of cuBLAS and "
+        "cuDNN, and what the caching allocator rounds up and leaves in pieces."
+    ]
+    ops = trials.fake.recorder.ops if trials.fake is not None else ()
+    if any("scaled_dot_product" in op for op in ops):
+        notes.append(
+            "Attention was followed through the CPU's kernel, which keeps no matrix of rows x heads x length x length; a GPU "
+            "that has to fall back from its flash and memory-efficient kernels keeps one."
+        )
+    if setup.running.autocast is not None:
+        notes.append("Autocast was followed with the CPU's list of ops, which differs from a GPU's in a few.")
+    optimizer = setup.parts[1]
+    if optimizer is not None and any(group.get("foreach", False) is None for group in optimizer.param_groups):
+        notes.append("The optimizer was stepped over all parameters at once (foreach), as torch does on a GPU.")
+    return notes

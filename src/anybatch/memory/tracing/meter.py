@@ -11,7 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch, tensors
 from anybatch.device_memory import has_counters, with_peak
-from anybatch.memory.tracing.kernel_buffers import KernelBuffers, takes_buffers
 from anybatch.torch_inside import is_sharded, profiler_events, storage_key, without_op_names
 from anybatch.update import Update, UpdateResult
 
@@ -38,20 +37,16 @@ class Metered(Generic[Result]):
         return peak
 
 
-def metered(
-    action: Callable[[], Result], device_type: str = "cpu", *, names_ops: bool = False, has_buffers: bool = False
-) -> Metered[Result]:
+def metered(action: Callable[[], Result], device_type: str = "cpu", *, names_ops: bool = False) -> Metered[Result]:
     """Run `action` under the profiler. Byte-true and deterministic on the CPU, where resident memory is not.
 
-    Only this thread's allocations and those of the backward passes it starts are seen. Names of ops tell of stages; they may
-    take more memory than the action does, and some 1,200 bytes per allocation are taken without. With `has_buffers`, what
-    convolutions take outside torch's allocator counts.
+    Only this thread's allocations and those of the backward passes it starts are seen, and on the CPU only those by torch's
+    allocator: buffers that kernels allocate for themselves are not. Names of ops tell of stages; they may take more memory than
+    the action does, and some 1,200 bytes per allocation are taken without.
     """
     named: AbstractContextManager[None] = nullcontext() if names_ops else without_op_names()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
-    buffers = KernelBuffers()
-    watched: AbstractContextManager[object] = buffers if has_buffers and device_type == "cpu" else nullcontext()
-    with profile(activities=activities, profile_memory=True) as profiler, named, watched:
+    with profile(activities=activities, profile_memory=True) as profiler, named:
         result = action()
     events = profiler_events(profiler)
     stages = sorted(
@@ -62,7 +57,7 @@ def metered(
         for event in events
         if event.name() == "[memory]" and event.device_type().name.lower() == device_type
     ]
-    allocations = sorted(allocations + buffers.allocations, key=lambda allocation: allocation[0])
+    allocations.sort(key=lambda allocation: allocation[0])
     return Metered(result, tuple(allocations), tuple(stages))
 
 
@@ -76,7 +71,7 @@ def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:
     if has_counters(device):
         return with_peak(lambda: update(batch), device)
     held = bytes_of([*standing_tensors(update), *tensors(batch)])
-    seen = metered(lambda: update(batch), has_buffers=takes_buffers(update.model))
+    seen = metered(lambda: update(batch))
     return seen.result, seen.peak(held)
 
 
@@ -85,23 +80,11 @@ def standing_tensors(update: Update) -> list[Tensor]:
     return [*update.parameters(), *update.model.buffers(), *optimizer_tensors(update.optimizer)]
 
 
-def learning_tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
-    """What an update reads and writes beside its batch: parameters, gradients, buffers, the optimizer's state."""
-    parameters = [*model.parameters()]
-    gradients = [one.grad for one in parameters if one.grad is not None]
-    state = [] if optimizer is None else optimizer_tensors(optimizer)
-    return [*parameters, *gradients, *model.buffers(), *state]
-
-
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """The memory that these tensors hold together, in this process; views of one storage count once."""
-    return sum(storages_of(tensors).values())
-
-
-def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The bytes of every storage that these tensors are views of, in this process, each under a number of its own."""
     held = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-    return {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in held}
+    storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in held}
+    return sum(storages.values())
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -6,25 +6,27 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, MicroBatches, move, num_rows, rows, tensors
+from anybatch.batches import Batch, MicroBatches, move, rows, tensors
 from anybatch.low_precision import is_low
-from anybatch.memory.tracing.kernel_buffers import takes_buffers
 from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
-from anybatch.memory.tracing.moments import MemoryKind
-from anybatch.memory.tracing.real_choices import choosing_as_real
-from anybatch.memory.tracing.recorder import Recorder, Timeline
-from anybatch.memory.tracing.trial_copies import Parts, fake_batch, fake_copies, real_copies, undone
+from anybatch.memory.tracing.recorder import MemoryKind, Recorder, Timeline
+from anybatch.memory.tracing.trial_copies import (
+    Parts,
+    choosing_as_real,
+    fake_batch,
+    fake_copies,
+    real_copies,
+    undone,
+)
 from anybatch.norms import uses_batch_statistics
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import OnNonFinite
 from anybatch.passes import Accumulator, Running
-from anybatch.proof import CheckCost
 from anybatch.torch_inside import BatchNormLayer, FakeTensorMode
 from anybatch.update import Update
 
@@ -59,8 +61,6 @@ class TrialSetup:
     """True where micro-batches are brought to the device one by one."""
     running: Running = field(default_factory=Running)
     """The options of `Update`, or of `Accumulator` where there is no optimizer."""
-    check: CheckCost | None = None
-    """What comparing gradients takes before the first batch, where that is asked for."""
     is_in_place: bool = False
     """True where real trials may run on the parts themselves, and are undone; else they run on copies."""
 
@@ -100,16 +100,6 @@ class TrialSetup:
         return optimizer is None and any(parameter.grad is not None for parameter in model.parameters())
 
 
-class Probe(Protocol):
-    """Runs an update of these micro-batches on copies of the parts, and gives its timeline."""
-
-    parts: Parts
-    num_nodes: int
-    """Of the graph of one micro-batch."""
-
-    def __call__(self, *micro_batches: Batch) -> Timeline: ...
-
-
 class FakeProbe:
     """Updates of fake tensors: the real path of `Update`, every op of it, and no memory. Keeps the last recording."""
 
@@ -123,6 +113,7 @@ class FakeProbe:
         self._runner = _runner((model, optimizer, _counting_rows(objective)), setup.running)
         self.recorder = Recorder([])
         self.num_nodes = 0
+        """Nodes in the graph of one micro-batch."""
         for _ in range(FIRST_RUNS):
             self._run(MicroBatches(self._fake(first)))
 
@@ -160,7 +151,7 @@ class FakeProbe:
         return tuple(fake_batch(one, self._mode, is_elsewhere=self._setup.is_elsewhere) for one in micro_batches)
 
     def _run(self, batch: MicroBatches, recorder: Recorder | None = None) -> None:
-        with without_warnings(), choosing_as_real(batch), self._mode:
+        with _without_warnings(), choosing_as_real(batch), self._mode:
             if recorder is None:
                 self._runner.run(batch)
                 return
@@ -194,11 +185,8 @@ class RealProbe:
         state = [] if optimizer is None else optimizer_tensors(optimizer)
         there_already = _gradients_there(setup, parameters)
         standing = bytes_of([*parameters, *model.buffers(), *state, *there_already]) + setup.batch_bytes
-        has_buffers = takes_buffers(model, num_rows(there[0]))
-        with without_warnings():
-            seen = metered(
-                lambda: self._runner.run(MicroBatches(there, whole=True)), setup.device.type, has_buffers=has_buffers
-            )
+        with _without_warnings():
+            seen = metered(lambda: self._runner.run(MicroBatches(there, whole=True)), setup.device.type)
         changes = [nbytes for _, nbytes in seen.allocations]
         names = tuple("allocated" if nbytes > 0 else "freed" for nbytes in changes)
         timeline = Timeline(names, tuple(accumulate(changes, initial=standing))[1:])
@@ -206,12 +194,16 @@ class RealProbe:
 
     def _first_runs(self, there: tuple[Batch, ...]) -> None:
         recorder = Recorder([])
-        with without_warnings():
+        with _without_warnings():
             for _ in range(FIRST_RUNS - 1):
                 self._runner.run(MicroBatches(there, whole=True))
             with recorder:
                 self._runner.run(MicroBatches(there, whole=True))
         self.num_nodes = max(recorder.num_forward_ops // (len(there) if self._setup.runs_all_first else 1), 1)
+
+
+Probe = FakeProbe | RealProbe
+"""Called with micro-batches, it runs an update of them on `parts`, and returns its timeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +266,7 @@ def _choose_foreach(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def without_warnings() -> Iterator[None]:
+def _without_warnings() -> Iterator[None]:
     """Inside this block warnings are silent, because the model will warn again when it trains."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

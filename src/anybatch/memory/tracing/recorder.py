@@ -4,18 +4,50 @@ import bisect
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.memory.tracing.moments import MemoryKind, Moments, sweep
 from anybatch.torch_inside import COPY_ELSEWHERE, TorchDispatchMode, is_in_backward, storage_key
 
 ELSEWHERE = "meta"
 """The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""
 _ASK_DEVICE = torch.ops.prim.device.default
+MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Bytes of each kind that were alive after one op."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    inputs: int = 0
+    activations: int = 0
+    temporaries: int = 0
+    is_step: bool = False
+    """True after the last backward pass, when nothing is left of forwards: gradients are clipped, the optimizer steps."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.kinds.values())
+
+    @property
+    def kinds(self) -> dict[MemoryKind, int]:
+        """Bytes by kind."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "is_step"}  # type: ignore[misc]
+
+
+Moments = tuple[Moment, ...]
+
+
+def highest(moments: Iterable[Moment]) -> Moment:
+    """The one with most memory: the peak."""
+    return max(moments, key=lambda moment: moment.total, default=Moment())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +134,6 @@ class Recorder(TorchDispatchMode):
             self.live.append(self._now)
         return output
 
-    def allocations(self) -> list[tuple[int, int]]:
-        """(number of the storage, bytes) in order: more than 0 were allocated, less were freed."""
-        births = [(held.born, 0, number, held.size) for number, held in enumerate(self._held)]
-        deaths = [(held.died, 1, number, -held.size) for number, held in enumerate(self._held) if held.died is not None]
-        return [(number, size) for _, _, number, size in sorted(births + deaths)]
-
     def moments(self) -> Moments:
         """What the memory was made of, at each moment that may be the highest when some kind of it counts less."""
         changes: dict[int, list[tuple[MemoryKind, int]]] = {}
@@ -120,7 +146,7 @@ class Recorder(TorchDispatchMode):
             if held.died is not None:
                 changes.setdefault(held.died + 1, []).append((kind, -held.size))
         last = self._backward_ops[-1] if self._backward_ops else len(self.ops)
-        return sweep(changes, num_ops=len(self.ops), last_backward=last, inputs=self._batch_bytes)
+        return _sweep(changes, num_ops=len(self.ops), last_backward=last, inputs=self._batch_bytes)
 
     def _kind_of(self, held: _Held) -> MemoryKind:
         """What it is until it becomes a gradient."""
@@ -164,3 +190,32 @@ class Recorder(TorchDispatchMode):
             known = self._alive.get(id(parameter.grad.untyped_storage()))
             if known is not None and known[1].gradient_from is None:
                 known[1].gradient_from = len(self.ops)
+
+
+def _sweep(
+    changes: dict[int, list[tuple[MemoryKind, int]]], *, num_ops: int, last_backward: int, inputs: int
+) -> Moments:
+    """The moments after each of `num_ops` ops, less those in which no kind had more than in another one of the same phase.
+
+    `changes` are bytes that came, or went, of a kind, by the number of the op.
+    """
+    now: dict[Any, int] = dict.fromkeys(MemoryKind.__args__, 0)  # type: ignore[attr-defined]
+    now["inputs"] += inputs
+    kept: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
+    for op in range(num_ops):
+        for kind, nbytes in changes.get(op, ()):
+            now[kind] += nbytes
+        if op in changes:
+            _keep(kept[op > last_backward], tuple(now.values()))
+    return tuple(
+        Moment(**dict(zip(now, values, strict=True)), is_step=is_step)
+        for is_step, some in kept.items()
+        for values in some
+    )
+
+
+def _keep(kept: list[tuple[int, ...]], values: tuple[int, ...]) -> None:
+    if any(all(own <= other for own, other in zip(values, known, strict=True)) for known in reversed(kept)):
+        return
+    kept[:] = [known for known in kept if any(own < other for own, other in zip(values, known, strict=True))]
+    kept.append(values)

@@ -1,7 +1,8 @@
 """Copies to try things on: of fake tensors, which hold no numbers and take no memory, or of real ones."""
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +21,7 @@ from anybatch.torch_inside import FakeTensor, FakeTensorMode, buffers_of, gradie
 
 Parts = tuple[nn.Module, Optimizer | None, Any]
 """Model, optimizer and objective: copied together, so that what they share stays shared."""
-
-
+_MASKING, _FIND_PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
 UNCOPYABLE = (TypeError, RuntimeError, AttributeError, NotImplementedError)
 """What deepcopy raises of what it cannot copy."""
 
@@ -56,20 +56,18 @@ def real_copies(parts: Parts, device: torch.device) -> Parts:
 
 
 @contextmanager
-def undone(parts: Parts, *, is_stepped: bool = True) -> Iterator[PythonState]:
+def undone(parts: Parts) -> Iterator[None]:
     """The block after which parameters, buffers, gradients, the optimizer and what Python code can reach are as they were.
 
-    Copies lie aside: on disk, or from an accelerator on the host; of parameters only where they are stepped. Gradients are
-    None inside.
+    Copies lie aside: on disk, or from an accelerator on the host. Gradients are None inside.
     """
     model, optimizer, objective = parts
     tensors = list(dict.fromkeys(_large_tensors(parts)))
     state = [] if optimizer is None else list(optimizer_tensors(optimizer))
-    changing = [one for one in (*tensors, *state) if is_stepped or not isinstance(one, nn.Parameter)]
     file = TensorFile()
     before = Snapshot(
         # .data: what is put back does not count as a write, which would be told as one of the model's forward
-        tensors=[(one.data, kept_aside(one.detach(), file)) for one in changing],
+        tensors=[(one.data, kept_aside(one.detach(), file)) for one in (*tensors, *state)],
         optimizer=None if optimizer is None else tables_of(optimizer),
     )
     gradients = [(one, one.grad) for one in tensors]
@@ -78,7 +76,7 @@ def undone(parts: Parts, *, is_stepped: bool = True) -> Iterator[PythonState]:
     for one in tensors:
         one.grad = None
     try:
-        yield python
+        yield
     finally:
         for module, buffers in slots:
             buffers_of(module).update(buffers)
@@ -117,6 +115,27 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: str = "cpu") -> Tens
         elif tensor.requires_grad and tensor.is_leaf:
             fake.requires_grad_()
     return fake
+
+
+@contextmanager
+def choosing_as_real(micro_batches: Iterable[Batch]) -> Iterator[None]:
+    """Inside this block transformers leaves the mask of attention out where a real run would.
+
+    Positions that a model counts itself are those of one sequence a row. A real run reads that off their numbers, and needs no
+    mask; fake tensors are not asked: a mask is made, and keys and values are repeated to go with it. Batches that bring
+    positions are planned with the mask: an upper bound.
+    """
+    masking = sys.modules.get(_MASKING)
+    own = getattr(masking, _FIND_PACKED, None)
+    brings_none = all(isinstance(one, Mapping) and "position_ids" not in one for one in micro_batches)
+    if own is None or not brings_none:
+        yield
+        return
+    setattr(masking, _FIND_PACKED, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking, _FIND_PACKED, own)
 
 
 def is_real(parts: Parts, batch: Batch) -> bool:
