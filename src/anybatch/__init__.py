@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from anybatch.passes import Accumulator
     from anybatch.proof import Cause as Cause
     from anybatch.proof import CutResult as CutResult
+    from anybatch.proof import ParameterDeviation as ParameterDeviation
     from anybatch.proof import ParameterError as ParameterError
     from anybatch.proof import Verdict as Verdict
     from anybatch.proof import verify
@@ -186,7 +187,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "anybatch.parallel": ("Ranks",),
     "anybatch.passes": ("Accumulated", "Accumulator"),
-    "anybatch.proof": ("Cause", "CutResult", "ParameterError", "Verdict", "verify"),
+    "anybatch.proof": ("Cause", "CutResult", "ParameterDeviation", "ParameterError", "Verdict", "verify"),
     "anybatch.training": ("Resumed", "Scaling", "Task", "resume", "save", "scale_lr", "warmup"),
     "anybatch.update": ("Update", "UpdateResult"),
 }

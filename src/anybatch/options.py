@@ -10,8 +10,8 @@ Autocast = torch.dtype | torch.autocast | None
 BatchNorm = Literal["exact", "micro", "frozen"]
 """What BatchNorm layers in training see: the whole batch, each micro-batch for itself, or their running statistics."""
 
-Check = Literal["off", "first", "full"]
-"""What an update looks at before it learns from its first batch: nothing, its losses, or its gradients."""
+Check = Literal["off", "first"]
+"""What an update looks at before it learns from its first batch: nothing, or the losses of a few rows."""
 
 Offload = Literal["auto", "host", "disk"] | None
 """Where saved tensors go: to `"host"` memory, to `"disk"`, `"auto"`: out once memory is half full; None: they stay."""

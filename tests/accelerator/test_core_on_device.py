@@ -72,7 +72,6 @@ CASES = {
     "drop": {"on_nonfinite": "drop"},
     "ignore": {"on_nonfinite": "ignore"},
     "first look": {"check": "first"},
-    "full check": {"check": "full"},
     "coupled": {"objective": contrastive},
     "batch norm micro": {"model": partial(mlp, nn.BatchNorm1d(16)), "batch_norm": "micro"},
     "batch norm exact": {"model": partial(mlp, nn.BatchNorm1d(16)), "batch_norm": "exact", "offload": None},

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -302,7 +303,7 @@ def test_eight_rows_run_twice_without_a_graph_and_nothing_runs_later():
             log(len(inputs))
             return self.inner(inputs)
 
-    def log(count: int, into: Any = (seen,)) -> None:  # held where nobody looks for state, so that it is not put back
+    def log(count: int, into: Any = (seen,)) -> None:  # held where nobody looks for state: a change would be looked at
         into[0].append((count, torch.is_grad_enabled()))
 
     model = Watched()
@@ -314,17 +315,15 @@ def test_eight_rows_run_twice_without_a_graph_and_nothing_runs_later():
     assert len(seen) == 7
 
 
-def test_what_python_code_can_see_is_left_as_it_was():
+def test_what_the_model_holds_is_left_as_it_was_and_what_lies_outside_is_told():
     calls, log, drawn = 0, [], random.Random(3)
     noise = torch.Generator().manual_seed(5)
-    table: dict[str, int] = {}
     steps = np.random.default_rng(0)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         nonlocal calls
         calls += 1
         log.append(len(batch[0]))
-        table[f"call {calls}"] = calls
         drawn.random(), steps.random(), torch.rand(1, generator=noise)
         return loss_of(model, batch)
 
@@ -334,15 +333,21 @@ def test_what_python_code_can_see_is_left_as_it_was():
     states = []
     for check in ("first", "off"):
         calls, model[0].notes = 0, ["first"]
-        log.clear(), table.clear(), drawn.seed(3), noise.manual_seed(5)
+        log.clear(), drawn.seed(3), noise.manual_seed(5)
         steps.bit_generator.state = np.random.default_rng(0).bit_generator.state
-        Update(model, torch.optim.SGD(model.parameters(), lr=0.0), Objective(loss), micro_batch=11, check=check)(
-            labelled()
+        update = Update(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), Objective(loss), micro_batch=11, check=check
         )
+        update(labelled())
         after = drawn.getstate(), noise.get_state().tolist(), steps.bit_generator.state
-        states.append((calls, list(log), dict(table), list(model[0].notes), after))
+        states.append((list(model[0].notes), after))
+        if check == "first":
+            assert update.guard.finding == "passed"
+            assert "changed calls (0 -> " in update.guard.reason
+            assert "log, outside of the model" in update.guard.reason
+            assert calls == len(log) > 4
     assert states[0] == states[1]
-    assert states[0][0] == 4
+    assert calls == len(log) == 4
 
 
 def test_a_batch_that_is_not_cut_is_exact_whatever_its_loss_and_the_first_that_is_cut_is_looked_at():
@@ -389,20 +394,24 @@ ANSWERS = [("off", "off"), (False, "off"), ("first", "pending"), ("full", "pendi
 
 
 @pytest.mark.parametrize(("given", "finding"), ANSWERS)
-def test_true_is_full_and_false_is_off(given, finding):
+def test_true_and_full_are_deprecated_names_of_first_and_false_is_off(given, finding):
     model = mlp()
-    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), Objective(dice), micro_batch=11, check=given)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_old = given in (True, "full") and given is not False
+    with pytest.warns(DeprecationWarning, match=r"Call verify\(") if is_old else nullcontext() as seen:
+        update = Update(model, sgd, Objective(dice), micro_batch=11, check=given)
+    assert not is_old or seen[0].filename == __file__
     assert update.guard.finding == finding
-    if given in ("off", False):
+    if finding == "off":
         assert update(labelled()).applied
     else:
-        with pytest.raises(ExactnessError, match="self-check" if given in (True, "full") else "first batch shows"):
+        with pytest.raises(ExactnessError, match="first batch shows"):
             update(labelled())
 
 
 def test_any_other_word_is_refused():
     model = mlp()
-    with pytest.raises(UpdateError, match=r"check='always'.*expected one of off, first, full"):
+    with pytest.raises(UpdateError, match=r"check='always'.*expected one of off, first"):
         Update(model, torch.optim.SGD(model.parameters(), lr=0.1), Objective(dice), micro_batch=11, check="always")
 
 

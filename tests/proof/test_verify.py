@@ -22,10 +22,10 @@ from anybatch import (
     verify,
     windows,
 )
-from anybatch.proof.cases import Gradient, make_case
-from anybatch.proof.cases.raised import Raised
-from anybatch.proof.floor import Floor, floor_of
-from anybatch.proof.rows_that_fit import rows_that_fit
+from anybatch.proof.case import make_case
+from anybatch.proof.compared_precision import Raised
+from anybatch.proof.comparing import rows_that_fit
+from anybatch.proof.floor import Floor, Gradient, floor_of
 from tests.proof.sound import ROWS, both, cnn, images, mlp, rows_of_numbers, towers
 from tests.reference import whole_batch_gradient
 

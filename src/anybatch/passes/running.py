@@ -1,11 +1,12 @@
 """How updates run: the options that `Update`, `Accumulator`, `plan`, `verify` and `Fit` have in common, as one value."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec, get_args
+from typing import Any, Literal, ParamSpec, get_args
 
 import torch
 
@@ -78,19 +79,20 @@ class Running:
         return {field.name: held[field.name] for field in fields(self) if held[field.name] != field.default}
 
 
-def check_offload(offload: object) -> None:
-    """Refuse what is no place."""
-    if offload is not None and offload not in get_args(get_args(Offload)[0]):
-        hint = did_you_mean(offload, ("auto", "host", "disk")) or "."
-        raise UpdateError(f"offload={offload!r}: expected 'auto', 'host', 'disk' or None{hint}")
-
-
-def check_of(check: Check | bool) -> Check:
-    """What is looked at before the first batch is learnt from: True is all there is, False nothing."""
-    if check is True or check is False:
-        return "full" if check else "off"
+def check_of(check: Check | Literal["full"] | bool) -> Check:
+    """Read `check=`: False is "off"; True and "full" are "first", with a deprecation warning."""
+    if check is False:
+        return "off"
+    if check is True or check == "full":
+        warnings.warn(
+            f"check={check!r} is check='first' by now: it looks at the losses of a few rows. Call verify(model, objective, "
+            "batch) to compare gradients.",
+            DeprecationWarning,
+            stacklevel=4,  # whoever made the Update
+        )
+        return "first"
     if check not in get_args(Check):
-        raise UpdateError(f"check={check!r}: True is 'full', False is 'off'; {one_of(check, get_args(Check))}")
+        raise UpdateError(f"check={check!r}: False is 'off'; {one_of(check, get_args(Check))}")
     return check
 
 

@@ -1,31 +1,27 @@
-"""Accumulated against whole: the gradients compared, and the cause where they differ."""
+"""Verification of accumulated gradients: `verify`, and the check of an update's first batch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anybatch.proof.cases import functions_of
-    from anybatch.proof.checked_rows import CheckCost, check_cost
     from anybatch.proof.comparing import verify
-    from anybatch.proof.first_batch import self_check
+    from anybatch.proof.copies import functions_of
     from anybatch.proof.first_look import PENDING, FirstLook, look_first
-    from anybatch.proof.floor import ParameterError
+    from anybatch.proof.floor import ParameterDeviation, ParameterError
     from anybatch.proof.python_state import PythonState
     from anybatch.proof.verdict import Cause, CutResult, Verdict
 
 __all__ = [
     "Cause",
-    "CheckCost",
     "CutResult",
     "FirstLook",
     "PENDING",
+    "ParameterDeviation",
     "ParameterError",
     "PythonState",
     "Verdict",
-    "check_cost",
     "functions_of",
     "look_first",
-    "self_check",
     "verify",
 ]
 _MODULES = {

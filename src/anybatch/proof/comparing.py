@@ -1,38 +1,33 @@
 """`verify`: the accumulated gradient against the whole batch's, on copies."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from anybatch.batches import Batch, Dealt, MicroBatch, MicroBatches, Workload, num_rows, take_rows
+from anybatch.device_memory import has_counters, with_peak
 from anybatch.errors import VerifyError
 from anybatch.gradients import check_hooks
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm
 from anybatch.parallel import unwrapped
-from anybatch.passes import Running
-from anybatch.proof.cases import (
-    Case,
-    Copy,
-    Gradient,
-    leaving_untouched,
-    make_case,
-    raised_dtype,
-    rounded_otherwise,
-    roundoff,
-    why_not_float64,
-)
+from anybatch.passes import Running, common_device
+from anybatch.proof.case import Case, make_case
 from anybatch.proof.causes import Experiments, Explanation, explain, explain_draws, weights_of_rows
+from anybatch.proof.compared_precision import autocast_dtype, roundoff, why_not_float64
+from anybatch.proof.copies import Copy, leaving_untouched, rounded_otherwise
 from anybatch.proof.cuts import TriedCut, cuts_of, uneven_cut, whole_batch
-from anybatch.proof.floor import Floor, floor_of, largest_floor, relative
-from anybatch.proof.rows_that_fit import rows_that_fit
+from anybatch.proof.floor import Floor, Gradient, floor_of, largest_floor, relative
 from anybatch.proof.verdict import Cause, CutResult, Verdict
 from anybatch.sizes import parse_bytes
 from anybatch.state import outer_random
+from anybatch.torch_inside import profiler_events, without_op_names
 
 SMALL_ERROR = 1e-5
 """In float64: above it an error is no rounding, whatever cancels."""
@@ -189,6 +184,12 @@ class Proof:
         other = [result for result in results if not result.decides and result.name == "by tokens"]
         if not found.causes and not found.unjudged:
             self.notes += [_padding_note(result) for result in other if not result.is_exact]
+        left = self.case.held.python.changed(is_left=True)
+        if left and not any(cause.kind == "state" for cause in found.causes):
+            self.notes.append(
+                f"running the loss changes {', '.join(left[:4])}, outside of the model: closures, globals and default "
+                "arguments are not put back."
+            )
         weights = weights_of_rows(experiments, self.cuts[0].cut, is_wrong=bool(found.causes))
         return Verdict(
             rows=self.case.num_rows,
@@ -204,10 +205,9 @@ class Proof:
 
 def unit_of(case: Case) -> float:
     """The unit roundoff of the precision that the case runs in."""
-    raised = raised_dtype(case.precision)
-    if raised is not None:
-        return torch.finfo(raised).eps / 2
-    return roundoff(chain(case.model.parameters(), case.model.buffers()), _autocast_dtype(case))
+    if case.precision == "float64":
+        return torch.finfo(torch.float64).eps / 2
+    return roundoff(chain(case.model.parameters(), case.model.buffers()), autocast_dtype(case.autocast))
 
 
 def _result(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
@@ -264,15 +264,9 @@ def _precision_cause(wrong: Sequence[CutResult], dtype: str) -> Cause:
     )
 
 
-def _autocast_dtype(case: Case) -> torch.dtype | None:
-    if isinstance(case.autocast, torch.dtype) or case.autocast is None:
-        return case.autocast
-    return getattr(case.autocast, "fast_dtype", None)
-
-
 def _name_of(case: Case) -> str:
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in case.model.parameters()})
-    cast = _autocast_dtype(case)
+    cast = autocast_dtype(case.autocast)
     return "/".join(dtypes) + (f" with {str(cast).removeprefix('torch.')} autocast" if cast else "")
 
 
@@ -284,3 +278,63 @@ def _check(model: nn.Module, objective: Objective | Coupled) -> None:
             f"objective={objective!r:.80} is a {type(objective).__name__}; expected supervised(criterion), "
             "huggingface(), Objective(loss, units) or Coupled(encode, loss)."
         )
+
+
+def rows_that_fit(case: Case, limit: int) -> int:
+    """The largest number of rows, of 2, 4, 8, ... and all, whose backward pass in one go takes at most `limit` bytes.
+
+    Measured is the run that takes most, in float64 where the model has it. What does not fit is not run: the next doubling
+    is taken to cost in proportion to the rows.
+    """
+    count = num_rows(case.batch)
+    fits, sizes = 0, [*itertools.takewhile(lambda size: size < count, (2**power for power in range(1, 64))), count]
+    seen: list[tuple[int, int]] = []
+    for size in sizes:
+        expected = _expected(seen, size)
+        if expected > limit:
+            break
+        peak = _peak(case, size)
+        seen.append((size, peak))
+        if peak > limit:
+            break
+        fits = size
+    if fits == 0:
+        raise VerifyError(
+            f"memory={limit:,} bytes: 2 rows in one go take {max(seen)[1]:,} bytes, with the weights and gradients of "
+            "the copy. Give more, or rows that are shorter."
+        )
+    return fits
+
+
+def _expected(seen: list[tuple[int, int]], size: int) -> int:
+    """On the line through the last two peaks; what is not known yet is expected to fit."""
+    if len(seen) < 2:
+        return 0
+    (small, low), (large, high) = seen[-2:]
+    return high + (high - low) * (size - large) // (large - small)
+
+
+def _peak(case: Case, size: int) -> int:
+    """Bytes at the peak of a run of the first `size` rows: the copy, its gradients and the graph."""
+    names = ("held", "batch_norm", "autocast", "copy", "batch_dim")
+    options = {name: getattr(case, name) for name in names}
+    part = make_case(case.model, case.objective, take_rows(case.batch, slice(0, size)), **options)
+    wide = make_case(case.model, case.objective, part.batch, **options, precision="float64")
+    if why_not_float64(case.model) is None:
+        try:
+            return _measured(case, wide.record)
+        except (RuntimeError, TypeError, ValueError):  # a model that does not run in float64
+            pass
+    return _measured(case, part.record)
+
+
+def _measured(case: Case, run: Callable[[], object]) -> int:
+    device = common_device(case.model.parameters())
+    if device is not None and has_counters(device):
+        before = torch.accelerator.memory_allocated(device)
+        return with_peak(run, device)[1] - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, without_op_names():
+        run()
+    events = profiler_events(profiler)
+    allocated = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return int(max(itertools.accumulate((nbytes for _, nbytes in allocated), initial=0)))

@@ -103,12 +103,6 @@ def uneven_cut(batch: Batch, together: int = 1) -> MicroBatches:
     return MicroBatches([take_rows(batch, slice(start, stop)) for start, stop in zip(starts, stops, strict=True)])
 
 
-def interleaved_cut(batch: Batch) -> MicroBatches:
-    """Every third row, and those between them, and those after."""
-    count = num_rows(batch)
-    return cut_by_rows(batch, [range(start, count, 3) for start in range(min(3, count))])
-
-
 def untrimmed_cut(batch: Batch, cut: MicroBatches) -> MicroBatches:
     """The same rows together, with all their padding."""
     return MicroBatches([take_rows(batch, list(rows)) for rows in cut.row_numbers], cut.cut)

@@ -22,10 +22,83 @@ relative to `scale`, the norm of the parameter's gradient, or a millionth of |al
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from anybatch.proof.cases import Gradient, distance
+import torch
+from torch import Tensor, nn
+
+from anybatch.state import pieces_of
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Loss and gradients of one run, by parameter; None if the run did not touch one."""
+
+    loss: float
+    parameters: Mapping[str, Tensor | None]
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """The norms of what micro-batches added, summed, by parameter; nothing of a run in one go."""
+
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients together."""
+        return math.sqrt(sum(norm**2 for norm in self.norms.values()))
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """The norm of each parameter's gradient."""
+        return {name: norm_of(grad) for name, grad in self.parameters.items()}
+
+    def distances(self, other: "Gradient") -> dict[str, float]:
+        """How far each parameter's gradient is from that of another run."""
+        return {name: distance(grad, other.parameters[name]) for name, grad in self.parameters.items()}
+
+
+def norm_of(grad: Tensor | None) -> float:
+    """The norm of a gradient, 0 for none."""
+    return 0.0 if grad is None else float(_norm_in_pieces(grad))
+
+
+def distance(one: Tensor | None, other: Tensor | None) -> float:
+    """|one - other|, none being zero."""
+    if one is None or other is None:
+        return norm_of(one if other is None else other)
+    flat, others = one.detach().flatten(), other.detach().flatten()
+    pieces = pieces_of(flat.numel())
+    return float(
+        _joined([_norm(flat[piece].double() - others[piece].to(one.device, torch.float64)) for piece in pieces])
+    )
+
+
+def add_norm(terms: dict[str, Tensor], name: str, grad: Tensor) -> None:
+    """A hook: what one micro-batch adds to a parameter's gradient."""
+    values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
+    norm = _norm_in_pieces(values)
+    terms[name] = terms[name] + norm if name in terms else norm
+
+
+def gradients_of(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """The dense `.grad` of each parameter, by name."""
+    return {name: None if held.grad is None else held.grad.detach().to_dense() for name, held in named.items()}
+
+
+def _norm_in_pieces(values: Tensor) -> Tensor:
+    flat = values.flatten()
+    return _joined([_norm(flat[piece]) for piece in pieces_of(flat.numel())])
+
+
+def _norm(values: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm
+
+
+def _joined(norms: list[Tensor]) -> Tensor:
+    """The norm of all pieces together: a float64 copy of a whole gradient takes twice its memory."""
+    if len(norms) == 1:
+        return norms[0]
+    return _norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+
 
 SAFETY = 6.0
 """One or two permutations are a small sample of all orders of adding up."""
@@ -42,18 +115,22 @@ SMALLEST_SCALE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterError:
+class ParameterDeviation:
     """How far the accumulated gradient of one parameter is from the whole batch's."""
 
     name: str
     error: float
     """|accumulated - whole| / |whole|"""
     floor: float
-    """What the order of summation explains of it."""
+    """Largest error that the order of summation explains."""
 
     @property
     def is_exact(self) -> bool:
         return self.error <= self.floor
+
+
+ParameterError = ParameterDeviation
+"""The name up to version 0.2. It is no exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +156,7 @@ class Floor:
         }
         return replace(self, spread=spread, is_widened=True)
 
-    def errors(self, accumulated: Gradient, num_micro_batches: int) -> tuple[ParameterError, ...]:
+    def errors(self, accumulated: Gradient, num_micro_batches: int) -> tuple[ParameterDeviation, ...]:
         """The error of each parameter, and its floor for so many micro-batches."""
         apart = Apart(norms=self.whole.norms, distances=self.whole.distances(accumulated), terms=accumulated.terms)
         return apart.errors(num_micro_batches, self.unit, spread=self.spread, is_bounded=not self.is_widened)
@@ -90,10 +167,10 @@ class Apart:
     """How far an accumulated gradient is from the whole batch's, in norms, by parameter."""
 
     norms: Mapping[str, float]
-    """Of the whole batch's."""
+    """Norms of the whole batch's gradients."""
     distances: Mapping[str, float]
     terms: Mapping[str, float]
-    """Those of what micro-batches added, summed."""
+    """Sum of the norms of the per-micro-batch gradients."""
 
     @property
     def relative(self) -> float:
@@ -111,7 +188,7 @@ class Apart:
         *,
         spread: Mapping[str, float] = MappingProxyType({}),
         is_bounded: bool = True,
-    ) -> tuple[ParameterError, ...]:
+    ) -> tuple[ParameterDeviation, ...]:
         """The error of each parameter, and its floor for so many micro-batches and this unit roundoff."""
         terms = {name: max(norm, self.terms.get(name, 0.0)) for name, norm in self.norms.items()}
         total = _together(self.norms.values())
@@ -125,10 +202,10 @@ class Apart:
             floor = min(floor, largest_floor(unit) * passed) if is_bounded else floor
             error = self.distances[name] if math.isfinite(self.distances[name]) else math.inf
             if scale:
-                found.append(ParameterError(name=name, error=error / scale, floor=floor / scale))
+                found.append(ParameterDeviation(name=name, error=error / scale, floor=floor / scale))
             else:  # a gradient of zero: what is there beyond rounding is all wrong
                 is_zero = error <= floor
-                found.append(ParameterError(name=name, error=0.0 if is_zero else math.inf, floor=0.0))
+                found.append(ParameterDeviation(name=name, error=0.0 if is_zero else math.inf, floor=0.0))
         return tuple(found)
 
 

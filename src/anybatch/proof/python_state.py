@@ -1,11 +1,11 @@
-"""What Python code may change while a loss runs: attributes, variables, lists, generators; seen, and put back."""
+"""Python state that a loss can reach by name: read before it runs and compared afterwards."""
 
 import functools
 import random
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,175 +13,210 @@ from torch import Tensor, nn
 from anybatch.torch_inside import buffers_of, num_writes
 
 _PRIVATE = frozenset(vars(nn.Module()))
-_SMALL = 2**16
-_MOST = 2000
-_DEEPEST = 5
-_MOST_ITEMS = 100
-_LIBRARIES = ("builtins", "torch", "logging", "numpy", "transformers", "functools", "threading", "re")
+_MOST_NUMBERS, _MOST_OBJECTS, _MOST_ITEMS, _DEEPEST = 2**16, 2000, 100, 5
+_LIBRARIES = ("builtins", "torch", "logging", "numpy", "transformers", "functools", "threading", "re", "typing")
 _CONTAINERS = (list, dict, set, deque)
+_ABSENT = object()
+
+
+class _Names(NamedTuple):
+    """Names in one place (attributes of an object, variables of a function) and what they stood for."""
+
+    read: Callable[[], Mapping[str, Any]]
+    was: Mapping[str, Any]
+    label: str
+    is_restored: bool
+    known: Collection[str] | None = None
+    """All names that were there, where one more is a change."""
+
+
+class _Contents(NamedTuple):
+    """A container, a tensor or a random generator, and what it held."""
+
+    value: Any
+    was: Any
+    label: str
+    is_restored: bool
 
 
 class PythonState:
     """Everything that some modules and functions can reach by name, as it was when this was made.
 
-    Attributes of modules and of objects, variables that functions close over, their defaults and attributes, globals that
-    they name; of lists, dicts and sets what they hold; small tensors; generators; and of modules other than `owned` the
-    buffers. What lies deeper, or outside, is not seen.
+    `changed` compares all of it. `put_back` restores what modules and callable objects hold: their attributes, the
+    containers and small tensors in them, buffers of modules other than `owned`; and the position of random generators.
+    Variables of closures, globals, default arguments, and attributes of functions and classes are compared and never
+    written, whatever they hold: of functions that are not anybatch's own. Objects deeper than 5 steps are not seen.
     """
 
     def __init__(self, *roots: Any, owned: Collection[nn.Module] = ()) -> None:
         self._owned = set(map(id, owned))
         self._seen: set[int] = set()
-        self._slots: list[tuple[Any, str, Any, str]] = []
-        self._held: list[tuple[Any, Any, str]] = []
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._tables: list[tuple[dict[str, Any], frozenset[str], str]] = []
+        self._names: list[_Names] = []
+        self._contents: list[_Contents] = []
         self.modules: dict[str, nn.Module] = {}
-        """Those that are reached, and not owned."""
+        """Modules that are reached and not owned."""
         self.iterators: list[str] = []
-        """What hands out one thing after the other, and cannot be put back."""
+        """Iterators; their position cannot be restored."""
         self.tables_of_numbers: dict[str, Tensor] = {}
         """Small tensors that a function names."""
         self.free_parameters: dict[str, nn.Parameter] = {}
         """Parameters that belong to no module."""
         for root in roots:
-            self._visit(root, 0, "" if id(root) in self._owned else getattr(root, "__name__", "loss"))
+            self._visit(root, 0, "" if id(root) in self._owned else getattr(root, "__name__", "loss"), True)
 
-    def changed(self) -> list[str]:
-        """What is no longer what it was, by name; generators and the modes of modules are not among it."""
-        slots = [
-            f"{label}{_values(value, now)}"
-            for owner, key, value, label in self._slots
-            if not _is_same(now := _read(owner, key), value)
+    def changed(self, *, is_left: bool = False) -> list[str]:
+        """Names of what is no longer what it was; with `is_left`, only of what `put_back` leaves as it is now.
+
+        Random generators and the modes of modules are not among it.
+        """
+        found = []
+        for read, was, label, is_restored, known in self._names:
+            if not (is_left and is_restored):
+                now = read()
+                pairs = [(key, value, now.get(key, _ABSENT)) for key, value in was.items() if key != "training"]
+                told = [f"{key}{_values(old, new)}" for key, old, new in pairs if not _is_same(old, new)]
+                told += [f"{key} (new)" for key in now.keys() - known] if known is not None else []
+                found += [f"{label}.{text}".lstrip(".") for text in told]
+        found += [
+            each.label
+            for each in self._contents
+            if not ((is_left and each.is_restored) or _is_generator(each.value) or _holds(each.value, each.was))
         ]
-        held = [name for value, was, name in self._held if not _is_generator(value) and not _holds(value, was)]
-        new = [f"{label}.{key} (new)".lstrip(".") for table, keys, label in self._tables for key in table.keys() - keys]
-        return list(dict.fromkeys(slots + held + new))
+        return list(dict.fromkeys(found))
 
     def moved_generators(self) -> list[str]:
-        """The generators of Python and NumPy that were drawn from, by name."""
-        outer = [entry for entry in self._held if _is_generator(entry[0]) and not isinstance(entry[0], torch.Generator)]
-        return [name for value, was, name in outer if not _is_at(value, was)]
+        """Names of the generators of Python and NumPy that were drawn from."""
+        held = [
+            one for one in self._contents if _is_generator(one.value) and not isinstance(one.value, torch.Generator)
+        ]
+        return [one.label for one in held if str(_copied(one.value)) != str(one.was)]
 
     def put_back(self) -> None:
-        """Make everything what it was."""
-        for module, mode in self._modes:
-            if module.training != mode:
-                module.training = mode
-        for table, keys, _ in self._tables:
-            for key in table.keys() - keys:
-                del table[key]
-        for owner, key, value, _ in self._slots:
-            if _read(owner, key) is not value:
-                _write(owner, key, value)
-        for value, was, _ in self._held:
-            if not _holds(value, was):
-                _fill(value, was)
+        """Restore what modules and callable objects hold, and the position of random generators."""
+        for read, was, _, is_restored, known in self._names:
+            if is_restored:
+                table: Any = read()
+                for key in table.keys() - known if known is not None else ():
+                    del table[key]
+                table.update(was)
+        for value, before, _, is_restored in self._contents:
+            if is_restored and not _holds(value, before):
+                _fill(value, before)
 
-    def _visit(self, value: Any, depth: int, name: str) -> None:
-        if id(value) in self._seen or depth > _DEEPEST or len(self._seen) > _MOST:
+    def _visit(self, value: Any, depth: int, name: str, is_restored: bool) -> None:
+        if id(value) in self._seen or depth > _DEEPEST or len(self._seen) > _MOST_OBJECTS:
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
             self._visit_module(value, depth, name)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, depth)
-        elif isinstance(value, types.MethodType):
-            self._visit(value.__self__, depth + 1, name)
-            self._visit(value.__func__, depth + 1, name)
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._visit(part, depth + 1, name)
-        elif isinstance(value, _CONTAINERS) or _is_generator(value):
-            self._visit_container(value, depth, name)
+        elif isinstance(value, types.MethodType | functools.partial):
+            for part in _parts(value):
+                self._visit(part, depth + 1, name, is_restored)
         elif isinstance(value, Tensor):
-            self._visit_tensor(value, name)
-        else:
-            self._visit_object(value, depth, name)
-
-    def _visit_object(self, value: Any, depth: int, name: str) -> None:
-        if isinstance(value, Iterator):
+            self._visit_tensor(value, name, is_restored)
+        elif isinstance(value, _CONTAINERS) or _is_generator(value):
+            self._visit_container(value, depth, name, is_restored)
+        elif isinstance(value, Iterator):
             self.iterators.append(name)
         elif not isinstance(value, (type, types.ModuleType)) and _library(type(value)) not in _LIBRARIES:
             held = vars(value) if hasattr(value, "__dict__") else {}
-            self._tables.append((held, frozenset(held), name))
-            self._slot_all(value, dict(held), depth, name)
-            kept = {key: item for key, item in vars(type(value)).items() if _is_plain(item) and key[:2] != "__"}
-            self._slot_all(type(value), kept, depth, name)
-            self._visit(vars(type(value)).get("__call__"), depth, name)
+            self._add(lambda: held, dict(held), name, depth, is_restored, known=frozenset(held))
+            shared = {key: item for key, item in vars(type(value)).items() if _is_plain(item) and key[:2] != "__"}
+            self._add(lambda: vars(type(value)), shared, name, depth, False)
+            self._visit(vars(type(value)).get("__call__"), depth, name, False)
 
-    def _visit_container(self, value: Any, depth: int, name: str) -> None:
-        self._held.append((value, _contents(value), name))
-        if isinstance(value, (list, dict, deque)) and len(value) <= _MOST_ITEMS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in list(items):
-                if not isinstance(item, Tensor) or isinstance(value, dict):
-                    self._visit(item, depth + 1, f"{name}[{key!r}]")
-
-    def _visit_tensor(self, value: Tensor, name: str) -> None:
+    def _visit_tensor(self, value: Tensor, name: str, is_restored: bool) -> None:
         if isinstance(value, nn.Parameter):
             self.free_parameters[name] = value
-        elif value.numel() <= _SMALL and not value.requires_grad and not value.is_inference():
-            self._held.append((value, _contents(value), name))
+        elif value.numel() <= _MOST_NUMBERS and not value.requires_grad and not value.is_inference():
+            self._contents.append(_Contents(value, _copied(value), name, is_restored))
             self.tables_of_numbers[name] = value
 
+    def _visit_container(self, value: Any, depth: int, name: str, is_restored: bool) -> None:
+        self._contents.append(_Contents(value, _copied(value), name, is_restored or _is_generator(value)))
+        if isinstance(value, list | dict | deque) and len(value) <= _MOST_ITEMS:
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if not isinstance(item, Tensor) or isinstance(value, dict):
+                    self._visit(item, depth + 1, f"{name}[{key!r}]", is_restored)
+
     def _visit_module(self, top: nn.Module, depth: int, name: str) -> None:
-        if id(top) not in self._owned:
+        is_owned = id(top) in self._owned
+        if not is_owned:
             self.modules[name] = top
         for path, module in top.named_modules():
             self._seen.add(id(module))
-            self._modes.append((module, module.training))
             label = ".".join(part for part in (name, path) if part)
-            own = {key: value for key, value in vars(module).items() if key not in _PRIVATE}
+            own = {key: value for key, value in vars(module).items() if key == "training" or key not in _PRIVATE}
             if type(module).__module__.startswith("torch.nn."):
                 # torch's own layers compute with constants; what others hang on them is a container
-                own = {key: value for key, value in own.items() if isinstance(value, _CONTAINERS)}
+                own = {key: one for key, one in own.items() if key == "training" or isinstance(one, _CONTAINERS)}
             elif _library(type(module)) not in _LIBRARIES:
-                self._visit(type(module).forward, depth + 1, label)
-            self._tables.append((vars(module), frozenset(vars(module)), label))
-            self._slot_all(module, own, depth, label)
-            if id(top) not in self._owned:
-                for key, buffer in buffers_of(module).items():
-                    if buffer is not None:
-                        self._slots.append((buffers_of(module), key, buffer, f"{label}.{key}".lstrip(".")))
-                        self._held.append((buffer, _contents(buffer), f"{label}.{key}".lstrip(".")))
+                self._visit(type(module).forward, depth + 1, label, False)
+            self._add(functools.partial(vars, module), own, label, depth, True, known=frozenset(vars(module)))
+            buffers = {} if is_owned else {key: one for key, one in buffers_of(module).items() if one is not None}
+            if buffers:
+                self._names.append(_Names(functools.partial(buffers_of, module), buffers, label, True))
+                self._contents += [
+                    _Contents(buffer, _copied(buffer), f"{label}.{key}".lstrip("."), True)
+                    for key, buffer in buffers.items()
+                ]
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
         if (function.__module__ or "").startswith(("torch.", "anybatch.batches.", "transformers.")):
             return
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # a variable that has no value yet
-                continue
-            self._slots.append((cell, name, value, name))
-            self._visit(value, depth + 1, name)
-        for name in _names(function.__code__):
-            value = function.__globals__.get(name, _ABSENT)
-            if _is_plain(value) or _can_change(value):
-                self._slots.append((function.__globals__, name, value, name))
-                self._visit(value, depth + 1, name)
-        self._tables.append((vars(function), frozenset(vars(function)), function.__name__))
-        self._slot_all(function, vars(function), depth, function.__name__)
+        is_ours = (function.__module__ or "").startswith(
+            "anybatch."
+        )  # what `huggingface()` remembers is no state of the user's
+        self._add(lambda: _variables(function), _variables(function), "", depth, is_ours)
+        attributes = vars(function)
+        self._add(lambda: attributes, dict(attributes), function.__name__, depth, False, known=frozenset(attributes))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit(value, depth + 1, f"a default of {function.__name__}")
+            self._visit(value, depth + 1, f"a default of {function.__name__}", False)
 
-    def _slot_all(self, owner: Any, held: Mapping[str, Any], depth: int, name: str) -> None:
-        for key, value in held.items():
-            label = f"{name}.{key}".lstrip(".")
-            if not isinstance(value, nn.Module):
-                self._slots.append((owner, key, value, label))
-            self._visit(value, depth + 1, label)
+    def _add(
+        self,
+        read: Callable[[], Mapping[str, Any]],
+        was: Mapping[str, Any],
+        label: str,
+        depth: int,
+        is_restored: bool,
+        known: Collection[str] | None = None,
+    ) -> None:
+        named = {key: value for key, value in was.items() if not isinstance(value, nn.Module)}
+        self._names.append(_Names(read, named, label, is_restored, known))
+        for key, value in was.items():
+            self._visit(value, depth + 1, f"{label}.{key}".lstrip("."), is_restored)
 
 
-_ABSENT = object()
+def _parts(value: Any) -> tuple[Any, ...]:
+    """The parts of a bound method, or of a partial."""
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    return value.func, *value.args, *value.keywords.values()
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def _variables(function: types.FunctionType) -> dict[str, Any]:
+    """The variables that a function closes over, and the globals that it names and that may change."""
+    found: dict[str, Any] = {}
+    for name in _names_in(function.__code__):
+        value = function.__globals__.get(name, _ABSENT)
+        if _is_plain(value) or _can_change(value):
+            found[name] = value
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+    return found
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from _names_in(constant)
 
 
 def _library(kind: type) -> str:
@@ -196,24 +231,7 @@ def _can_change(value: Any) -> bool:
     """True of a global that code may change, or that holds parameters: not of modules, classes and what libraries made."""
     if isinstance(value, (nn.Module, Tensor, types.FunctionType, *_CONTAINERS)) or _is_generator(value):
         return True
-    return not isinstance(value, (type, types.ModuleType)) and _library(type(value)) not in (*_LIBRARIES, "typing")
-
-
-def _read(owner: Any, name: str) -> Any:
-    if isinstance(owner, types.CellType):
-        return owner.cell_contents
-    return owner.get(name, _ABSENT) if isinstance(owner, dict) else vars(owner).get(name, _ABSENT)
-
-
-def _write(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, types.CellType):
-        owner.cell_contents = value
-    elif isinstance(owner, dict):
-        owner[name] = value
-    elif isinstance(owner, type):
-        setattr(owner, name, value)
-    else:
-        object.__setattr__(owner, name, value)
+    return not isinstance(value, (type, types.ModuleType)) and _library(type(value)) not in _LIBRARIES
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -231,27 +249,24 @@ def _values(before: Any, now: Any) -> str:
 
 
 def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.SystemRandom):  # it has no position
+        return False
     return isinstance(value, random.Random | torch.Generator) or hasattr(value, "bit_generator")
 
 
-def _contents(value: Any) -> Any:
+def _copied(value: Any) -> Any:
+    """The numbers of a tensor, the position of a generator, the items of a container."""
     if isinstance(value, Tensor):
         return num_writes(value), value.detach().clone()
-    return _place_of(value) if _is_generator(value) else value.copy()
-
-
-def _place_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if isinstance(generator, torch.Generator) else generator.bit_generator.state
-
-
-def _is_at(generator: Any, was: Any) -> bool:
-    return str(_place_of(generator)) == str(was)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return value.bit_generator.state if _is_generator(value) else value.copy()
 
 
 def _holds(value: Any, was: Any) -> bool:
-    """True where a container holds the same objects, a tensor was not written to; of generators, never."""
+    """True if a container holds the same objects or a tensor was not written to; of generators, never."""
     if isinstance(value, Tensor):
         return num_writes(value) == was[0] or bool(torch.equal(value.detach().to(was[1].dtype), was[1]))
     if _is_generator(value) or len(value) != len(was):

@@ -1,4 +1,4 @@
-"""What verifying finds: numbers for every cut, and where they are not exact, causes with their fixes."""
+"""Results of `verify`: numbers for every cut, and causes with their fixes."""
 
 import dataclasses
 import math
@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from anybatch.faces import html_block, html_table
 from anybatch.faces import sentences as html_sentences
-from anybatch.proof.cases import ComparedPrecision
-from anybatch.proof.floor import ParameterError
+from anybatch.proof.compared_precision import ComparedPrecision
+from anybatch.proof.floor import ParameterDeviation
 
 CauseKind = Literal[
     "units",
@@ -52,9 +52,9 @@ class CutResult:
     """How many rows each micro-batch had."""
     error: float
     """|accumulated - whole| / |whole| over all parameters."""
-    parameters: tuple[ParameterError, ...]
+    parameters: tuple[ParameterDeviation, ...]
     failure: str | None = None
-    """What was raised, where this cut could not run."""
+    """The error, if this cut could not run."""
     decides: bool = True
     """False of a cut that nobody trains with."""
 
@@ -63,14 +63,14 @@ class CutResult:
         return self.failure is None and all(parameter.is_exact for parameter in self.parameters)
 
     @property
-    def worst(self) -> ParameterError | None:
+    def worst(self) -> ParameterDeviation | None:
         """The parameter that is furthest above its floor, or nearest to it."""
         return max(self.parameters, key=_over_floor, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowWeights:
-    """What the rows of one micro-batch weighed in the accumulated gradient, and what they should weigh."""
+    """Weight of the rows of one micro-batch in the accumulated gradient, and their right weight."""
 
     rows: tuple[int, ...]
     """Their numbers in the batch."""
@@ -100,7 +100,7 @@ class Verdict:
     unjudged: str = ""
     """Why it could not be judged, where it could not."""
     weights: tuple[RowWeights, ...] = ()
-    """What the rows of each micro-batch counted for, in the cut that trains, or in one that shows what is wrong."""
+    """Weights of the rows of each micro-batch, in the cut that trains, or in one that shows the error."""
 
     @property
     def finding(self) -> ProofFinding:
@@ -192,7 +192,7 @@ def _numbers(cut: CutResult) -> str:
     return f"{cut.micro_batches:>3} micro-batches  error {cut.error:.1e}  {mark}{where}"
 
 
-def _over_floor(parameter: ParameterError) -> float:
+def _over_floor(parameter: ParameterDeviation) -> float:
     if parameter.error == 0:
         return 0.0
     return parameter.error / parameter.floor if parameter.floor else math.inf

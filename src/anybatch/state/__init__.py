@@ -1,6 +1,6 @@
 """What a forward or a step changes, and putting it back; out of memory; saved tensors kept elsewhere."""
 
-from anybatch.state.aside import CopyInPieces, kept_aside, pieces_of
+from anybatch.state.aside import kept_aside, pieces_of
 from anybatch.state.batch_state import BatchState
 from anybatch.state.buffers import MovingBuffers
 from anybatch.state.disk import TensorFile
@@ -15,7 +15,6 @@ from anybatch.state.written_inputs import WriteWatch
 
 __all__ = [
     "BatchState",
-    "CopyInPieces",
     "DrawFinder",
     "Held",
     "MovingBuffers",

@@ -45,10 +45,9 @@ class Update:
     ranks: the decisions of an update are taken by all ranks together. `running` gives the options as one value instead.
 
     `check` is what is looked at before anything is learnt from the first batch that is cut. `"first"`: whether the losses of a
-    few rows add up, by forwards alone, for less than one micro-batch takes; `guard` tells what was found. `"full"`, or True:
-    whether the gradients of some rows are the same in one go and accumulated, on a copy that shares the weights, for no more
-    memory than the update takes; what it takes for micro-batches of fewer than 3 rows, or to raise bf16 weights, `Fit` counts.
-    `"off"`: nothing. Where it is not so, `ExactnessError` names the cause, and nothing was changed.
+    few rows add up, by forwards alone, for less than one micro-batch takes; `guard` tells what was found. Where they do not,
+    `ExactnessError` names the cause, and nothing was changed. `"off"`: nothing. `verify` compares gradients. True and `"full"`
+    are deprecated names of `"first"`.
 
     `noise=8` measures in one update of 8 how much the gradients of its micro-batches differ: `noise_scale` of a result says how
     large a batch has as much noise as signal. In those updates rows are cut as they came; gradients stay what they are.
@@ -239,14 +238,7 @@ class Update:
         self.accumulator.forget_batch(buffers)
 
     def _look_at_first(self, batch: Batch) -> None:
-        if self.accumulator.check == "first":
-            self.guard = look_first(self.accumulator, batch)
-        else:
-            from anybatch.proof import (
-                self_check,
-            )  # the proof takes longer to load than all else, and is seldom asked for
-
-            self.guard = self_check(self.accumulator, batch)
+        self.guard = look_first(self.accumulator, batch)
         if self.guard is not PENDING:
             self.accumulator.check = "off"
 

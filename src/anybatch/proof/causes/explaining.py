@@ -5,14 +5,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from anybatch.proof.causes.batch_statistics import find_batch_norm
-from anybatch.proof.causes.counting_units import find_reduction, find_units
 from anybatch.proof.causes.coupling import find_coupling, find_penalty, find_uneven_touch, unknown_weights
 from anybatch.proof.causes.experiments import ExperimentResult, Experiments
-from anybatch.proof.causes.leftover_state import Repair, find_changed_inputs, find_model_state, find_own_generator
+from anybatch.proof.causes.model_changes import (
+    Repair,
+    find_batch_norm,
+    find_changed_inputs,
+    find_model_state,
+    find_own_generator,
+)
 from anybatch.proof.causes.randomness import find_draws_outside_torch, find_mixed_rows, why_unjudged
-from anybatch.proof.causes.single_terms import find_wrong_term
 from anybatch.proof.causes.torn_rows import find_torn_groups, find_trimming
+from anybatch.proof.causes.units import find_reduction, find_units, find_wrong_term
 from anybatch.proof.verdict import Cause
 
 T = TypeVar("T")
@@ -95,7 +99,7 @@ def _causes(experiments: Experiments, now: ExperimentResult) -> tuple[Cause, ...
 
 
 def _tried(experiment: Callable[..., T | None], *given: Experiments | ExperimentResult) -> T | None:
-    """What an experiment finds; None where its few rows cannot run alone, as one row cannot in BatchNorm."""
+    """Run an experiment; None if its few rows cannot run alone, as one row cannot in BatchNorm."""
     try:
         return experiment(*given)
     except Exception:  # whatever a model raises on a few rows

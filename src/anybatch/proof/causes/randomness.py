@@ -7,16 +7,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from anybatch.proof.cases import Case, Draw, Gradient
+from anybatch.proof.case import Case
 from anybatch.proof.causes.experiments import Experiments
-from anybatch.proof.causes.leftover_state import RANDOM_FIX
-from anybatch.proof.floor import Floor, largest_floor, relative
+from anybatch.proof.causes.model_changes import RANDOM_FIX, STATE_FIX, forward_changes
+from anybatch.proof.draws import Draw
+from anybatch.proof.floor import Floor, Gradient, largest_floor, relative
 from anybatch.proof.verdict import Cause
 from anybatch.state import outer_random
 
 
 def explain_draws(case: Case, floor: Floor, moved: list[str]) -> tuple[Cause, ...]:
-    """What is wrong with how the forward draws, though every row was given the same draws again.
+    """Find draws that are wrong though every row was given the same draws again.
 
     `moved` are generators outside torch that were drawn from.
     """
@@ -63,6 +64,8 @@ def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
     apart = relative(first, case.whole())
     before.restore()
     is_seeded = relative(first, case.whole()) < apart
+    if case.held.python.changed(is_left=True) and not case.draws.strange:
+        apart = max(apart, relative(experiments.floor.whole, first))  # state that only the first run changed
     if apart <= largest_floor(experiments.floor.unit):
         return None
     again = f"Two forwards of the same rows with the same state of torch's generators give gradients {apart:.2g} apart"
@@ -76,6 +79,14 @@ def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
             fix="Take it once per batch, outside the loss, and put it into the batch; or let the loss depend on the model and "
             "the batch alone.",
         )
+    outside = _changed_outside(experiments)
+    if outside:
+        return Cause(
+            kind="state",
+            explanation=f"{again}. A forward changes {', '.join(outside[:4])}, outside of the model, once per micro-batch "
+            "instead of once per batch. Variables of closures, globals and default arguments are not put back.",
+            fix=STATE_FIX,
+        )
     return Cause(
         kind="randomness",
         explanation=f"{again}. Neither torch, random nor numpy.random moved: a generator made inside the forward, the "
@@ -84,8 +95,17 @@ def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
     )
 
 
+def _changed_outside(experiments: Experiments) -> list[str]:
+    """Names of closures' variables, globals and default arguments that a forward changes."""
+    try:
+        outside = forward_changes(experiments).outside
+    except Exception:  # rows that cannot run alone
+        outside = []
+    return outside or experiments.case.held.python.changed(is_left=True)
+
+
 def why_unjudged(experiments: Experiments, *, is_exact_without: bool) -> str:
-    """What stood in the way of comparing; `is_exact_without`, where the gradients agree without random draws."""
+    """Say why gradients could not be compared; `is_exact_without`: they agree without random draws."""
     case = experiments.case
     strange = list(dict.fromkeys([*case.draws.strange, *case.loss_draws.strange]))
     told = "; ".join(strange[:3]) or "which row a number belongs to cannot be read off the shapes of what is drawn"

@@ -1,6 +1,6 @@
-"""Precisions that a gradient is computed in: the model's own, and finer ones, float64 and fp32."""
+"""Precisions that a gradient is computed in: the model's own, and float64."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, Literal
@@ -9,76 +9,57 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from anybatch.options import Autocast
 from anybatch.torch_inside import function_modes, is_in_backward
 
-ComparedPrecision = Literal["float64", "float32", "own"]
+ComparedPrecision = Literal["float64", "own"]
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
-_CASTS: Mapping[Any, torch.dtype] = {
-    Tensor.float: torch.float32,
-    Tensor.half: torch.float16,
-    Tensor.bfloat16: torch.bfloat16,
-}
-_RAISED: Mapping[ComparedPrecision, torch.dtype | None] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "own": None,
-}
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 _SUMS = frozenset(("sum", "mean", "prod", "cumsum", "logsumexp", "nansum", "norm", "std", "var", "dot"))
 
 
-def raised_dtype(precision: ComparedPrecision) -> torch.dtype | None:
-    """What a precision raises numbers to; None where they stay what they are."""
-    return _RAISED[precision]
-
-
-def is_below(dtype: torch.dtype, raised: torch.dtype | None) -> bool:
-    """True of a dtype that is raised."""
-    return raised is not None and dtype in LOWER and dtype.itemsize < raised.itemsize
-
-
 class Raised(TorchFunctionMode):
-    """Inside this block nothing falls below float64, or whichever precision is given.
+    """A block in which nothing falls below float64.
 
     Models cast to fp32 where they were written for bf16 (norms, rotary positions, softmax), and a criterion's class weights are
     in no model: casts go to float64 instead, and what meets a float64 tensor, or is summed, is raised to it.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self._dtype = dtype
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._dtype is torch.float64 and getattr(func, "__name__", "").endswith("grouped_mm"):
+        if getattr(func, "__name__", "").endswith("grouped_mm"):
             return _grouped_product(*args, **kwargs)
-        if func in _CASTS and is_below(_CASTS[func], self._dtype):
-            return Tensor.to(args[0], self._dtype, **kwargs)
-        args, kwargs = [self._in_words(value) for value in args], {k: self._in_words(v) for k, v in kwargs.items()}
-        if not _writes(func) and (getattr(func, "__name__", "") in _SUMS or self._meets([*args, *kwargs.values()])):
-            args, kwargs = [self._value(value) for value in args], {k: self._value(v) for k, v in kwargs.items()}
+        if func in _CASTS:
+            return Tensor.to(args[0], torch.float64, **kwargs)
+        args, kwargs = [_dtype(value) for value in args], {key: _dtype(value) for key, value in kwargs.items()}
+        if not _writes(func) and (getattr(func, "__name__", "") in _SUMS or _meets([*args, *kwargs.values()])):
+            args, kwargs = [_value(value) for value in args], {key: _value(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _in_words(self, value: Any) -> Any:
-        """A dtype that is asked for."""
-        return self._dtype if isinstance(value, torch.dtype) and is_below(value, self._dtype) else value
 
-    def _meets(self, values: list[Any]) -> bool:
-        tensors = [item for value in values for item in (value if isinstance(value, tuple | list) else (value,))]
-        dtypes = {item.dtype for item in tensors if isinstance(item, Tensor)}
-        return self._dtype in dtypes and any(is_below(dtype, self._dtype) for dtype in dtypes)
-
-    def _value(self, value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(self._value(item) for item in value)
-        return raised(value, self._dtype) if isinstance(value, Tensor) else value
+def _dtype(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in LOWER else value
 
 
-def raised(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor in that precision, where its own is below it."""
-    return tensor.to(dtype) if is_below(tensor.dtype, dtype) else tensor
+def _meets(values: list[Any]) -> bool:
+    """True if tensors of float64 and of a lower precision are given together."""
+    tensors = [item for value in values for item in (value if isinstance(value, tuple | list) else (value,))]
+    dtypes = {item.dtype for item in tensors if isinstance(item, Tensor)}
+    return torch.float64 in dtypes and any(dtype in LOWER for dtype in dtypes)
 
 
-def keep_in_backward(model: nn.Module, dtype: torch.dtype) -> None:
+def _value(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_value, value))
+    return raised(value) if isinstance(value, Tensor) else value
+
+
+def raised(tensor: Tensor) -> Tensor:
+    """The tensor in float64, if its own precision is lower."""
+    return tensor.double() if tensor.dtype in LOWER else tensor
+
+
+def keep_in_backward(model: nn.Module) -> None:
     """Let modules of this model run in `Raised` where backward calls them: torch leaves function modes when it begins.
 
     A checkpointed block that is computed again would compute in fp32 there.
@@ -88,7 +69,7 @@ def keep_in_backward(model: nn.Module, dtype: torch.dtype) -> None:
     def enter(module: nn.Module, inputs: Any) -> None:
         if is_in_backward() and not any(isinstance(mode, Raised) for mode in function_modes()):
             stack = ExitStack()
-            stack.enter_context(Raised(dtype))
+            stack.enter_context(Raised())
             entered.append((module, stack))
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -101,7 +82,7 @@ def keep_in_backward(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _grouped_product(left: Tensor, right: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
-    """What torch computes in fp32 and less only: the product of each group of rows, ending at `offs`, with its own matrix."""
+    """Product of each group of rows, ending at `offs`, with its own matrix, which torch has in fp32 and below only."""
     left, right = left.double(), right.double()
     if offs is None:
         return torch.bmm(left, right)
@@ -115,6 +96,11 @@ def _grouped_product(left: Tensor, right: Tensor, *, offs: Tensor | None = None,
     return torch.cat([*(left[span] @ right[number] for number, span in enumerate(spans)), rest])
 
 
+def autocast_dtype(autocast: Autocast) -> torch.dtype | None:
+    """The dtype that autocast computes in; None without autocast."""
+    return autocast if isinstance(autocast, torch.dtype) else getattr(autocast, "fast_dtype", None)
+
+
 def roundoff(tensors: Iterable[Tensor], autocast: torch.dtype | None) -> float:
     """Half the distance from 1 to the next number, of the coarsest precision that a gradient passes through."""
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | ({autocast} if autocast else set())
@@ -124,11 +110,8 @@ def roundoff(tensors: Iterable[Tensor], autocast: torch.dtype | None) -> float:
 def why_not_float64(model: nn.Module) -> str | None:
     """Why this model has no float64 twin; None where it may have one."""
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    return "mps has no float64" if "mps" in devices else why_not_raised(model)
-
-
-def why_not_raised(model: nn.Module) -> str | None:
-    """Why the parameters of this model have no finer precision; None where they have."""
+    if "mps" in devices:
+        return "mps has no float64"
     strange = {parameter.dtype for parameter in model.parameters() if parameter.dtype not in (*LOWER, torch.float64)}
     return f"its parameters are {', '.join(sorted(map(str, strange)))}" if strange else None
 

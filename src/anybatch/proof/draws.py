@@ -9,13 +9,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anybatch.proof.cases.drawn_numbers import drawn_by, generator_state, mean_of, put_numbers
 from anybatch.torch_inside import TorchDispatchMode, is_in_backward, op_name
 
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -24,17 +23,17 @@ FIRST_SEED = 0xB47C
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one operation drew for the whole batch."""
+    """Random numbers that one operation drew for the whole batch."""
 
     operation: str
     numbers: Tensor
     state: bytes
-    """Of its generator, before."""
+    """State of its generator before the draw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What one forward of the whole batch drew, in order, and what was seen when micro-batches drew again."""
+    """Draws of one forward of the whole batch, in order, and what was seen when micro-batches drew again."""
 
     num_rows: int
     is_left: bool = False
@@ -108,13 +107,6 @@ def recomputing(draws: Draws, *, is_first: bool = False) -> Iterator[None]:
     `is_first`: those of the whole batch, which show whether there is anything to watch.
     """
     with _Noticing(draws) if is_first else _Replaying(draws, None, False) if draws.again else nullcontext():
-        yield
-
-
-@contextmanager
-def visible() -> Iterator[None]:
-    """Attention by kernels whose dropout is an operation of its own."""
-    with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
@@ -242,3 +234,80 @@ def rows_of_draw(whole: Tensor, shape: tuple[int, ...], rows: Sequence[int], dra
 
 def _keep(numbers: Tensor, dim: int, wanted: int, is_left: bool) -> Tensor:
     return numbers.narrow(dim, numbers.shape[dim] - wanted if is_left else 0, wanted)
+
+
+_DROPOUT = torch.ops.aten.native_dropout.default
+
+
+def drawn_by(func: Any, result: Any) -> Tensor | None:
+    """The tensor of random numbers among the results; None for kernels that do not show it."""
+    if func is _DROPOUT:
+        return result[1]  # type: ignore[no-any-return]
+    return result if isinstance(result, Tensor) and op_name(func) in _PURE else None
+
+
+def put_numbers(func: Any, args: Any, result: Any, numbers: Tensor, taken: Tensor) -> None:
+    """Let the operation have drawn `taken`."""
+    numbers.copy_(taken)
+    if func is _DROPOUT:
+        torch.mul(args[0], numbers, out=result[0]).mul_(0.0 if args[1] == 1 else 1 / (1 - args[1]))
+
+
+def mean_of(func: Any, args: Any, numbers: Tensor) -> Tensor:
+    """The mean in place of a draw: masks let everything through, noise is 0, orders are as they were."""
+    name = op_name(func).removeprefix("aten::")
+    if name == "randperm":
+        return torch.arange(numbers.numel(), dtype=numbers.dtype, device=numbers.device)
+    if name in ("bernoulli", "bernoulli_"):
+        # dropout divides by the share that it keeps: filled with that share, it keeps everything as it is
+        share = args[1] if name == "bernoulli_" and len(args) > 1 else 0.5
+        if name == "bernoulli_" and numbers.is_floating_point():
+            return torch.full_like(numbers, share) if not isinstance(share, Tensor) else share.expand_as(numbers)
+        return torch.ones_like(numbers)
+    if func is _DROPOUT:
+        return torch.ones_like(numbers)
+    fill = {"normal": 0.0, "normal_": 0.0, "randn": 0.0, "randn_like": 0.0}.get(name, 0.5)
+    return torch.full_like(numbers, fill if numbers.is_floating_point() else 0)
+
+
+_PURE = frozenset(
+    f"aten::{name}"
+    for name in [
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "randperm",
+        "random_",
+        "uniform_",
+        "_standard_gamma",
+        "_sample_dirichlet",
+    ]
+)
+"""Operations whose result is the draw itself."""
+
+
+def generator_state(func: Any, args: Any, kwargs: Any) -> bytes:
+    """Hash of the generator's state, 16 bytes: the state takes 5,056, and each draw keeps one."""
+    generator = kwargs.get("generator")
+    if generator is None:
+        device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        device = device or kwargs.get("device") or torch.device("cpu")
+        device = torch.device(device)
+        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    else:
+        state = generator.get_state()
+    return blake2b(state.cpu().numpy().tobytes(), digest_size=16).digest()

@@ -8,25 +8,32 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from anybatch.batches import Batch, map_tensors, move
+from anybatch.batches import Batch, move
 from anybatch.dropout import masks_of, rows_running
 from anybatch.errors import ExactnessError
+from anybatch.norms import Call, batch_norms, replaced, uses_batch_statistics
 from anybatch.objectives import Coupled, Objective, ObservedMeans, WatchedLoss
 from anybatch.options import BatchNorm
 from anybatch.parallel import unwrapped
 from anybatch.passes import Accumulator, autocast_context, common_device
-from anybatch.proof.first_look.chosen_rows import Piece, Sample
-from anybatch.proof.first_look.measured import Measured, measure, measure_rows
-from anybatch.proof.first_look.remembered_norms import remembered_norms
+from anybatch.proof.copies import copy_batch, functions_of
 from anybatch.proof.python_state import PythonState
+from anybatch.proof.sample_losses import (
+    Measured,
+    Piece,
+    Sample,
+    measure,
+    measure_rows,
+)
 from anybatch.state import MovingBuffers, once_more, outer_random, random_state
-from anybatch.torch_inside import DropoutLayer
+from anybatch.torch_inside import DropoutLayer, NormLayer
 
 
 class NotJudgedError(ExactnessError):
-    """Why these rows say nothing; never leaves this room."""
+    """The reason why these rows cannot be judged; caught by `look_first`."""
 
 
 class Forwards:
@@ -40,7 +47,7 @@ class Forwards:
         self._autocast = accumulator.running.autocast
         self._device = common_device(self.model.parameters())
         self._masks = masks_of(self.model)
-        self._norms = remembered_norms(self.model)
+        self._norms = RememberedNorms(self.model)
         own_loss = [self.objective.loss] if isinstance(self.objective.loss, nn.Module) else []
         self._buffers = MovingBuffers([self.model, *own_loss])
         self._buffers_before = self._buffers.snapshot()
@@ -53,7 +60,7 @@ class Forwards:
         self._may_have_drawn = True
         """From Python's and NumPy's generators: False once all rows have run and have not."""
         self.changed: list[str] = []
-        """What Python code changed in the first forward."""
+        """Names of Python state that the first forward changed."""
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -64,7 +71,7 @@ class Forwards:
         try:
             for module in dropouts:
                 module.training = False  # without it, rows that draw nothing else are compared as they are
-            self._python = PythonState(self.model, *_functions(self.objective), owned=[*self.model.modules()])
+            self._python = PythonState(self.model, *functions_of(self.objective), owned=[*self.model.modules()])
             if masks is not None:
                 masks.strict = False  # who draws is seen here
             with warnings.catch_warnings(), _eagerly():
@@ -84,6 +91,10 @@ class Forwards:
         self._python.put_back()
         self._buffers.put_back(self._buffers_before)
 
+    def left(self) -> list[str]:
+        """Names of what forwards changed outside of the model (closures, globals, default arguments): it is not put back."""
+        return self._python.changed(is_left=True)
+
     def whole(self) -> Measured:
         """All rows in one go. What they draw is kept, where it can be, for the parts to draw again."""
         measured = self._run_whole()
@@ -95,7 +106,7 @@ class Forwards:
             self.changed = self._python.changed()
             self.put_back()
             return measured
-        from anybatch.proof.cases import Draws  # seldom needed, and slow to load
+        from anybatch.proof.draws import Draws  # seldom needed, and slow to load
 
         self.put_back()
         self._draws = Draws(self.sample.num_rows)
@@ -135,7 +146,7 @@ class Forwards:
 
     def _run(self, given: Batch, rows: Sequence[int] | None) -> Measured:
         numbers = range(self.sample.num_rows) if rows is None else rows
-        batch = map_tensors(given, lambda tensor: tensor.detach().clone())  # a forward may write into it
+        batch = copy_batch(given)  # a forward may write into it
         batch = batch if self._device is None else move(batch, self._device)
         objective = self.objective
         with ExitStack() as stack:
@@ -143,7 +154,7 @@ class Forwards:
             if self._autocast is not None:
                 stack.enter_context(copy.copy(autocast_context(self._autocast, self._device)))
             if self._norms.layers:
-                stack.enter_context(self._norms_for(rows))
+                stack.enter_context(self._norms.running(self._mode, is_first=rows is None))
             if self._draws is not None:
                 stack.enter_context(self._drawing(rows))
             if self._masks is not None:
@@ -153,13 +164,8 @@ class Forwards:
             observed = stack.enter_context(ObservedMeans())
             return measure(objective, self.model, batch, objective.loss(self.model, batch), observed)
 
-    def _norms_for(self, rows: Sequence[int] | None) -> AbstractContextManager[None]:
-        if self._mode == "frozen":
-            return self._norms.frozen()
-        return self._norms.first() if rows is None else self._norms.later()
-
     def _drawing(self, rows: Sequence[int] | None) -> AbstractContextManager[None]:
-        from anybatch.proof.cases import recording, replaying
+        from anybatch.proof.draws import recording, replaying
 
         if rows is None:
             self._draws.whole.clear()
@@ -187,12 +193,8 @@ def _is_stock_dropout(module: nn.Module) -> bool:
 
 
 def _needs_graph(objective: Objective | Coupled) -> bool:
-    """What a loss divides by is seen only in those means that have a gradient."""
+    """True if the divisor of the loss is observed: that needs means with a gradient."""
     return isinstance(objective.loss, WatchedLoss)
-
-
-def _functions(objective: Objective | Coupled) -> list[Any]:
-    return [objective.encode, objective.loss] if isinstance(objective, Coupled) else [objective.loss, objective.units]
 
 
 @contextmanager
@@ -203,3 +205,42 @@ def _eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+class RememberedNorms:
+    """BatchNorm layers of a model that normalise any rows by the statistics of all of them.
+
+    The first forward keeps its statistics, layer by layer and call by call, and later ones use them: rows are judged as
+    `batch_norm="exact"` has them, and whatever else couples them is seen. Running statistics do not move.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = {name: layer for name, layer in batch_norms(model).items() if uses_batch_statistics(layer)}
+        self._statistics: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def running(self, mode: BatchNorm | None, *, is_first: bool) -> AbstractContextManager[None]:
+        """A forward with the running statistics if they are frozen; else the first one, or one of some of its rows."""
+        if is_first:
+            self._statistics = {name: [] for name in self.layers}
+        left = {name: iter(kept) for name, kept in self._statistics.items()}
+
+        def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
+            if mode == "frozen":
+                assert call.running_mean is not None
+                assert call.running_var is not None
+                return _normalised(call, call.running_mean, call.running_var)
+            if not is_first:
+                return _normalised(call, *next(left[name]))
+            dims = [dim for dim in range(call.input.dim()) if dim != 1]
+            inputs = call.input.float() if call.input.itemsize < 4 else call.input
+            var, mean = torch.var_mean(inputs, dims, correction=0)
+            self._statistics[name].append((mean, var))
+            return _normalised(call, mean, var)
+
+        return replaced(self.layers, compute)
+
+
+def _normalised(call: Call, mean: Tensor, var: Tensor) -> Tensor:
+    like = next(held for held in (call.running_mean, call.weight, call.input) if held is not None)
+    mean, var = mean.to(like.dtype), var.to(like.dtype)
+    return F.batch_norm(call.input, mean, var, call.weight, call.bias, False, 0.0, call.eps)

@@ -1,16 +1,19 @@
-"""What a forward changes: the model's own state, and the rows that it was given."""
+"""Causes in what a forward changes: state, the rows it was given, and statistics of BatchNorm."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from anybatch.batches import Batch, map_tensors, tensors
+from anybatch.norms import batch_norms, uses_batch_statistics
 from anybatch.objectives import Coupled
-from anybatch.proof.cases import Case, ModelState, functions_of
+from anybatch.proof.case import Case
 from anybatch.proof.causes.experiments import ExperimentResult, Experiments
+from anybatch.proof.copies import ModelState, functions_of
+from anybatch.proof.floor import largest_floor
 from anybatch.proof.verdict import Cause
 from anybatch.torch_inside import NormLayer
 
@@ -18,13 +21,17 @@ RANDOM_FIX = (
     "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers into "
     "the batch, one entry per row."
 )
+STATE_FIX = (
+    "Let forward depend on parameters, rows and torch's generators alone. Count updates outside the model, for "
+    "example after update(batch), and keep running statistics out of the training forward's output."
+)
 Repair = tuple[Cause, Case, ExperimentResult]
 """A cause, the case without it, and what came of that."""
 
 
 def find_model_state(experiments: Experiments, before: ExperimentResult) -> Repair | None:
     """Look at what a forward changes; put it back before every micro-batch, and see whether the error goes."""
-    changed, moved = forward_changes(experiments)
+    changed, moved, _ = forward_changes(experiments)
     if not changed and not moved:
         return None
     repaired = replace(experiments.case, restores_state=True)
@@ -35,8 +42,7 @@ def find_model_state(experiments: Experiments, before: ExperimentResult) -> Repa
         kind="state",
         explanation=f"A forward changes {', '.join(changed[:4])}, once per micro-batch instead of once per batch. With "
         f"the state put back before each micro-batch the error falls from {before.error:.1e} to {after.error:.1e}.",
-        fix="Let forward depend on parameters, rows and torch's generators alone. Count updates outside the model, for "
-        "example after update(batch), and keep running statistics out of the training forward's output.",
+        fix=STATE_FIX,
     )
     return cause, repaired, after
 
@@ -62,7 +68,7 @@ def find_changed_inputs(experiments: Experiments, before: ExperimentResult) -> R
 
 def find_own_generator(experiments: Experiments) -> Cause | None:
     """Look for random generators that the model or the loss holds and that a forward moves."""
-    moved = forward_changes(experiments)[1]
+    moved = forward_changes(experiments).generators
     if not moved:
         return None
     return Cause(
@@ -73,9 +79,20 @@ def find_own_generator(experiments: Experiments) -> Cause | None:
     )
 
 
-def forward_changes(experiments: Experiments) -> tuple[list[str], list[str]]:
-    """What one forward changes, without running statistics; and the random generators of Python and NumPy that it moves."""
-    found: list[tuple[list[str], list[str]]] = []
+class ForwardChanges(NamedTuple):
+    """Names of what one forward changes."""
+
+    state: list[str]
+    """All state but running statistics."""
+    generators: list[str]
+    """Random generators of Python and NumPy."""
+    outside: list[str]
+    """State outside of the model and of callable objects, which no run puts back: closures, globals, default arguments."""
+
+
+def forward_changes(experiments: Experiments) -> ForwardChanges:
+    """Run one micro-batch and compare what it can reach before and after."""
+    found: list[ForwardChanges] = []
     case = experiments.case
 
     def watch(model: nn.Module) -> Callable[[], None]:
@@ -84,7 +101,8 @@ def forward_changes(experiments: Experiments) -> tuple[list[str], list[str]]:
 
         def look() -> None:
             changed = [text for name, text in state.changed().items() if name.rpartition(".")[0] not in norms]
-            found.append((changed, state.python.moved_generators()))
+            python = state.python
+            found.append(ForwardChanges(changed, python.moved_generators(), python.changed(is_left=True)))
 
         return look
 
@@ -115,3 +133,29 @@ def _written_inputs(experiments: Experiments) -> list[str]:
     )
     replace(experiments.case, objective=spied).once(experiments.cut[0], experiments.cut.row_numbers[0])
     return written
+
+
+def find_batch_norm(experiments: Experiments, before: ExperimentResult) -> Repair | None:
+    """Pool the statistics over the whole batch, and see whether the error goes."""
+    layers = [name for name, layer in batch_norms(experiments.case.model).items() if uses_batch_statistics(layer)]
+    if not layers or experiments.case.batch_norm in ("exact", "frozen"):
+        return None
+    repaired = replace(experiments.case, batch_norm="exact")
+    after = experiments.try_out(repaired)
+    # it is a cause whenever it changes the gradient, even where others hide what it takes away
+    if after.failure is not None or abs(after.error - before.error) <= largest_floor(experiments.floor.unit):
+        return None
+    named = ", ".join(map(repr, layers[:3])) + (", ..." if len(layers) > 3 else "")
+    plural = "s" if len(layers) > 1 else ""
+    is_seen = after.explains(before)
+    effect = (
+        f"the error falls from {before.error:.1e} to {after.error:.1e}" if is_seen else "the gradient is another one"
+    )
+    cause = Cause(
+        kind="batch_norm",
+        explanation=f"{len(layers)} BatchNorm layer{plural} ({named}) took the statistics of each micro-batch instead "
+        f"of the batch's. Pooled over the whole batch {effect}.",
+        fix="Use batch_norm='exact'; or batch_norm='frozen' where the running statistics are to be used; or GroupNorm, "
+        "whose rows do not look at each other.",
+    )
+    return cause, repaired, after

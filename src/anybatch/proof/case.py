@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anybatch.batches import Batch, Cut, MicroBatches, Rows, map_tensors, num_rows, rows_in_dim
 from anybatch.dropout import count_update, masks_of, rows_running
@@ -16,13 +17,19 @@ from anybatch.norms import batch_norms
 from anybatch.objectives import Coupled, Objective, checked_loss
 from anybatch.options import Autocast, BatchNorm
 from anybatch.passes import Accumulator, autocast_context, common_device
-from anybatch.proof.cases.copies import Copy, copy_batch, copy_model, free_parameters
-from anybatch.proof.cases.gradient import Gradient, add_norm, gradients_of
-from anybatch.proof.cases.model_state import ModelState
-from anybatch.proof.cases.objective_state import ObjectiveState, functions_of, objective_state
-from anybatch.proof.cases.raised import ComparedPrecision, Raised, keep_in_backward, raised, raised_dtype
-from anybatch.proof.cases.row_draws import Draws, recomputing, recording, replaying, visible
-from anybatch.proof.cases.shared_weights import SharedWeights
+from anybatch.proof.compared_precision import ComparedPrecision, Raised, keep_in_backward, raised
+from anybatch.proof.copies import (
+    Copy,
+    ModelState,
+    ObjectiveState,
+    copy_batch,
+    copy_model,
+    free_parameters,
+    functions_of,
+    objective_state,
+)
+from anybatch.proof.draws import Draws, recomputing, recording, replaying
+from anybatch.proof.floor import Gradient, add_norm, gradients_of
 
 BeforeRun = Callable[[nn.Module], "Callable[[], None] | None"]
 """Called with the copy before it runs; what it returns is called when that is done, before anything is put back."""
@@ -39,17 +46,15 @@ class Case:
     batch: Batch
     """Rows first."""
     draws: Draws
-    """What the rows draw in the model."""
+    """Random draws of the rows in the model."""
     loss_draws: Draws
-    """What they draw in a coupled loss."""
+    """Random draws of the rows in a coupled loss."""
     batch_norm: BatchNorm | None = None
     autocast: Autocast = None
     copy: Copy | None = None
     batch_dim: int | None = None
     """The dim that is the rows where the model runs."""
     precision: ComparedPrecision = "own"
-    shared: SharedWeights | None = None
-    """Where there is no memory to spare: copies share these weights, and the batch, which is nobody else's, is not copied."""
     restores_state: bool = False
     """Whether the model is put back to its first state before every forward."""
     copies_inputs: bool = False
@@ -142,29 +147,25 @@ class Case:
     @contextmanager
     def _setting(self) -> Iterator[nn.Module]:
         """A fresh model in this precision, the objective as it was at first, and quiet."""
-        dtype = raised_dtype(self.precision)
-        model = copy_model(self.model, self.copy) if self.shared is None else self.shared.twin()
+        is_raised = self.precision == "float64"
+        model = copy_model(self.model, self.copy)
         for module in model.modules():
             if self.draws.is_quiet and isinstance(module, nn.RReLU):
                 module.training = False  # it draws inside its kernel
         default = torch.get_default_dtype()
         with ExitStack() as stack:
-            if self.shared is not None:
-                stack.callback(self.shared.put_back)
             stack.callback(free_parameters, model)  # somebody may hold the model in a circle until the next collection
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(_visible_recurrence(model))
-            if self.shared is None or self.shared.is_attention_visible:
-                stack.enter_context(visible())
-            stack.enter_context(self.held.fresh(dtype))
-            if dtype is not None:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # its dropout is an operation of its own
+            stack.enter_context(self.held.fresh(is_raised=is_raised))
+            if is_raised:
                 stack.callback(torch.set_default_dtype, default)
-                torch.set_default_dtype(dtype)
-                if self.shared is None:
-                    (model.double if dtype is torch.float64 else model.float)()
-                keep_in_backward(model, dtype)
-                stack.enter_context(Raised(dtype))
+                torch.set_default_dtype(torch.float64)
+                model.double()
+                keep_in_backward(model)
+                stack.enter_context(Raised())
             yield model
 
     def _own_batch(
@@ -176,8 +177,8 @@ class Case:
 
         def copied(tensor: Tensor) -> Tensor:
             if id(tensor) not in known:
-                there = tensor.detach().to(device or tensor.device, copy=self.shared is None)
-                known[id(tensor)] = tensor, raised(there, raised_dtype(self.precision))
+                there = tensor.detach().to(device or tensor.device, copy=True)
+                known[id(tensor)] = tensor, raised(there) if self.precision == "float64" else there
             return known[id(tensor)][1]
 
         return map_tensors(rows_in_dim(batch, self.batch_dim) if self.batch_dim else batch, copied)

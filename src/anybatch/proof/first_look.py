@@ -1,6 +1,6 @@
 """The guard of an `Update`: do the losses of a few rows add up? Forwards only; where they do not, `verify` decides."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,34 +10,42 @@ from anybatch.batches import Batch, MicroBatches, Tokens, take_rows
 from anybatch.errors import ExactnessError, first_line
 from anybatch.parallel import Ranks
 from anybatch.passes import Accumulator
-from anybatch.proof.first_look.chosen_rows import Piece, Sample, choose_rows, whole_micro_batches
-from anybatch.proof.first_look.forwards import Forwards, NotJudgedError
-from anybatch.proof.first_look.measured import Difference, Measured, differences
+from anybatch.proof.compared_precision import autocast_dtype
+from anybatch.proof.forwards import Forwards, NotJudgedError
+from anybatch.proof.sample_losses import (
+    Difference,
+    Measured,
+    Piece,
+    Sample,
+    choose_rows,
+    differences,
+    whole_micro_batches,
+)
 from anybatch.state import free_memory, is_out_of_memory
 from anybatch.torch_inside import FakeTensor
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-6}
-"""Of the loss: what is further apart is looked at closely. Lower precisions: 1e-3."""
+"""Relative error of the loss above which gradients are compared. Lower precisions: 1e-3."""
 COARSE = {torch.float64: 1e-9, torch.float32: 2e-4}
-"""What is further apart is wrong even where nothing closer can be looked at. Lower precisions: 3e-2."""
+"""Relative error above which the loss is wrong even if no gradients can be compared. Lower precisions: 3e-2."""
 MOST_MICRO_BATCHES = 8
-"""Of those that are looked at as they are, where rows do not add up one by one."""
+"""Most micro-batches that are compared as they are, if rows do not add up one by one."""
 MOST_PARAMETERS = 200_000_000
-"""Of a model that is copied for a closer look, in float64."""
+"""Most parameters of a model that is copied, in float64."""
 
 Finding = Literal["pending", "off", "passed", "not judged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstLook:
-    """What the guard of an `Update` found: `update.guard`. A loss that does not add up is an error, and is not told here."""
+    """Result of the check of the first batch: `update.guard`. A loss that does not add up is an error, and is not told here."""
 
     finding: Finding
     """`"pending"` until a batch is cut, `"passed"`, `"not judged"`, or `"off"`."""
     error: float | None = None
     """How far the losses of the parts were from that of the whole, as a part of it."""
     reason: str = ""
-    """Why it could not be judged."""
+    """Why it could not be judged; of one that passed, what its forwards changed outside of the model."""
 
 
 NO_DIFFERENCE = Difference(name="loss", error=0.0, whole=0.0, together=0.0)
@@ -61,7 +69,7 @@ def look_first(accumulator: Accumulator, batch: Batch) -> FirstLook:
 
 
 def looked_together(ranks: Ranks, look: Callable[[], FirstLook]) -> FirstLook:
-    """What `look` finds in the rows of this rank; where it raises on one rank, all raise."""
+    """Run `look` on the rows of this rank; if it raises on one rank, all raise."""
     found, problem = PENDING, None
     try:
         found = look()
@@ -106,19 +114,21 @@ def _judge(accumulator: Accumulator, forwards: Forwards, batch: Batch) -> FirstL
         tolerance = TOLERANCE.get(dtype, 1e-3) if _can_copy(forwards) else COARSE.get(dtype, 3e-2)
         worst = _apart(forwards, whole)
         is_off = worst.error > tolerance or worst.units_differ
-        if is_off and _distance(whole, forwards.again()) > tolerance / 10:
+        if is_off and _distance(whole, forwards.again()) > tolerance / 10 and not forwards.left():
             raise NotJudgedError(
                 "the same rows give another loss when they run again: something draws, or remembers, unseen"
             )
         if is_off and _is_exact_as_cut(accumulator, batch, tolerance):
             is_off = False
-        if not is_off and not _has_state(forwards, tolerance):
-            return FirstLook(finding="passed", error=worst.error)
-        message = _verdict(accumulator, forwards, worst, COARSE.get(dtype, 3e-2))
+        is_sound = not is_off and not _has_state(forwards, tolerance)
+        message = None if is_sound else _verdict(accumulator, forwards, worst, COARSE.get(dtype, 3e-2))
+    left = ", ".join(forwards.left()[:4])
     if message is None:
-        return FirstLook(finding="passed", error=worst.error)
+        told = left and f"its forwards changed {left}, outside of the model, where nothing is put back"
+        return FirstLook(finding="passed", error=worst.error, reason=told)
     raise ExactnessError(
-        "the first batch shows that the accumulated gradient is not the whole batch's; nothing was changed. "
+        "the first batch shows that the accumulated gradient is not the whole batch's; nothing "
+        f"{left and f'but {left} '}was changed. "
         f"{_looked(forwards.sample, worst, whole)} {message}\nMend the cause; verify(model, objective, batch) shows more. "
         "check='off' trains as it is."
     )
@@ -185,7 +195,7 @@ def _can_copy(forwards: Forwards) -> bool:
 
 
 def _verdict(accumulator: Accumulator, forwards: Forwards, worst: Difference, coarse: float) -> str | None:
-    """What to say, by the gradients of these rows; None where they are exact, and only the loss is not."""
+    """Compare the gradients of these rows; return the message, or None if they are exact."""
     from anybatch.proof.comparing import verify
 
     options: dict[str, Any] = {
@@ -255,8 +265,7 @@ def _looked(sample: Sample, worst: Difference, whole: Measured) -> str:
 
 def _dtype(accumulator: Accumulator, whole: Measured) -> torch.dtype:
     """The coarsest precision that the loss passed through."""
-    cast = accumulator.running.autocast
-    fast = cast if isinstance(cast, torch.dtype) else getattr(cast, "fast_dtype", None)
-    held: Sequence[torch.dtype] = [parameter.dtype for parameter in accumulator.model.parameters()]
+    fast = autocast_dtype(accumulator.running.autocast)
+    held = [parameter.dtype for parameter in accumulator.model.parameters()]
     floats = [dtype for dtype in {*held, whole.dtype, *([fast] if fast else [])} if dtype.is_floating_point]
     return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
