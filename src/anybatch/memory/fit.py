@@ -12,6 +12,7 @@ from anybatch.batches import (
     MicroBatches,
     Rows,
     Tokens,
+    Split,
     Workload,
     in_arrival_order,
     smaller,

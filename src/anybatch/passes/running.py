@@ -79,6 +79,13 @@ class Running:
         return {field.name: held[field.name] for field in fields(self) if held[field.name] != field.default}
 
 
+def check_offload(offload: object) -> None:
+    """Refuse what is no place."""
+    if offload is not None and offload not in get_args(get_args(Offload)[0]):
+        hint = did_you_mean(offload, ("auto", "host", "disk")) or "."
+        raise UpdateError(f"offload={offload!r}: expected 'auto', 'host', 'disk' or None{hint}")
+
+
 def check_of(check: Check | Literal["full"] | bool) -> Check:
     """Read `check=`: False is "off"; True and "full" are "first", with a deprecation warning."""
     if check is False:
