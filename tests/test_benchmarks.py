@@ -63,7 +63,6 @@ def test_the_picture_of_two_ranks_has_a_bar_for_each_way():
     assert [float(bar.attrib["width"]) for bar in bars[1:]] == [400.0, 200.0, 280.0]
 
 
-
 def test_the_golden_record_of_a_tree_is_met_again_and_another_seed_is_named_as_different(tmp_path):
     few = ["--record", str(tmp_path / "golden.json"), "--only", "rows", "refusal: micro_batch=0"]
     assert run_module("benchmarks.golden", "--write", *few).returncode == 0
