@@ -1,5 +1,6 @@
 """Planted mistakes: verify says that they are not exact, names the cause, and the fix that it names makes them exact."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -212,7 +213,8 @@ def test_a_counter_that_the_loss_closes_over_is_named():
 
     cause = only_cause(verify(mlp(), Objective(loss), rows_of_numbers()))
     assert cause.kind == "state"
-    assert f"A forward changes calls ({calls - 1} -> {calls}), outside of the model" in cause.explanation
+    assert re.search(r"A forward changes calls \(\d+ -> \d+\), outside of the model", cause.explanation)
+    assert calls > 0  # it is named, and not put back
 
 
 class Smoothed(nn.Module):

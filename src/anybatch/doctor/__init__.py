@@ -25,12 +25,23 @@ __all__ = [
     "run_watched",
 ]
 _MODULES = {
-    "finding": ("KINDS", "SEVERITIES", "Finding"),
-    "judging": ("Diagnosis", "judge_folder"),
+    "finding": (
+        "KINDS",
+        "SEVERITIES",
+        "Finding",
+    ),
+    "judging": (
+        "Diagnosis",
+        "judge_folder",
+    ),
     "launching": ("run_watched",),
     "recording": ("Watch",),
     "watching": ("Doctor",),
-    "wording": ("as_github", "as_sarif", "describe"),
+    "wording": (
+        "as_github",
+        "as_sarif",
+        "describe",
+    ),
 }
 """The names of each module, which is loaded when one of them is first asked for: most of them load torch."""
 

@@ -30,8 +30,11 @@ __all__ = [
     "write_learn_site",
 ]
 _MODULES = {
-    "arms": ("ArmPlan", "compare"),
-    "findings": ("show_spread",),
+    "arms": (
+        "ArmPlan",
+        "compare",
+        "show_spread",
+    ),
     "pages": (
         "learn_page",
         "lesson_of_cause",

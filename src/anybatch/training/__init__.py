@@ -76,15 +76,69 @@ __all__ = [
     "warmup",
 ]
 _MODULES = {
-    "checkpoints": ("Resumed", "resume", "save", "seed_all"),
-    "experiment": ("Experiment", "RunPlan", "assemble", "find_device", "find_split", "make_plan", "num_inexact_norms"),
-    "launch": ("Launch", "check_alone", "find_launch", "from_first_rank", "joined_ranks", "ranks_of_group"),
-    "learning_rates": ("ADAMS", "Scaling", "scale_lr", "warmup"),
-    "loaders": ("all_batches", "first_batch", "training_loader", "validation_batches", "validation_loader"),
-    "loop": ("MEMORY_AT", "Loop", "Progress", "judging_number", "validate"),
-    "measure": ("observed", "profiled"),
-    "settings": ("Decay", "LRRule", "MemoryLimit", "Parallel", "Precision", "Settings", "parse_micro_batch"),
-    "tasks": ("BUILT_IN", "Task", "TaskRaisedError", "check_task_exists", "find_task"),
+    "checkpoints": (
+        "Resumed",
+        "resume",
+        "save",
+        "seed_all",
+    ),
+    "experiment": (
+        "Experiment",
+        "RunPlan",
+        "assemble",
+        "find_device",
+        "find_split",
+        "make_plan",
+        "num_inexact_norms",
+    ),
+    "launch": (
+        "Launch",
+        "check_alone",
+        "find_launch",
+        "from_first_rank",
+        "joined_ranks",
+        "ranks_of_group",
+    ),
+    "learning_rates": (
+        "ADAMS",
+        "Scaling",
+        "scale_lr",
+        "warmup",
+    ),
+    "loaders": (
+        "all_batches",
+        "first_batch",
+        "training_loader",
+        "validation_batches",
+        "validation_loader",
+    ),
+    "loop": (
+        "MEMORY_AT",
+        "Loop",
+        "Progress",
+        "judging_number",
+        "validate",
+    ),
+    "measure": (
+        "observed",
+        "profiled",
+    ),
+    "settings": (
+        "Decay",
+        "LRRule",
+        "MemoryLimit",
+        "Parallel",
+        "Precision",
+        "Settings",
+        "parse_micro_batch",
+    ),
+    "tasks": (
+        "BUILT_IN",
+        "Task",
+        "TaskRaisedError",
+        "check_task_exists",
+        "find_task",
+    ),
 }
 """The names of each module, which is loaded when one of them is first asked for: most of them load torch."""
 

@@ -9,8 +9,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Ending", "TorchImported", "Watch", "begin_watching", "end_watching", "watch_until_exit"]
 _MODULES = {
-    "installing": ("TorchImported", "begin_watching", "end_watching", "watch_until_exit"),
-    "tape": ("Ending", "Watch"),
+    "installing": (
+        "TorchImported",
+        "begin_watching",
+        "end_watching",
+        "watch_until_exit",
+    ),
+    "tape": (
+        "Ending",
+        "Watch",
+    ),
 }
 """The names of each module, which is loaded when one of them is first asked for: most of them load torch."""
 

@@ -18,9 +18,18 @@ __all__ = [
     "spread_over_ranks",
 ]
 _MODULES = {
-    "exchange": ("from_first_rank",),
-    "spreading": ("ranks_of_group", "reshard", "spread_over_ranks"),
-    "torchrun": ("Launch", "check_alone", "find_launch", "joined_ranks"),
+    "spreading": (
+        "from_first_rank",
+        "ranks_of_group",
+        "reshard",
+        "spread_over_ranks",
+    ),
+    "torchrun": (
+        "Launch",
+        "check_alone",
+        "find_launch",
+        "joined_ranks",
+    ),
 }
 """The names of each module, which is loaded when one of them is first asked for: most of them load torch."""
 

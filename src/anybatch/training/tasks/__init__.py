@@ -15,7 +15,12 @@ __all__ = [
     "find_task",
 ]
 _MODULES = {
-    "lookup": ("BUILT_IN", "TaskRaisedError", "check_task_exists", "find_task"),
+    "lookup": (
+        "BUILT_IN",
+        "TaskRaisedError",
+        "check_task_exists",
+        "find_task",
+    ),
     "task": ("Task",),
 }
 """The names of each module, which is loaded when one of them is first asked for: most of them load torch."""
