@@ -16,7 +16,7 @@ from anybatch.events import SILENT, Events, Observer, Retry, events_for
 from anybatch.gradients import GradientSum, check_hooks
 from anybatch.hooks import PassHook
 from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Check, Offload
+from anybatch.options import Autocast, BatchNorm, Offload
 from anybatch.passes.accumulated import Accumulated
 from anybatch.passes.agreement import OwnRows, count_rows, has_rows, plan_batch, size_of
 from anybatch.passes.barrier import Barrier, memory_is_final
@@ -119,7 +119,6 @@ class Accumulator:
         self.norms = norm_policy(model, self.running.batch_norm)
         self._optimizer = optimizer
         self.noise = noise_history(self.running.noise, self._stepped)
-        self.check: Check = "off"  # an `Update` says what it is yet to look at
         check_drops(self.running, objective, self.engine)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
         self._state = BatchState([model, *own_loss], self._look_at_modules)
@@ -225,7 +224,7 @@ class Accumulator:
     def workload(self) -> Workload:
         """What micro-batches are cut for: all that the memory of an update depends on."""
         parts = {"model": self.model, "objective": self.objective, "optimizer": self._optimizer}
-        return Workload(**parts, running=self.running, check=self.check)
+        return Workload(**parts, running=self.running)
 
     def prepare(
         self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, given: Schedule | None = None

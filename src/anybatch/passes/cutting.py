@@ -110,14 +110,7 @@ class Cutting:
         return True
 
     def went_well(self, ran: MicroBatches | None, events: Events) -> None:
-        """A batch fitted at once; where memory had run out before, the next one may be cut larger, and that is told.
-
-        What a split that chooses how batches run has to tell is told too.
-        """
-        self.split.batch_ran(ran)
-        for said in self.split.news():
-            events.begin(Resize)
-            events.end(Resize, split=said)
+        """A batch fitted at once; where memory had run out before, the next one may be cut larger, and that is told."""
         if self._asked is None or ran is None or len(ran) == 1:
             return
         # a split that tunes may have run less than it was allowed

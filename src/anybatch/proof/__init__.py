@@ -2,7 +2,7 @@
 
 from anybatch.proof.comparing import verify
 from anybatch.proof.copies import functions_of
-from anybatch.proof.first_look import PENDING, FirstLook, look_first
+from anybatch.proof.first_look import look_first
 from anybatch.proof.floor import ParameterDeviation, ParameterError
 from anybatch.proof.python_state import PythonState
 from anybatch.proof.verdict import Cause, CutResult, Verdict
@@ -10,8 +10,6 @@ from anybatch.proof.verdict import Cause, CutResult, Verdict
 __all__ = [
     "Cause",
     "CutResult",
-    "FirstLook",
-    "PENDING",
     "ParameterDeviation",
     "ParameterError",
     "PythonState",

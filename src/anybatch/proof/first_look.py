@@ -1,8 +1,7 @@
 """The guard of an `Update`: do the losses of a few rows add up? Forwards only; where they do not, `verify` decides."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from anybatch.proof.sample_losses import (
 )
 from anybatch.state import free_memory, is_out_of_memory
 from anybatch.torch_inside import FakeTensor
+from anybatch.update.result import PENDING, FirstLook
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-6}
 """Relative error of the loss above which gradients are compared. Lower precisions: 1e-3."""
@@ -33,23 +33,7 @@ MOST_MICRO_BATCHES = 8
 MOST_PARAMETERS = 200_000_000
 """Most parameters of a model that is copied, in float64."""
 
-Finding = Literal["pending", "off", "passed", "not judged"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstLook:
-    """Result of the check of the first batch: `update.guard`. A loss that does not add up is an error, and is not told here."""
-
-    finding: Finding
-    """`"pending"` until a batch is cut, `"passed"`, `"not judged"`, or `"off"`."""
-    error: float | None = None
-    """How far the losses of the parts were from that of the whole, as a part of it."""
-    reason: str = ""
-    """Why it could not be judged; of one that passed, what its forwards changed outside of the model."""
-
-
 NO_DIFFERENCE = Difference(name="loss", error=0.0, whole=0.0, together=0.0)
-PENDING = FirstLook(finding="pending")
 
 
 def look_first(accumulator: Accumulator, batch: Batch) -> FirstLook:

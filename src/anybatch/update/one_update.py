@@ -17,14 +17,14 @@ from anybatch.low_precision import number_in
 from anybatch.objectives import Coupled, Objective
 from anybatch.options import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
 from anybatch.passes import Accumulator, Option, Running, check_of, find_culprit, in_a_line, says_what_to_write
-from anybatch.proof import PENDING, FirstLook, look_first
+from anybatch.plugins import check_first_batch
 from anybatch.state import Held, Slot, once_more
 from anybatch.update.callbacks import OnUpdate, callbacks_of, tell
 from anybatch.update.fitting_parts import check_loss_parameters, check_parts
 from anybatch.update.framework_wrappers import unwrapped_optimizer, unwrapped_scheduler
 from anybatch.update.held_interrupts import HeldInterrupts
 from anybatch.update.loss_scale import LossScale
-from anybatch.update.result import UpdateResult
+from anybatch.update.result import PENDING, FirstLook, UpdateResult
 from anybatch.update.stepping import Stepping, change_gradients
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ class Update:
         )
         self._scale = None if self.scaler is None else LossScale(self.scaler, optimizer)
         self._stepping = Stepping(optimizer)
-        self.accumulator.check = check_of(check)
-        self.guard = FirstLook(finding="off") if self.accumulator.check == "off" else PENDING
+        self._is_checked = check_of(check) == "off"
+        self.guard = FirstLook(finding="off") if self._is_checked else PENDING
         """What the look at the first batch found."""
         self._is_first = True
 
@@ -172,7 +172,7 @@ class Update:
         """
         if self._is_first:
             self._begin()
-        if self.accumulator.check != "off":
+        if not self._is_checked:
             self._look_at_first(batch)
         events = events_for(self.observer)
         before = self.accumulator.before_batch()
@@ -238,9 +238,8 @@ class Update:
         self.accumulator.forget_batch(buffers)
 
     def _look_at_first(self, batch: Batch) -> None:
-        self.guard = look_first(self.accumulator, batch)
-        if self.guard is not PENDING:
-            self.accumulator.check = "off"
+        self.guard = check_first_batch(self.accumulator, batch)
+        self._is_checked = self.guard is not PENDING
 
     def _stepped(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -56,3 +56,21 @@ class UpdateResult:
     def _repr_html_(self) -> str:
         is_applied = "One update" if self.applied else "One update, not applied: the weights are as before"
         return html_block(is_applied, facts_table(self.scalars()))
+
+
+Finding = Literal["pending", "off", "passed", "not judged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLook:
+    """Result of the check of the first batch: `update.guard`. A loss that does not add up is an error, and is not told here."""
+
+    finding: Finding
+    """`"pending"` until a batch is cut, `"passed"`, `"not judged"`, or `"off"`."""
+    error: float | None = None
+    """How far the losses of the parts were from that of the whole, as a part of it."""
+    reason: str = ""
+    """Why it could not be judged; of one that passed, what its forwards changed outside of the model."""
+
+
+PENDING = FirstLook(finding="pending")

@@ -1,7 +1,6 @@
 """Micro-batches, and the base class of the splits that make them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -104,14 +103,11 @@ class Workload:
     """None where the caller steps the optimizer."""
     running: Any = None
     """Its options, as one value."""
-    check: Any = "off"
-    """What is looked at before the first batch is learnt from, as long as that is to be done."""
 
 
 Learn = Callable[[MicroBatches, Sequence[float | None]], None]
 """Called when the batch that was cut last has run, with seconds per micro-batch; None stands for one that was left out."""
 ChooseFor = Callable[[Workload, Batch], None]
-Watching = Callable[[], AbstractContextManager[object]]
 
 
 @runtime_checkable
@@ -149,13 +145,6 @@ class Split:
         """The split to use after `ran`, which did not fit: micro-batches of about half the size; None if there is none."""
         return None
 
-    def batch_ran(self, ran: MicroBatches | None) -> None:
-        """The batch that was cut last has run, in these micro-batches; None where memory ran out in it."""
-
-    def news(self) -> list[str]:
-        """Changes in how batches run since this was asked last, in words."""
-        return []
-
     @property
     def choose_for(self) -> ChooseFor | None:
         """Called with the workload before each batch is cut, by a split that chooses its size by it."""
@@ -164,11 +153,6 @@ class Split:
     @property
     def learn(self) -> Learn | None:
         """Called with the times of micro-batches; None where nobody need time them."""
-        return None
-
-    @property
-    def watching(self) -> Watching | None:
-        """Makes the context in which a batch runs, for a split that measures it."""
         return None
 
     @property
