@@ -15,10 +15,10 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "anybatch.cli.train",
-    "anybatch.report",
-    "anybatch.training.loop",
-    "anybatch.training.tasks.digits",
+    "anybatch.app.cli.train",
+    "anybatch.app.report",
+    "anybatch.app.training.loop",
+    "anybatch.app.training.tasks.digits",
 )
 Fault = Callable[[int], None]
 """What goes wrong on a rank: called with its number before the command line is."""
@@ -30,7 +30,7 @@ def preload() -> None:
         __import__(module)
     import torch
 
-    from anybatch.training.tasks import stdlib
+    from anybatch.app.training.tasks import stdlib
 
     torch.set_num_threads(1)
     stdlib.functions()  # parsed once, not in each process
@@ -94,7 +94,7 @@ def _forked(
             resource.setrlimit(resource.RLIMIT_FSIZE, (disk, resource.RLIM_INFINITY))
         if fault is not None:
             fault(rank)
-        from anybatch.cli.main import run
+        from anybatch.app.cli.main import run
 
         code = run(arguments)
     except SystemExit as error:

@@ -21,9 +21,9 @@ PRELOADED = (
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
-    "anybatch.cli.train",
-    "anybatch.training.loop",
-    "anybatch.training.tasks.digits",
+    "anybatch.app.cli.train",
+    "anybatch.app.training.loop",
+    "anybatch.app.training.tasks.digits",
 )
 
 
@@ -78,7 +78,7 @@ def _run(folder: Path, task: str, options: list[str], kills: int, moments: rando
 def _start(arguments: list[str]) -> int:
     process = os.fork()
     if process == 0:
-        from anybatch.cli.main import run
+        from anybatch.app.cli.main import run
 
         code = 1
         try:
@@ -108,22 +108,22 @@ def _kill_after(process: int, seconds: float) -> bool:
 
 
 def _is_finished(run: Path) -> bool:
-    from anybatch.records import RunFolder
+    from anybatch.app.records.run_folder import RunFolder
 
     return (run / "run.json").exists() and RunFolder(run).read_run().status == "finished"
 
 
 def num_updates(run: Path) -> int:
     """How many updates its records tell of."""
-    from anybatch.records import RunFolder
+    from anybatch.app.records.run_folder import RunFolder
 
     return sum(line["event"] == "update" for line in RunFolder(run).read_metrics())
 
 
 def end_of(run: Path) -> bytes:
     """Everything that must be equal at the end, as bytes."""
-    from anybatch.records import RunFolder
-    from anybatch.training.checkpoints.saving import read
+    from anybatch.app.records.run_folder import RunFolder
+    from anybatch.app.training.checkpoints.saving import read
 
     folder = RunFolder(run)
     found = read(folder.checkpoints)

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import Update, supervised
-from anybatch.parallel import own_part
+from anybatch.core import own_part
 from benchmarks.meter import Contender, Timing, interleave, peak_bytes
 from benchmarks.models import SmallTransformer
 from benchmarks.overhead import lightning_fit

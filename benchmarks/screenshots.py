@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from anybatch.cli.main import run
-from anybatch.lessons.pages import learn_page
+from anybatch.app.cli.main import run
+from anybatch.app.lessons.pages.lesson_page import learn_page
 
 CHROMIUM = "/usr/bin/chromium"
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"

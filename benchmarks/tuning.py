@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Auto, Batch, Objective, Rows, Split, Tokens, huggingface, supervised
-from anybatch.batches.tuning.search import LIMIT, sizes_between
-from anybatch.passes import timing
+from anybatch.ragged.search import LIMIT, sizes_between
+from anybatch.core import timing
 from benchmarks.gpt import ByteGPTForCausalLM
 from benchmarks.models import SmallTransformer
 from benchmarks.texts import collate, draw

@@ -5,7 +5,7 @@ import xml.etree.ElementTree
 import pytest
 
 from anybatch import Cost
-from anybatch.batches.cost.cheapest_cut import best_cut
+from anybatch.ragged.cheapest_cut import best_cut
 from benchmarks import batchnorm, coupled, peak, pictures, texts
 from tests.processes.forked import run_module
 

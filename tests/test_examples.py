@@ -8,7 +8,7 @@ import nbformat
 import pytest
 import torch
 
-from anybatch.cli.main import run
+from anybatch.app.cli.main import run
 from tests.processes.torchrun import launched, script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.torch_inside import releases
+from anybatch.core import releases
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,9 @@ def test_op_name_has_no_overload(inside: ModuleType):
 
 
 def test_the_draws_that_verify_replays_are_ops_of_torch():
-    missing = [name for name in import_module("anybatch.proof.draws")._PURE if not hasattr(torch.ops.aten, name[6:])]
+    missing = [
+        name for name in import_module("anybatch.verification.draws")._PURE if not hasattr(torch.ops.aten, name[6:])
+    ]
     assert missing == []
 
 

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from anybatch.lessons import write_learn_site
+from anybatch.app.lessons.pages.lesson_page import write_learn_site
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -9,87 +9,67 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anybatch import stages as stages
-    from anybatch.batches import Auto as Auto
-    from anybatch.batches import Batch as Batch
-    from anybatch.batches import Choice as Choice
-    from anybatch.batches import Cost as Cost
-    from anybatch.batches import Dealt as Dealt
-    from anybatch.batches import GlobalBatches, Rows, SampleList, Tokens, windows
-    from anybatch.batches import MicroBatches as MicroBatches
-    from anybatch.batches import Split as Split
-    from anybatch.batches import Stacked as Stacked
-    from anybatch.batches import Windows as Windows
-    from anybatch.batches import num_rows as num_rows
-    from anybatch.batches import repeated_rows as repeated_rows
-    from anybatch.batches import rows as rows
-    from anybatch.batches import take_rows as take_rows
-    from anybatch.doctor import Diagnosis as Diagnosis
-    from anybatch.doctor import Doctor
-    from anybatch.doctor import Finding as Finding
-    from anybatch.dropout import row_dropout
-    from anybatch.errors import AnybatchError
-    from anybatch.errors import ArgumentsError as ArgumentsError
-    from anybatch.errors import BatchError as BatchError
-    from anybatch.errors import CheckpointError as CheckpointError
-    from anybatch.errors import DoctorError as DoctorError
-    from anybatch.errors import DropoutError as DropoutError
-    from anybatch.errors import ExactnessError as ExactnessError
-    from anybatch.errors import LessonError as LessonError
-    from anybatch.errors import LockstepError as LockstepError
-    from anybatch.errors import LossError as LossError
-    from anybatch.errors import MemoryLimitError as MemoryLimitError
-    from anybatch.errors import NonFiniteError as NonFiniteError
-    from anybatch.errors import ParallelError as ParallelError
-    from anybatch.errors import PlanError as PlanError
-    from anybatch.errors import RunError as RunError
-    from anybatch.errors import SettingsError as SettingsError
-    from anybatch.errors import SplitError as SplitError
-    from anybatch.errors import TaskError as TaskError
-    from anybatch.errors import UnitsError as UnitsError
-    from anybatch.errors import UpdateError as UpdateError
-    from anybatch.errors import VerifyError as VerifyError
-    from anybatch.errors import WindowError as WindowError
-    from anybatch.gradients import Window
-    from anybatch.memory import Breakdown as Breakdown
-    from anybatch.memory import Checkpointing as Checkpointing
-    from anybatch.memory import Fit, plan
-    from anybatch.memory import Fitted as Fitted
-    from anybatch.memory import Plan as Plan
-    from anybatch.memory import SizePeak as SizePeak
-    from anybatch.memory import measure_peak as measure_peak
-    from anybatch.noise import NoiseScale as NoiseScale
-    from anybatch.objectives import (
+    from anybatch.app.training.checkpoints.saving import Resumed, resume, save
+    from anybatch.app.training.learning_rates import Scaling, scale_lr, warmup
+    from anybatch.app.training.tasks.task import Task
+    from anybatch.core import (
+        Accumulated,
+        Accumulator,
+        Batch,
         Coupled,
+        Dealt,
         Mean,
+        MicroBatches,
         Objective,
         PerRow,
+        Ranks,
+        Rows,
+        SampleList,
+        Split,
+        Stacked,
         Sum,
-        Terms,
-        huggingface,
-        info_nce,
-        observed,
+        Update,
+        UpdateResult,
+        Window,
+        Windows,
+        num_rows,
+        rows,
         supervised,
+        take_rows,
+        windows,
     )
-    from anybatch.objectives import InfoNCE as InfoNCE
-    from anybatch.objectives import clip_loss as clip_loss
-    from anybatch.objectives import sentence_transformers as sentence_transformers
-    from anybatch.parallel import Ranks as Ranks
-    from anybatch.passes import Accumulated as Accumulated
-    from anybatch.passes import Accumulator
-    from anybatch.proof import Cause as Cause
-    from anybatch.proof import CutResult as CutResult
-    from anybatch.proof import ParameterDeviation as ParameterDeviation
-    from anybatch.proof import ParameterError as ParameterError
-    from anybatch.proof import Verdict as Verdict
-    from anybatch.proof import verify
-    from anybatch.training import Resumed as Resumed
-    from anybatch.training import Scaling as Scaling
-    from anybatch.training import Task as Task
-    from anybatch.training import resume, save
-    from anybatch.training import scale_lr as scale_lr
-    from anybatch.training import warmup as warmup
-    from anybatch.update import Update
-    from anybatch.update import UpdateResult as UpdateResult
+    from anybatch.doctor import Diagnosis, Doctor, Finding
+    from anybatch.dropout import row_dropout
+    from anybatch.errors import (
+        AnybatchError,
+        ArgumentsError,
+        BatchError,
+        CheckpointError,
+        DoctorError,
+        DropoutError,
+        ExactnessError,
+        LessonError,
+        LockstepError,
+        LossError,
+        MemoryLimitError,
+        NonFiniteError,
+        ParallelError,
+        PlanError,
+        RunError,
+        SettingsError,
+        SplitError,
+        TaskError,
+        UnitsError,
+        UpdateError,
+        VerifyError,
+        WindowError,
+    )
+    from anybatch.memory import Breakdown, Checkpointing, Fit, Fitted, Plan, SizePeak, measure_peak, plan
+    from anybatch.noise import NoiseScale
+    from anybatch.objectives import InfoNCE, Terms, clip_loss, huggingface, info_nce, observed, sentence_transformers
+    from anybatch.parallel import GlobalBatches, repeated_rows
+    from anybatch.ragged import Auto, Choice, Cost, Tokens
+    from anybatch.verification import Cause, CutResult, ParameterDeviation, ParameterError, Verdict, verify
 
 __version__ = "0.2.0"
 __all__ = [
@@ -187,8 +167,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "anybatch.parallel": ("Ranks",),
     "anybatch.passes": ("Accumulated", "Accumulator"),
-    "anybatch.proof": ("Cause", "CutResult", "ParameterDeviation", "ParameterError", "Verdict", "verify"),
-    "anybatch.training": ("Resumed", "Scaling", "Task", "resume", "save", "scale_lr", "warmup"),
+    "anybatch.verification": ("Cause", "CutResult", "ParameterDeviation", "ParameterError", "Verdict", "verify"),
+    "anybatch.app.training": ("Resumed", "Scaling", "Task", "resume", "save", "scale_lr", "warmup"),
     "anybatch.update": ("Update", "UpdateResult"),
 }
 """The names of each module: the same as above, for Python itself."""
@@ -211,7 +191,7 @@ if not TYPE_CHECKING:
                 return value
         if name.startswith("__"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from anybatch.faces import did_you_mean
+        from anybatch.core import did_you_mean
 
         known = [known for known in __dir__() if not known.startswith("__")]
         hint = did_you_mean(name, known) or "."

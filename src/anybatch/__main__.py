@@ -1,6 +1,6 @@
 """`python -m anybatch` is the command `anybatch`."""
 
-from anybatch.cli.main import main
+from anybatch.app.cli.main import main
 
 if __name__ == "__main__":
     main()

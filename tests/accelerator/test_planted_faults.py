@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from anybatch import NonFiniteError
-from anybatch.batches import Batch, move
-from anybatch.gradients import shares
-from anybatch.gradients.gradient_sum import GradientSum
-from anybatch.passes.forward_pass import Ahead
-from anybatch.state import snapshot
-from anybatch.state.offload import SavedTensors
+from anybatch.core import Batch, move
+from anybatch.core import shares
+from anybatch.core.gradients import GradientSum
+from anybatch.core.forward_pass import Ahead
+from anybatch.core import snapshot
+from anybatch.batch_norm.offload import SavedTensors
 from tests.accelerator import test_core_on_device, test_counted, test_limits, test_prefetch
 from tests.accelerator.on_device import on_device
 from tests.accelerator.plugged import plug

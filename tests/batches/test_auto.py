@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch import Accumulator, Auto, Cost, Fit, Rows, SplitError, Tokens, supervised
-from anybatch.batches.batch import num_rows
-from anybatch.batches.splits.by_rows import near_equal
-from anybatch.batches.tuning.search import LIMIT, Search, sizes_between
+from anybatch.core.batch import num_rows
+from anybatch.core.splits import near_equal
+from anybatch.ragged.search import LIMIT, Search, sizes_between
 from tests.reference import relative_error, whole_batch_gradient
 
 Clock = Callable[[int], float]

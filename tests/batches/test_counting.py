@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anybatch import BatchError, num_rows, take_rows
-from anybatch.batches.batch import split_rows
+from anybatch.core.batch import split_rows
 
 Pair = namedtuple("Pair", "inputs targets")
 

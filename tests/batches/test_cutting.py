@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from anybatch import Cost, SplitError
-from anybatch.batches.cost.cheapest_cut import best_cut
+from anybatch.ragged.cheapest_cut import best_cut
 
 COSTS = st.builds(
     Cost,

@@ -8,19 +8,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from anybatch import (
-    Accumulator,
-    BatchError,
-    CheckpointError,
-    Cost,
-    Dealt,
-    GlobalBatches,
-    repeated_rows,
-    supervised,
-)
-from anybatch.batches import warn_of_repeated_rows
-from anybatch.batches.cost.cheapest_cut import best_cut
-from anybatch.batches.dealing.dealt import deal_by_cost, deal_rows
+from anybatch import Accumulator, BatchError, CheckpointError, Cost, Dealt, GlobalBatches, repeated_rows, supervised
+from anybatch.parallel import warn_of_repeated_rows
+from anybatch.ragged.cheapest_cut import best_cut
+from anybatch.parallel.dealt import deal_by_cost, deal_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*is deprecated")  # torchdata 0.11 calls it
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from anybatch.cli.main import run
+from anybatch.app.cli.main import run
 
 
 def failure(capsys, *arguments):

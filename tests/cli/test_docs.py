@@ -8,8 +8,8 @@ from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from anybatch import Update, supervised
-from anybatch.cli.main import run
-from anybatch.records import RunFolder
+from anybatch.app.cli.main import run
+from anybatch.app.records.run_folder import RunFolder
 
 DOCS = Path(__file__).parents[2] / "docs" / "train.md"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.cli.main import run
-from anybatch.records import RunFolder
+from anybatch.app.cli.main import run
+from anybatch.app.records.run_folder import RunFolder
 from tests.cli.conftest import SMALL_TASK_FILE
 from tests.processes.forked import command_line, run_anybatch, run_function, started
 
@@ -239,7 +239,7 @@ def test_a_terminal_that_is_closed_stops_the_run_after_its_update(tmp_path, task
 
 
 def interrupted_amid_an_update(arguments):
-    from anybatch.training import loop
+    from anybatch.app.training import loop
 
     ask = loop.Loop._learn
 
@@ -262,7 +262,7 @@ def test_a_second_interrupt_leaves_a_run_that_is_stopped(tmp_path, task_file):
 def into_a_pipe_that_closes(arguments):
     import sys
 
-    from anybatch.training import loop
+    from anybatch.app.training import loop
 
     ours, theirs = os.pipe()
     os.dup2(theirs, 1)

@@ -1,6 +1,6 @@
 import json
 
-from anybatch.cli.main import run
+from anybatch.app.cli.main import run
 
 
 def test_a_run_that_measured_noise_shows_it_on_its_page(tmp_path, task_file):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from anybatch.cli.main import run
+from anybatch.app.cli.main import run
 
 
 def test_compare_leaves_its_numbers_and_says_what_it_found(tmp_path, capsys):

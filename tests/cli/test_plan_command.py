@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from anybatch.cli.main import run
+from anybatch.app.cli.main import run
 
 
 def test_plan_says_what_fits_and_leaves_a_page(tmp_path, task_file, capsys):

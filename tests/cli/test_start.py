@@ -69,9 +69,7 @@ def test_python_m_anybatch_is_the_command():
 
 @pytest.mark.parametrize(("module", "extra"), [("sklearn", "train"), ("torchdata", "train"), ("jinja2", "report")])
 def test_a_package_that_is_not_installed_is_named_with_the_extra_that_brings_it(tmp_path, module, extra):
-    without = (
-        f"import sys; sys.modules[{module!r}] = None; from anybatch.cli.main import run; sys.exit(run(sys.argv[1:]))"
-    )
+    without = f"import sys; sys.modules[{module!r}] = None; from anybatch.app.cli.main import run; sys.exit(run(sys.argv[1:]))"
     done = run_code(without, "train", "digits", "--updates", "1", "--out", str(tmp_path / "out"), "-q")
     assert done.returncode == 2
     assert f"pip install 'anybatch[{extra}]'" in done.stderr

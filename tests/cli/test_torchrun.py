@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.cli.main import run
-from anybatch.training.checkpoints.saving import read
-from anybatch.training.launch.torchrun import find_launch
+from anybatch.app.cli.main import run
+from anybatch.app.training.checkpoints.saving import read
+from anybatch.app.training.launch.torchrun import find_launch
 from benchmarks import kill_ranks
 from tests.processes.forked import main_module, started
 from tests.processes.torchrun import launched
@@ -122,8 +122,8 @@ def test_an_error_of_another_rank_says_whose_it_is(as_rank, capsys):
 
 
 def test_a_restarted_launch_finds_its_run_and_another_does_not(tmp_path, task_file, as_rank):
-    from anybatch.cli.train import TrainRequest, open_run
-    from anybatch.training.settings import Settings
+    from anybatch.app.cli.train import TrainRequest, open_run
+    from anybatch.app.training.settings import Settings
 
     def opened(out):
         request = TrainRequest(

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from anybatch.cli.main import run
-from anybatch.records import RunFolder
+from anybatch.app.cli.main import run
+from anybatch.app.records.run_folder import RunFolder
 
 
 def lines_of(folder, event):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from anybatch.cli.main import run
-from anybatch.records import RunFolder
+from anybatch.app.cli.main import run
+from anybatch.app.records.run_folder import RunFolder
 
 LARGE_TASK = """
 import torch

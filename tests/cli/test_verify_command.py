@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from anybatch.cli.main import run
+from anybatch.app.cli.main import run
 
 WRONG = """
 import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from anybatch import Doctor, DoctorError
-from anybatch.report import write_doctor_page
+from anybatch.app.report.doctor_page import write_doctor_page
 from tests.doctor.watched import ZOO, diagnose
 from tests.processes.forked import run_anybatch
 

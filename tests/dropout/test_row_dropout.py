@@ -28,7 +28,7 @@ from anybatch import (
 )
 from anybatch.dropout.keyed_dropout import masks_of
 from anybatch.dropout.row_masks import keep_mask, key_of
-from anybatch.state.torch_random import RandomState
+from anybatch.core.torch_random import RandomState
 from tests.reference import relative_error
 
 WORD = 2**32 - 1

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from anybatch import Accumulator, Objective, Update, stages, supervised
-from anybatch.events import SILENT, events_for
+from anybatch.core import SILENT, events_for
 from tests.reference import gradient
 
 ORDER_OF_A_MICRO_BATCH = ["load", "forward", "loss", "backward", "accumulate"]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Cause, CutResult, Diagnosis, Finding, Objective, Update, Verdict, plan, supervised
-from anybatch.records import Trace, TracedLayer, TracedStage
+from anybatch.app.records.schema import Trace, TracedLayer, TracedStage
 
 EVIL = "<script>alert(1)</script>\"'&"
 BATCH = (torch.ones(12, 3), torch.zeros(12, dtype=torch.long))

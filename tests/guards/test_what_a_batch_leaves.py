@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Accumulator, Objective, Update
-from anybatch.events import telling
+from anybatch.core import telling
 
 
 def ragged() -> list[Tensor]:

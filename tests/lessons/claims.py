@@ -27,6 +27,6 @@ def value_of(engine: Any, measure: str, setting: dict[str, Any]) -> float:
 @cache
 def planned() -> dict[int, int]:
     """The peaks that `plan` gives for the built-in task `stdlib`, by tokens."""
-    from anybatch.lessons.pages.lesson_content import memory_table
+    from anybatch.app.lessons.pages.lesson_content import memory_table
 
     return {size["size"]: size["peak"] for size in memory_table()["sizes"]}

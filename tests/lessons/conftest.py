@@ -2,7 +2,7 @@
 
 import pytest
 
-from anybatch.lessons.pages.lesson_page import inline_import_map
+from anybatch.app.lessons.pages.lesson_page import inline_import_map
 
 BARE = """<!doctype html><meta charset="utf-8"><script type="importmap">{map}</script><script type="module">
 const names = ["ab/run", "ab/loops", "ab/interpreter"];

@@ -12,7 +12,7 @@ CONTENT = Path(__file__).parents[2] / "src/anybatch/lessons/content"
 if __name__ == "__main__":
     from playwright.sync_api import sync_playwright
 
-    from anybatch.lessons.pages.lesson_page import inline_import_map
+    from anybatch.app.lessons.pages.lesson_page import inline_import_map
     from tests.browsing import CHROMIUM
     from tests.lessons.conftest import BARE
 

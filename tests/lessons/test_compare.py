@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from anybatch import SettingsError
-from anybatch.lessons.arms import arms_of, compare, findings, run_usual_loop
-from anybatch.records import Arm, ArmEpoch, ArmRun
-from anybatch.training.experiment import assemble
-from anybatch.training.loaders import training_loader
-from anybatch.training.settings import Settings
+from anybatch.app.lessons.arms import arms_of, compare, findings, run_usual_loop
+from anybatch.app.records.comparison import Arm, ArmEpoch, ArmRun
+from anybatch.app.training.experiment import assemble
+from anybatch.app.training.loaders import training_loader
+from anybatch.app.training.settings import Settings
 from tests.training.small_tasks import small_task
 
 

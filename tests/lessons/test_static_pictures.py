@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from anybatch.lessons.pages import all_lessons
-from anybatch.lessons.pages.lesson_parts import fp16, part_html, shares
+from anybatch.app.lessons.pages.lesson_content import all_lessons
+from anybatch.app.lessons.pages.lesson_parts import fp16, part_html, shares
 
 DRAWN = {
     "stepper": "lanes",

@@ -3,10 +3,10 @@ import torch
 from torch import nn
 
 from anybatch import supervised
-from anybatch.lessons.update_trace import LARGEST, TIMED, image_of, trace, with_medians
-from anybatch.records import TracedStage
-from anybatch.training.experiment import assemble
-from anybatch.training.settings import Settings
+from anybatch.app.lessons.update_trace import LARGEST, TIMED, image_of, trace, with_medians
+from anybatch.app.records.schema import TracedStage
+from anybatch.app.training.experiment import assemble
+from anybatch.app.training.settings import Settings
 from tests.training.small_tasks import small_task
 
 SETTINGS = Settings(updates=2, warmup=0, decay="none")

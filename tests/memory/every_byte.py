@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from anybatch import Fit, Rows, Update, supervised
-from anybatch.batches import Batch, tensors
+from anybatch.core import Batch, tensors
 from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
-from anybatch.proof import look_first
+from anybatch.verification import look_first
 from benchmarks.every_malloc import Counted
 from benchmarks.models import SmallTransformer
 

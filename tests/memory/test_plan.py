@@ -21,7 +21,7 @@ from anybatch import (
 )
 from anybatch.memory.predicting.envelope import fit_envelope
 from anybatch.memory.tracing.recorder import Timeline
-from anybatch.passes import Running
+from anybatch.core import Running
 from benchmarks.models import LongAttention
 
 CLASSES = supervised(nn.CrossEntropyLoss())

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from anybatch import Update, measure_peak, plan
-from anybatch.cli.main import run
+from anybatch.app.cli.main import run
 from anybatch.memory import parameters_on_meta, plan_config
 from anybatch.memory.predicting.ways_to_fit import last_sentence
 from anybatch.objectives import huggingface
@@ -133,7 +133,7 @@ def test_options_that_do_not_go_together_are_said(config, capsys, options, said)
 
 
 def test_a_missing_transformers_is_said_with_how_to_get_it(config, capsys, monkeypatch):
-    monkeypatch.setattr("anybatch.cli.plan.find_spec", lambda name: None)
+    monkeypatch.setattr("anybatch.app.cli.plan.find_spec", lambda name: None)
     assert run(["plan", "--model", str(config), "--memory", "1GB"]) == 2
     assert "needs transformers. Install it with: pip install 'anybatch[huggingface]'" in capsys.readouterr().err
 
@@ -153,7 +153,7 @@ def test_a_large_task_is_planned_without_its_weights(tmp_path, capsys, monkeypat
     )
     found = {}
     for free in (2**40, 8 * 20_000):
-        monkeypatch.setattr("anybatch.cli.plan.free_on_host", lambda free=free: free)
+        monkeypatch.setattr("anybatch.app.cli.plan.free_on_host", lambda free=free: free)
         assert run(["plan", str(task), "--memory", "1GiB", "--device", "cuda", "--json"]) == 0
         found[free] = json.loads(capsys.readouterr().out)
     first, second = found.values()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Accumulator, LossError, Objective, Rows, Sum, Terms, UnitsError, Update, observed, rows, verify
-from anybatch.batches import take_rows
+from anybatch.core import take_rows
 from tests.reference import doubled, gradient, mean_of_means, relative_error, whole_batch_gradient
 
 ROWS, LENGTH, WIDTH = 15, 7, 6

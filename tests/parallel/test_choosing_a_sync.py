@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import ParallelError
-from anybatch.parallel import ALONE, Needs, engine_for, peeled, unreplicated, unwrapped
+from anybatch.core import ALONE, Needs
+from anybatch.parallel import engine_for, peeled, unreplicated, unwrapped
 from anybatch.parallel.ddp import Bucketed, Reduced
 from anybatch.parallel.fsdp import Gathered, Scattered
 

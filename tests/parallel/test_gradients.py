@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import Accumulator, Mean, Objective, PerRow, Sum, supervised
-from anybatch.batches import take_rows
+from anybatch.core import take_rows
 from tests.parallel.wrapped import (
     BOTH,
     LABELS,

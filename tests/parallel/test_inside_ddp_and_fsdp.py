@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import torch_inside as inside
-from anybatch.autograd_graph import leaves_of
+from anybatch.core.autograd_graph import leaves_of
 from anybatch.errors import ParallelError
 from anybatch.parallel import wrapping_of
-from anybatch.torch_inside import releases
+from anybatch.core import releases
 
 
 @pytest.fixture(scope="module", autouse=True)

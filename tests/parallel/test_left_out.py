@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import Accumulator, Objective, Sum, Update, row_dropout, supervised
-from anybatch.parallel import own_part
+from anybatch.core import own_part
 from tests.parallel.test_engines import branched
 from tests.parallel.wrapped import BOTH, Wrap, difference, fsdp, hsdp, labelled, largest, network, own
 from tests.processes.ranks import on_ranks

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Accumulator, Dealt, ExactnessError, Objective, Terms, Update, observed, rows
-from anybatch.batches import take_rows
+from anybatch.core import take_rows
 from tests.parallel.wrapped import (
     BOTH,
     Wrap,

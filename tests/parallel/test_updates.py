@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import Accumulator, Objective, Update, supervised
-from anybatch.batches import take_rows
+from anybatch.core import take_rows
 from tests.parallel.wrapped import (
     BOTH,
     TOKENS,

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import Objective, PerRow, Sum
-from anybatch.batches import take_rows
+from anybatch.core import take_rows
 
 LABELS = 3
 Wrap = Callable[[nn.Module], nn.Module]

@@ -27,8 +27,8 @@ from anybatch import (
     stages,
     supervised,
 )
-from anybatch.batches.splits.shrinking import smaller
-from anybatch.state.out_of_memory import is_out_of_memory
+from anybatch.core.shrinking import smaller
+from anybatch.core.out_of_memory import is_out_of_memory
 from tests.injection import OutOfMemoryAbove, OutOfMemoryAt
 from tests.reference import gradient, relative_error, whole_batch_gradient
 

@@ -86,7 +86,7 @@ def run_module(
 
 
 def command_line(arguments: tuple[str, ...]) -> int:
-    from anybatch.cli.main import run
+    from anybatch.app.cli.main import run
 
     return run(list(arguments))
 

@@ -16,10 +16,10 @@ import torch.distributed.tensor.parallel
 import torch.profiler
 
 import anybatch
-import anybatch.cli.app
-import anybatch.cli.train
-import anybatch.report.page
-import anybatch.training.loop
+import anybatch.app.cli.app
+import anybatch.app.cli.train
+import anybatch.app.report.page
+import anybatch.app.training.loop
 
 for name in dir(anybatch):
     getattr(anybatch, name)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Coupled, Objective, info_nce, supervised, verify
-from anybatch.proof.draws import Draws, recording, replaying, rows_of_draw
+from anybatch.verification.draws import Draws, recording, replaying, rows_of_draw
 from tests.proof.sound import ROWS, both, rows_of_numbers, towers
 
 ORDER = [4, 0, 2]

@@ -190,7 +190,7 @@ PLENTY = settings(
 
 def test_none_of_200_is_wrong_in_silence(monkeypatch):
     monkeypatch.setattr(
-        "anybatch.proof.comparing.explain", lambda experiments: ()
+        "anybatch.verification.comparing.explain", lambda experiments: ()
     )  # why is not asked here, and takes long
     found: dict[str, int] = {"exact": 0, "refused": 0}
 

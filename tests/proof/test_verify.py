@@ -22,10 +22,10 @@ from anybatch import (
     verify,
     windows,
 )
-from anybatch.proof.case import make_case
-from anybatch.proof.compared_precision import Raised
-from anybatch.proof.comparing import rows_that_fit
-from anybatch.proof.floor import Floor, Gradient, floor_of
+from anybatch.verification.case import make_case
+from anybatch.verification.compared_precision import Raised
+from anybatch.verification.comparing import rows_that_fit
+from anybatch.verification.floor import Floor, Gradient, floor_of
 from tests.proof.sound import ROWS, both, cnn, images, mlp, rows_of_numbers, towers
 from tests.reference import whole_batch_gradient
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from playwright.sync_api import expect
 
-from anybatch.report.page import write_page
+from anybatch.app.report.page import write_page
 from tests.browsing import violations
 from tests.report.run_folders import (
     HOSTILE,

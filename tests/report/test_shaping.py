@@ -6,14 +6,16 @@ from itertools import pairwise
 
 import pytest
 
-from anybatch.records import MicroBatchSeen, TracedImage, read_results, spread_of
-from anybatch.report.chart import evenly_spaced, smooth, thin
-from anybatch.report.comparison_charts import final_table, written_spread
-from anybatch.report.headline import headline, summary
-from anybatch.report.page import image_address, sections, write_page
-from anybatch.report.proof_charts import shares_picture
-from anybatch.report.training_charts import lanes_of, stage_totals, timeline_chart
-from anybatch.report.writing import is_share, number, percent
+from anybatch.app.records.schema import MicroBatchSeen, TracedImage
+from anybatch.app.records.run_folder import read_results
+from anybatch.app.records.comparison import spread_of
+from anybatch.app.report.chart import evenly_spaced, smooth, thin
+from anybatch.app.report.comparison_charts import final_table, written_spread
+from anybatch.app.report.headline import headline, summary
+from anybatch.app.report.page import image_address, sections, write_page
+from anybatch.app.report.proof_charts import shares_picture
+from anybatch.app.report.training_charts import lanes_of, stage_totals, timeline_chart
+from anybatch.app.report.writing import is_share, number, percent
 from tests.report.run_folders import (
     compare_folder,
     comparison_fields,

@@ -6,8 +6,8 @@ import warnings
 import torch
 from torch._subclasses import FakeTensorMode
 
-from anybatch.state.aside import kept_aside
-from anybatch.state.disk import TensorFile
+from anybatch.core.aside import kept_aside
+from anybatch.core.disk import TensorFile
 
 
 def test_a_copy_on_the_cpu_goes_to_disk_and_comes_back():

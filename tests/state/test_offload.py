@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch import Accumulator, Objective, UpdateError, supervised
-from anybatch.state import offload
-from anybatch.state.disk import TensorFile
-from anybatch.state.offload import SavedTensors
+from anybatch.batch_norm import offload
+from anybatch.core.disk import TensorFile
+from anybatch.batch_norm.offload import SavedTensors
 from benchmarks.meter import LiveBytes, peak_bytes_of_all_threads
 from benchmarks.models import ResidualNet
 from tests.reference import gradient

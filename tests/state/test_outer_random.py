@@ -6,7 +6,7 @@ import random
 import numpy
 import torch
 
-from anybatch.state import OuterRandom, outer_random
+from anybatch.core import OuterRandom, outer_random
 
 
 def draws() -> tuple[float, float, float]:

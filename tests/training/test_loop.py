@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from anybatch import SettingsError, TaskError, resume, supervised
-from anybatch.records import EpochDone, MemorySeen, UpdateDone, WindowSeen
-from anybatch.training.experiment import assemble, find_device
-from anybatch.training.loaders import training_loader
-from anybatch.training.loop import Loop, Progress, validate
-from anybatch.training.settings import Settings
-from anybatch.training.tasks.lookup import find_task
+from anybatch.app.records.schema import EpochDone, MemorySeen, UpdateDone, WindowSeen
+from anybatch.app.training.experiment import assemble, find_device
+from anybatch.app.training.loaders import training_loader
+from anybatch.app.training.loop import Loop, Progress, validate
+from anybatch.app.training.settings import Settings
+from anybatch.app.training.tasks.lookup import find_task
 from tests.training.small_tasks import small_task
 
 UPDATES = 15  # 3 epochs of 75 rows in batches of 16

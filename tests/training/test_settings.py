@@ -1,7 +1,7 @@
 import pytest
 
 from anybatch import SettingsError
-from anybatch.training.settings import MemoryLimit, Settings, parse_micro_batch
+from anybatch.app.training.settings import MemoryLimit, Settings, parse_micro_batch
 
 
 @pytest.mark.parametrize(

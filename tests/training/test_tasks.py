@@ -3,12 +3,12 @@ import torch
 from sklearn.datasets import load_digits
 
 from anybatch import TaskError
-from anybatch.records import UpdateDone
-from anybatch.training.experiment import assemble
-from anybatch.training.loop import Loop
-from anybatch.training.settings import Settings
-from anybatch.training.tasks import stdlib
-from anybatch.training.tasks.lookup import BUILT_IN, find_task
+from anybatch.app.records.schema import UpdateDone
+from anybatch.app.training.experiment import assemble
+from anybatch.app.training.loop import Loop
+from anybatch.app.training.settings import Settings
+from anybatch.app.training.tasks import stdlib
+from anybatch.app.training.tasks.lookup import BUILT_IN, find_task
 from tests.processes.forked import run_code
 from tests.training.small_tasks import small_task
 
@@ -46,7 +46,9 @@ def test_digits_are_scikit_learns_which_is_not_imported_for_them():
     for part, rows in ((task.training, order[:1437]), (task.validation, order[1437:])):
         assert part.tensors[0].tolist() == (pixels[rows].reshape(-1, 1, 8, 8) / 16).tolist()
         assert part.tensors[1].tolist() == labels[rows].tolist()
-    done = run_code("import sys; from anybatch.training import find_task; find_task('digits')(); print(*sys.modules)")
+    done = run_code(
+        "import sys; from anybatch.app.training import find_task; find_task('digits')(); print(*sys.modules)"
+    )
     assert "sklearn" not in done.stdout.split()
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from anybatch import CheckpointError, resume, save
-from anybatch.records import locked
-from anybatch.training.checkpoints.checkpoint_files import _MetadataUnpickler, size_and_checksum
+from anybatch.app.records.run_folder import locked
+from anybatch.app.training.checkpoints.checkpoint_files import _MetadataUnpickler, size_and_checksum
 from tests.processes.forked import run_function
 from tests.training.test_checkpoints import assert_same_bits, make_update, run, weights
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import MemoryLimitError, Update, supervised
-from anybatch.update.stepping import Stepping
+from anybatch.core.step import Stepping
 from tests.injection import OutOfMemoryAt
 
 OPTIMIZERS = {
@@ -169,9 +169,7 @@ def test_a_later_step_that_never_fits_leaves_everything_as_it_was():
 
 def test_only_the_first_two_steps_are_copied(monkeypatch):
     copied = []
-    monkeypatch.setattr(
-        "anybatch.state.snapshot.kept_aside", lambda tensor, file: copied.append(tensor) or tensor.clone
-    )
+    monkeypatch.setattr("anybatch.core.snapshot.kept_aside", lambda tensor, file: copied.append(tensor) or tensor.clone)
     model, optimizer = two_groups(lambda groups: torch.optim.SGD(groups, lr=0.1))
     fill(model)
     stepping = Stepping(optimizer)

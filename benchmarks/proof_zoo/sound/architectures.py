@@ -4,7 +4,7 @@ import torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from benchmarks.proof_zoo.zoo import S, sound, mlp, xy, reg, obj
-from anybatch import supervised, Rows
+from anybatch import Rows, supervised
 
 CE = nn.CrossEntropyLoss()
 

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import sent
+from anybatch.core import DropoutLayer, children_of, is_in_backward, random_state, sent, without_dynamo
+from anybatch.dropout.draw_finder import DrawFinder
 from anybatch.dropout.row_masks import keep_mask, key_of
 from anybatch.errors import DropoutError
-from anybatch.state import DrawFinder, random_state
-from anybatch.torch_inside import DropoutLayer, children_of, is_in_backward, without_dynamo
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from anybatch.batches import Batch, Dealt, MicroBatches, num_rows
+from anybatch.core import Batch, Dealt, MicroBatches, PassHook, Ranks, num_rows
 from anybatch.dropout.keyed_dropout import Masks
-from anybatch.hooks import PassHook
-from anybatch.parallel import Ranks
 
 
 @dataclass(frozen=True)

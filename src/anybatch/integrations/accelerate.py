@@ -12,11 +12,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from anybatch.batches import GlobalBatches, MicroBatch
+from anybatch.core import Coupled, MicroBatch, Objective, Ranks, Update
 from anybatch.errors import BatchError, ParallelError, UpdateError
-from anybatch.objectives import Coupled, Objective
-from anybatch.parallel import Ranks
-from anybatch.update import Update
+from anybatch.parallel import GlobalBatches
 
 
 def prepared_update(

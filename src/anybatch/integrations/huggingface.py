@@ -18,16 +18,25 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from anybatch.batches import Batch, MicroBatch, Split, Tokens, as_split, map_tensors
+from anybatch.core import (
+    Accumulator,
+    Batch,
+    BatchNorm,
+    MicroBatch,
+    Objective,
+    Offload,
+    Split,
+    as_split,
+    count_units,
+    map_tensors,
+    takes_fp32_gradients,
+)
 from anybatch.errors import LossError, ParallelError, SplitError, UpdateError
-from anybatch.gradients import takes_fp32_gradients
 from anybatch.integrations.same_ranks import check_ranks
 from anybatch.integrations.trainer_loader import dealt_loader, rows_of
 from anybatch.integrations.trainer_units import OF_SENTENCES, PAIRED, is_a, objective_of
 from anybatch.integrations.trainer_window import EachBatch, StandIn, as_pairs, from_pairs, joined
-from anybatch.objectives import Objective, count_units
-from anybatch.options import BatchNorm, Offload
-from anybatch.passes import Accumulator
+from anybatch.ragged import Tokens
 
 SPLIT_FILE = "anybatch_split.json"
 """Beside a checkpoint's own files: what was learnt of what fits."""

@@ -15,14 +15,25 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, Dealt, MicroBatch, num_rows, warn_of_repeated_rows
+from anybatch.core import (
+    Accumulator,
+    Batch,
+    BatchNorm,
+    Dealt,
+    Metric,
+    MicroBatch,
+    Objective,
+    Offload,
+    PerRow,
+    Sum,
+    Units,
+    num_rows,
+    takes_fp32_gradients,
+)
 from anybatch.errors import LossError, UpdateError
-from anybatch.gradients import takes_fp32_gradients
 from anybatch.integrations.same_ranks import check_ranks
-from anybatch.objectives import Metric, Objective, PerRow, Sum, Units, learned
-from anybatch.options import BatchNorm, Offload
-from anybatch.parallel import unwrapped
-from anybatch.passes import Accumulator
+from anybatch.objectives import learned
+from anybatch.parallel import unwrapped, warn_of_repeated_rows
 
 SPLIT_KEY = "anybatch_split"
 """In a checkpoint, what was learnt of what fits."""

@@ -1,7 +1,7 @@
 """A model must be spread over as many ranks as its framework runs."""
 
+from anybatch.core import Accumulator
 from anybatch.errors import ParallelError
-from anybatch.passes import Accumulator
 
 
 def check_ranks(accumulator: Accumulator, ranks: int) -> None:

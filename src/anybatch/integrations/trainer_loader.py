@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from anybatch.batches import Dealt, GlobalBatches, warn_of_repeated_rows
+from anybatch.core import Dealt
 from anybatch.errors import ParallelError
 from anybatch.integrations.trainer_window import StandIn
+from anybatch.parallel import GlobalBatches, warn_of_repeated_rows
 
 KNOWN_TO_ALL = ("SeedableRandomSampler", "SequentialSampler")
 """Samplers that give every rank the same rows."""

@@ -7,19 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, num_rows
+from anybatch.core import Batch, Coupled, Number, Objective, SeenLoss, num_rows
 from anybatch.errors import LossError, UnitsError
-from anybatch.objectives import (
-    Coupled,
-    Number,
-    Objective,
-    SeenLoss,
-    WatchedLoss,
-    huggingface,
-    label_units,
-    learned,
-    sentence_transformers,
-)
+from anybatch.objectives import WatchedLoss, huggingface, label_units, learned, sentence_transformers
 
 REFUSED = {
     "GRPOTrainer": "it makes its batches itself while it trains, from answers that it generates for several windows ahead",

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybatch.batches import Batch, Cut, MicroBatches, Rows, Split, join_rows, num_rows, tensors
+from anybatch.core import Batch, Cut, MicroBatches, Rows, Split, join_rows, num_rows, tensors
 from anybatch.errors import BatchError
 
 IGNORED = -100

@@ -5,14 +5,7 @@ from anybatch.memory.fitting import Fitted
 from anybatch.memory.from_config import parameters_on_meta, plan_config
 from anybatch.memory.planning import MARGIN, plan
 from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, SizePeak, WayToFit
-from anybatch.memory.tracing import (
-    bytes_of,
-    drop_gradients,
-    measure_peak,
-    metered,
-    optimizer_tensors,
-    standing_tensors,
-)
+from anybatch.memory.tracing import bytes_of, drop_gradients, measure_peak, metered, optimizer_tensors, standing_tensors
 
 __all__ = [
     "Breakdown",

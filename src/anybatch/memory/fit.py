@@ -5,23 +5,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from anybatch.batches import (
-    Auto,
+from anybatch.core import (
     Batch,
-    Doubling,
     MicroBatches,
     Rows,
     Split,
-    Tokens,
     Workload,
     in_arrival_order,
+    is_sharded,
+    parse_bytes,
+    show_bytes,
     smaller,
 )
 from anybatch.errors import MemoryLimitError, SplitError, first_line, levels_to_the_caller
 from anybatch.memory.fitting import BatchShape, Fitted, Fitting, fitting_within, shape_of
 from anybatch.memory.planning import plan
-from anybatch.sizes import parse_bytes, show_bytes
-from anybatch.torch_inside import is_sharded
+from anybatch.ragged import Auto, Doubling, Tokens
 
 
 class Fit(Split):

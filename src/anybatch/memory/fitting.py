@@ -7,11 +7,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anybatch.batches import Auto, Batch, Choice, Rows, Split, Tokens, num_rows, tensors
+from anybatch.batch_norm import uses_batch_statistics
+from anybatch.core import Batch, BatchNormLayer, Rows, Split, num_rows, show_bytes, tensors
 from anybatch.memory.predicting import Plan
-from anybatch.norms import uses_batch_statistics
-from anybatch.sizes import show_bytes
-from anybatch.torch_inside import BatchNormLayer
+from anybatch.ragged import Auto, Choice, Tokens
 
 WORTH_PLANNING = 0.85
 """Rows shorter than this share of those that were planned for have a plan of their own."""

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from anybatch.core import Sums, did_you_mean, one_of
 from anybatch.errors import PlanError, first_line
-from anybatch.faces import did_you_mean, one_of
 from anybatch.memory.planning import plan
 from anybatch.memory.predicting import Plan
 from anybatch.objectives import huggingface
-from anybatch.options import Sums
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {

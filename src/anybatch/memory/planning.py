@@ -10,7 +10,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, Dealt, Rows, Tokens, tensors
+from anybatch.core import (
+    Autocast,
+    Batch,
+    BatchNorm,
+    Coupled,
+    Dealt,
+    Objective,
+    Offload,
+    Rows,
+    Running,
+    Sums,
+    forget_fake_results,
+    parse_bytes,
+    tensors,
+)
 from anybatch.errors import PlanError, levels_to_the_caller
 from anybatch.memory.predicting import (
     Breakdown,
@@ -40,12 +54,8 @@ from anybatch.memory.tracing import (
     keeping_random_states,
     optimizer_tensors,
 )
-from anybatch.objectives import Coupled, Objective
-from anybatch.options import Autocast, BatchNorm, Offload, Sums
 from anybatch.parallel import peeled, wrapping_of
-from anybatch.passes import Running
-from anybatch.sizes import parse_bytes
-from anybatch.torch_inside import forget_fake_results
+from anybatch.ragged import Tokens
 
 MARGIN = 0.05
 """The share of an accelerator's memory that a plan leaves free, unless told otherwise."""

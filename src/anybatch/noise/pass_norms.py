@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from anybatch.batches import MicroBatches, is_in_arrival_order
+from anybatch.core import MicroBatches, PassHook, is_in_arrival_order
 from anybatch.errors import BatchError
-from anybatch.hooks import PassHook
 from anybatch.noise.noise_scale import WindowNoise
 
 

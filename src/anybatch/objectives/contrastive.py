@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anybatch.core import at_least_fp32
 from anybatch.errors import LossError
-from anybatch.low_precision import at_least_fp32
 
 
 class InfoNCE(nn.Module):

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.batches import Batch
+from anybatch.core import Batch, Coupled
 from anybatch.errors import BatchError, LossError
-from anybatch.objectives.objective import Coupled
 
 
 def sentence_transformers(loss: nn.Module) -> Coupled:

@@ -5,10 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.batches import Batch, num_rows
+from anybatch.core import Batch, Metrics, Objective, TermLosses, Units, count_terms, num_rows
 from anybatch.errors import LossError
-from anybatch.objectives.metrics import Metrics
-from anybatch.objectives.objective import Objective, TermLosses, Units, count_terms
 
 TermFunction = Callable[[nn.Module, Batch], "Mapping[str, Tensor] | tuple[Mapping[str, Tensor], Metrics]"]
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anybatch.parallel.ranks import Ranks
+from anybatch.core import Ranks
 
 BUCKET_BYTES = 25 * 2**20
 """What DDP's own reducer sends at a time."""

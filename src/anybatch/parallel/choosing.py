@@ -2,10 +2,9 @@
 
 from torch import nn
 
+from anybatch.core import ALONE, Engine, Ranks
 from anybatch.parallel.ddp import Replicated
-from anybatch.parallel.engine import ALONE, Engine
 from anybatch.parallel.fsdp import Sharded
-from anybatch.parallel.ranks import Ranks
 from anybatch.parallel.wrapping import wrapping_of
 
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from anybatch.core import Needs, Ranks, Sync, is_low
 from anybatch.errors import ParallelError
-from anybatch.low_precision import is_low
 from anybatch.parallel.buckets import sum_in_buckets
-from anybatch.parallel.engine import Needs, Sync
-from anybatch.parallel.ranks import Ranks
-from anybatch.torch_inside import (
+from anybatch.parallel.torch_private_ddp import (
     active_ddp_put_back,
     comm_hooks,
     end_reduction,

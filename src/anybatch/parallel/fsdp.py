@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from anybatch.core import Needs, Ranks, Sync
 from anybatch.parallel.buckets import sum_in_buckets
-from anybatch.parallel.engine import Needs, Sync
-from anybatch.parallel.ranks import Ranks
-from anybatch.torch_inside import (
+from anybatch.parallel.torch_private_fsdp import (
     forget_gathered_gradients,
     forwards_as_repeats,
     gather_for_batch,
@@ -75,7 +74,7 @@ class Scattered(Sync):
         _forget(self.roots)
 
     def give_zeros(self, plan: Any, tools: Any) -> None:
-        from anybatch.passes.schedules.sharded_zeros import give_zeros
+        from anybatch.parallel.sharded_zeros import give_zeros
 
         give_zeros(plan, tools)
 

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from anybatch.core import LOW_PRECISION, inside_compiled
 from anybatch.errors import ParallelError
-from anybatch.low_precision import LOW_PRECISION
-from anybatch.torch_inside import check_ddp, check_fsdp, flat_group, inside_compiled, sharded_kind, sharded_parameters
+from anybatch.parallel.torch_private_ddp import check_ddp
+from anybatch.parallel.torch_private_fsdp import check_fsdp, flat_group, sharded_kind, sharded_parameters
 
 
 @dataclass(frozen=True, slots=True)

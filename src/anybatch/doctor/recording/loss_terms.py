@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.core import SAVED, outputs_of
 from anybatch.doctor.loops import CRITERIA
-from anybatch.torch_inside import SAVED, outputs_of
 
 MOST_NODES = 400
 MEAN, SUM = 1, 2

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from anybatch.core import num_writes
 from anybatch.doctor.loops import SUFFIX, as_hex, packed
-from anybatch.torch_inside import num_writes
 
 VARIABLE = "ANYBATCH_DOCTOR"
 """The environment variable that carries the options to every process of a run."""

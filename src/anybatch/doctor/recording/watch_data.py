@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from anybatch.core import BatchNormLayer, DropoutLayer
 from anybatch.doctor.recording.tape import Patches, Tape, around, here, nothing
-from anybatch.torch_inside import BatchNormLayer, DropoutLayer, sharded_kind
+from anybatch.parallel import sharded_kind
 
 CHANNELS = 8
 """Channels of the first BatchNorm whose statistics are written down."""

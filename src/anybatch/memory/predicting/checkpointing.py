@@ -7,8 +7,8 @@ from inspect import signature
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from anybatch.core import NormLayer, call_hooks_of
 from anybatch.errors import PlanError
-from anybatch.torch_inside import NormLayer, call_hooks_of
 
 
 def recompute_blocks(model: nn.Module) -> str:

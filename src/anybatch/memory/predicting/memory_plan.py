@@ -3,10 +3,9 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from anybatch.faces import facts_table, html_block, html_table, sentences
+from anybatch.core import facts_table, html_block, html_table, sentences, show_bytes
 from anybatch.memory.predicting.envelope import Peaks
 from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence
-from anybatch.sizes import show_bytes
 
 Method = Literal["fake tensors", "real steps"]
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from anybatch.batches import Batch, RowLengths, Tokens, map_tensors, narrow, num_rows, padded_dims, take_rows, tensors
+from anybatch.core import Batch, map_tensors, num_rows, take_rows, tensors
 from anybatch.memory.predicting.envelope import PassShape
 from anybatch.memory.tracing import bytes_of
+from anybatch.ragged import RowLengths, Tokens, narrow, padded_dims
 
 SHORTEST = 4
 """Rows shorter than this are planned as if all were as long as the longest: three lengths are needed for a curve."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from anybatch.batches import Batch
+from anybatch.core import Batch, BatchNormLayer, free_bytes, show_bytes
 from anybatch.errors import PlanError, first_line
 from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope
 from anybatch.memory.predicting.memory_plan import Method
@@ -25,9 +25,6 @@ from anybatch.memory.tracing import (
     is_real,
     optimizer_tensors,
 )
-from anybatch.sizes import show_bytes
-from anybatch.state import free_bytes
-from anybatch.torch_inside import BatchNormLayer
 
 
 @dataclass(slots=True)

@@ -6,10 +6,9 @@ from functools import reduce
 from itertools import combinations
 from typing import Any
 
-from anybatch.low_precision import is_low
+from anybatch.core import is_low, show_bytes
 from anybatch.memory.predicting.checkpointing import repeated_blocks
 from anybatch.memory.tracing import Moment, Moments, Parts, highest, optimizer_tensors
-from anybatch.sizes import show_bytes
 
 PRICE_OF_LOW_SUMS = "0.009 of the gradient after 64 micro-batches, 0.018 after 256, against 0.002 in fp32"
 """Measured on bf16 parameters, to the float64 gradient."""

@@ -9,10 +9,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from anybatch.batches import Batch, tensors
-from anybatch.device_memory import has_counters, with_peak
-from anybatch.torch_inside import is_sharded, profiler_events, storage_key, without_op_names
-from anybatch.update import Update, UpdateResult
+from anybatch.core import (
+    Batch,
+    Update,
+    UpdateResult,
+    has_counters,
+    is_sharded,
+    profiler_events,
+    storage_key,
+    tensors,
+    with_peak,
+    without_op_names,
+)
 
 _PREFIX = "anybatch."
 Result = TypeVar("Result")

@@ -11,24 +11,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.batches import Batch, MicroBatches, move, rows, tensors
-from anybatch.low_precision import is_low
+from anybatch.batch_norm import uses_batch_statistics
+from anybatch.core import (
+    Accumulator,
+    Batch,
+    BatchNormLayer,
+    Coupled,
+    FakeTensorMode,
+    MicroBatches,
+    Objective,
+    OnNonFinite,
+    Running,
+    Update,
+    is_low,
+    move,
+    rows,
+    tensors,
+)
 from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
 from anybatch.memory.tracing.recorder import MemoryKind, Recorder, Timeline
-from anybatch.memory.tracing.trial_copies import (
-    Parts,
-    choosing_as_real,
-    fake_batch,
-    fake_copies,
-    real_copies,
-    undone,
-)
-from anybatch.norms import uses_batch_statistics
-from anybatch.objectives import Coupled, Objective
-from anybatch.options import OnNonFinite
-from anybatch.passes import Accumulator, Running
-from anybatch.torch_inside import BatchNormLayer, FakeTensorMode
-from anybatch.update import Update
+from anybatch.memory.tracing.trial_copies import Parts, choosing_as_real, fake_batch, fake_copies, real_copies, undone
 
 HIDDEN = {
     "aten::convolution": "a convolution",

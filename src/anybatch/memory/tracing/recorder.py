@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from anybatch.torch_inside import COPY_ELSEWHERE, TorchDispatchMode, is_in_backward, storage_key
+from anybatch.core import COPY_ELSEWHERE, TorchDispatchMode, is_in_backward, storage_key
 
 ELSEWHERE = "meta"
 """The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""

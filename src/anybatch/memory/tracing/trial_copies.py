@@ -11,13 +11,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from anybatch.batches import Batch, map_tensors, tensors
+from anybatch.core import (
+    Batch,
+    FakeTensor,
+    FakeTensorMode,
+    Snapshot,
+    TensorFile,
+    buffers_of,
+    gradient_hooks_of,
+    kept_aside,
+    map_tensors,
+    outer_random,
+    tables_of,
+    tensors,
+)
 from anybatch.errors import PlanError
 from anybatch.memory.tracing.meter import optimizer_tensors
 from anybatch.memory.tracing.recorder import ELSEWHERE
-from anybatch.proof import PythonState, functions_of
-from anybatch.state import Snapshot, TensorFile, kept_aside, outer_random, tables_of
-from anybatch.torch_inside import FakeTensor, FakeTensorMode, buffers_of, gradient_hooks_of
+from anybatch.verification import PythonState, functions_of
 
 Parts = tuple[nn.Module, Optimizer | None, Any]
 """Model, optimizer and objective: copied together, so that what they share stays shared."""

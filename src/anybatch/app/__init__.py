@@ -1,0 +1,1 @@
+"""The `anybatch` command: training, records, reports, lessons, the self-test and the command line."""

@@ -1,0 +1,105 @@
+"""`anybatch compare`: four ways to train a task, several seeds, a table and plain sentences."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anybatch import __version__
+from anybatch.app.cli.folders import check_installed, first_record, its_end_told, new_folder, short_name, write_page
+from anybatch.app.cli.screen import say, table
+from anybatch.app.records.comparison import ArmEpoch, Comparison, at_epoch, over_runs
+from anybatch.app.records.tolerant_reading import plain
+from anybatch.app.training.settings import Settings
+from anybatch.app.training.tasks.lookup import check_task_exists, find_task
+from anybatch.core import show_bytes
+from anybatch.errors import SettingsError
+
+if TYPE_CHECKING:
+    from anybatch.app.lessons.arms import ArmPlan
+
+
+def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path | None, is_quiet: bool) -> int:
+    """Run the comparison and leave its folder."""
+    check_task_exists(task)
+    if num_seeds < 1:
+        raise SettingsError(f"--seeds {num_seeds}: expected 1 or more.")
+    folder = new_folder(task, out)
+    check_installed("torchdata")
+    say(f"anybatch {__version__}  comparing four ways to train {short_name(task)}", is_quiet=is_quiet)
+    build = find_task(task)  # torch is loaded from here on
+    from anybatch.app.lessons.arms import compare
+
+    run = first_record("compare", task, settings)
+    folder.write(run)
+
+    def tell(plan: "ArmPlan", seed: int, epoch: ArmEpoch) -> None:
+        if epoch.epoch == plan.epochs:
+            numbers = f"valid loss {epoch.valid_loss:.4f}  metric {epoch.metric:.4f}"
+            say(f"{plan.name}, seed {seed}: after epoch {epoch.epoch}  {numbers}", is_quiet=is_quiet)
+
+    with its_end_told(folder, run):
+        comparison = compare(build, settings, num_seeds=num_seeds, tell=tell)
+    for line in ["", *comparison_lines(comparison), ""]:
+        say(line, is_quiet=is_quiet)
+    folder.write(comparison)
+    ends = {arm.name: at_epoch(arm, 0, lambda point: point.metric).mean for arm in comparison.arms}
+    summary = {f"{name} {comparison.metric}": mean for name, mean in ends.items()}
+    folder.write(dataclasses.replace(run, status="finished", summary=plain(summary)))
+    say(f"page: {write_page(folder)}", is_quiet=is_quiet)
+    return 0
+
+
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """The comparison as text: what the arms are, their numbers, epoch by epoch, and what was found."""
+    from anybatch.app.lessons.arms import show_spread
+
+    metric = None if comparison.metric == "validation loss" else comparison.metric
+    arms = comparison.arms
+    rows = []
+    for arm in arms:
+        first = arm.runs[0]
+        rows.append(
+            [
+                arm.name,
+                f"{arm.lr:.4g}",
+                f"{first.updates:,}",
+                f"{first.samples_seen:,}",
+                show_spread(at_epoch(arm, 0, lambda point: point.valid_loss), None),
+                show_spread(at_epoch(arm, 0, lambda point: point.metric), metric),
+                f"{over_runs(arm, lambda run: run.seconds).mean:.2f} s",
+                "-" if first.peak_bytes is None else show_bytes(first.peak_bytes),
+            ]
+        )
+    head = ["arm", "lr", "updates", "samples seen", "valid loss", comparison.metric, "time", "peak memory"]
+    seeds = f"mean ± deviation over {len(arms[0].runs)} seeds" if len(arms[0].runs) > 1 else "one seed"
+    return [
+        *(f"{arm.name}: {arm.description}" for arm in arms),
+        "",
+        f"after the last epoch, {seeds}",
+        *table(head, rows),
+        "",
+        *_epoch_lines(comparison, metric),
+        "",
+        *(f"- {sentence}" for sentence in comparison.findings),
+    ]
+
+
+def _epoch_lines(comparison: Comparison, metric: str | None) -> list[str]:
+    losses = _epoch_table(comparison, "validation loss", lambda epoch: epoch.valid_loss, None)
+    if metric is None:
+        return losses
+    return [*_epoch_table(comparison, f"validation {metric}", lambda epoch: epoch.metric, metric), "", *losses]
+
+
+def _epoch_table(
+    comparison: Comparison, title: str, number: Callable[[ArmEpoch], float | None], metric: str | None
+) -> list[str]:
+    from anybatch.app.lessons.arms import show_spread
+
+    epochs = [point.epoch for point in comparison.arms[0].runs[0].epochs]
+    rows = [
+        [str(epoch), *(show_spread(at_epoch(arm, epoch, number), metric) for arm in comparison.arms)]
+        for epoch in epochs
+    ]
+    return [f"{title} after each epoch", *table(["epoch", *(arm.name for arm in comparison.arms)], rows)]

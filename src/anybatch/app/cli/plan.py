@@ -1,0 +1,156 @@
+"""`anybatch plan`: the largest micro-batch that fits, before anything runs, of a task or of a config file."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anybatch import __version__
+from anybatch.app.cli.folders import check_installed, first_record, new_folder, short_name, write_page
+from anybatch.app.cli.screen import say, table
+from anybatch.app.records.schema import PlanRecord
+from anybatch.app.records.tolerant_reading import read
+from anybatch.app.training.settings import Settings
+from anybatch.app.training.tasks.lookup import check_task_exists, find_task
+from anybatch.core import free_on_host, parse_bytes, show_bytes
+from anybatch.errors import SettingsError
+
+if TYPE_CHECKING:
+    from anybatch.core import Sums
+    from anybatch.memory import Plan
+
+LARGE = 2**35
+"""Bytes that are taken to be free where the system does not tell."""
+
+
+def plan_command(
+    task: str, settings: Settings, *, sums: "Sums", memory: str | None, out: Path | None, is_json: bool, is_quiet: bool
+) -> int:
+    """Plan, print, and leave a folder with a page; 1 where not even one row fits."""
+    check_task_exists(task)
+    check_installed("torchdata")
+    limit = None if memory is None else parse_bytes(memory)
+    telling = Telling(task, settings, out=out, is_json=is_json, is_quiet=is_quiet)
+    return telling.tell(lambda: _plan(task, settings, limit, sums))
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """Where a plan goes: the screen, and a folder with a page unless only JSON is asked for."""
+
+    name: str
+    settings: Settings
+    _: KW_ONLY
+    out: Path | None
+    is_json: bool
+    is_quiet: bool
+
+    def tell(self, make: Callable[[], "Plan"]) -> int:
+        """Make the plan and tell it; 1 where not even one row fits."""
+        folder = None if self.is_json and self.out is None else new_folder(self.name, self.out)
+        is_quiet = self.is_quiet or self.is_json
+        say(f"anybatch {__version__}  planning the memory of {short_name(self.name)}", is_quiet=is_quiet)
+        planned = make()
+        if self.is_json:
+            say(json.dumps(planned.as_dict(), indent=1))
+        for line in ["", *memory_plan_lines(planned)]:
+            say(line, is_quiet=is_quiet)
+        if folder is not None:
+            folder.write(dataclasses.replace(first_record("plan", self.name, self.settings), status="finished"))
+            record = read(PlanRecord, planned.as_dict() | {"sentences": planned.describe().splitlines()})
+            assert record is not None
+            folder.write(record)
+            page = write_page(folder)
+            for line in ["", f"page: {page}"]:
+                say(line, is_quiet=is_quiet)
+        return 0 if planned.fits else 1
+
+
+def _plan(task: str, settings: Settings, limit: int | None, sums: "Sums") -> "Plan":
+    build = find_task(task)  # torch is loaded from here on
+    import torch
+
+    from anybatch.app.training.checkpoints.checkpoint_files import seed_all
+    from anybatch.app.training.experiment import find_device, find_split
+    from anybatch.app.training.loaders import first_batch
+    from anybatch.memory import parameters_on_meta, plan
+    from anybatch.ragged import Tokens
+
+    try:
+        device = find_device("auto") if settings.device == "auto" else torch.device(settings.device)
+    except RuntimeError as error:
+        raise SettingsError(
+            f"--device {settings.device!r} is no device: {str(error).splitlines()[0][:150]}. Use cpu or cuda; it need not be "
+            "here."
+        ) from None
+    seed_all(settings.seed)
+    with parameters_on_meta(
+        beyond=(free_on_host() or LARGE) // 8
+    ):  # a trial by real steps needs five times the weights
+        found = build()
+    found.model.train()
+    size = min(settings.batch_size or found.batch_size, len(found.training))
+    split = find_split(found, settings, size)
+    return plan(
+        found.model,
+        found.optimizer,
+        found.objective,
+        first_batch(found, batch=size, seed=settings.seed),
+        memory=limit,
+        device=device,
+        split=split if isinstance(split, Tokens) else None,
+        clip_norm=settings.clip_norm or found.clip_norm,
+        autocast={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision],
+        batch_norm=found.batch_norm,
+        sums=sums,
+    )
+
+
+def memory_plan_lines(planned: "Plan") -> list[str]:
+    """The plan as text: sentences, sizes, what the peak is made of, and what could be changed."""
+    sizes = [[f"{entry.size:,}", show_bytes(entry.peak), "yes" if entry.fits else "no"] for entry in planned.sizes]
+    parts = [
+        [field.name, show_bytes(getattr(planned.breakdown, field.name))]
+        for field in dataclasses.fields(planned.breakdown)
+    ]
+    head, _, *rest = planned.describe().splitlines()
+    changes = [[way.change, show_bytes(way.peak), "yes" if way.fits else "no"] for way in planned.ways_to_fit]
+    size = f"with {planned.micro_batch:,} {planned.unit}" if planned.fits else "with one row"
+    return [
+        head,
+        "",
+        *table([planned.unit, "peak", "fits"], sizes),
+        "",
+        *table(["at the peak", "memory"], parts),
+        "",
+        *table([f"what to change, {size}", "peak", "fits"], changes),
+        "",
+        *rest,
+    ]
+
+
+TOKENS = 2048
+
+
+def config_plan_command(
+    config: Path, options: dict[str, Any], settings: Settings, *, out: Path | None, is_json: bool, is_quiet: bool
+) -> int:
+    """Plan a language model that is not built, print, and leave a folder with a page; 1 where not even one row fits."""
+    if find_spec("transformers") is None:
+        raise SettingsError(
+            f"--model {config} needs transformers. Install it with: pip install 'anybatch[huggingface]'"
+        )
+    telling = Telling(str(config), settings, out=out, is_json=is_json, is_quiet=is_quiet)
+    # without a size it is this machine that is asked; a size without a device is that of a card
+    is_card = settings.device == "auto" and options["memory"] is not None
+    device = "cuda" if is_card else settings.device.replace("auto", "cpu")
+
+    def make() -> Any:
+        from anybatch.memory import plan_config
+
+        return plan_config(config, **{"tokens": TOKENS, **options}, device=device)
+
+    return telling.tell(make)

@@ -1,0 +1,1 @@
+"""Nine pages that teach: their words, their widgets, how they become one file."""

@@ -1,0 +1,144 @@
+"""Lessons are data: one TOML file each, with its words, its widgets and every number that it claims."""
+
+import html
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from anybatch.core import did_you_mean
+from anybatch.errors import LessonError
+
+ORDER = ("trace", "zero", "rows", "units", "memory", "rate", "limits", "write", "recall")
+"""The nine pages, in the order they are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A number of a lesson: how it is measured, in which setting, and how it reads on the page."""
+
+    shown: str
+    measure: str
+    setting: dict[str, Any] = field(default_factory=dict)
+    """Differences from the lessons' usual setting: 1,000 rows, 4 micro-batches of 16, SGD at 0.1, 10 epochs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LessonPart:
+    """A piece of a page: words, or a widget with what it needs."""
+
+    kind: str
+    title: str
+    text: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One page."""
+
+    name: str
+    title: str
+    lead: str
+    insight: str
+    minutes: int
+    answers: tuple[str, ...]
+    """The numbered items that this page settles."""
+    parts: tuple[LessonPart, ...]
+    claims: dict[str, Claim]
+
+
+def read_lesson(name: str) -> Lesson:
+    """The lesson of that name; every claim that its words mention is there."""
+    if name not in ORDER:
+        hint = did_you_mean(name, ORDER) or "."
+        raise LessonError(f"there is no lesson {name!r}. The lessons are {', '.join(ORDER)}{hint}")
+    return _read(name)
+
+
+@cache
+def _read(name: str) -> Lesson:
+    raw = tomllib.loads(files("anybatch.app.lessons").joinpath("content", f"{name}.toml").read_text("utf-8"))
+    parts = tuple(
+        LessonPart(
+            kind=part["kind"],
+            title=part.get("title", ""),
+            text=part.get("text", ""),
+            spec={key: value for key, value in part.items() if key not in ("kind", "title", "text")},
+        )
+        for part in raw["part"]
+    )
+    claims = {key: _claim(dict(fields)) for key, fields in raw.get("claims", {}).items()}
+    words = {key: raw[key] for key in ("title", "lead", "insight", "minutes")}
+    return Lesson(name=name, answers=tuple(raw["answers"]), parts=parts, claims=claims, **words)
+
+
+def _claim(fields: dict[str, Any]) -> Claim:
+    return Claim(shown=fields.pop("shown"), measure=fields.pop("measure"), setting=fields)
+
+
+def all_lessons() -> tuple[Lesson, ...]:
+    """All nine, in order."""
+    return tuple(read_lesson(name) for name in ORDER)
+
+
+def memory_table() -> dict[str, Any]:
+    """What `anybatch plan stdlib` says, as it was when the lessons were written; a test asks it again."""
+    return tomllib.loads(files("anybatch.app.lessons").joinpath("content", "memory_table.toml").read_text("utf-8"))
+
+
+def to_html(text: str, claims: Mapping[str, Claim]) -> str:
+    """Blocks are apart by empty lines; a block of four spaces is code, of dashes a list, of a tag is left as it is.
+
+    >>> to_html("It *adds*.\\n\\n- `one`\\n- two", {})
+    '<p>It <em>adds</em>.</p><ul><li><code>one</code></li><li>two</li></ul>'
+    """
+    return "".join(_block(block, claims) for block in re.split(r"\n\s*\n", text.strip("\n")) if block.strip())
+
+
+def inline(text: str, claims: Mapping[str, Claim]) -> str:
+    """One line of words.
+
+    >>> inline("{lost} of **1,000** rows", {"lost": Claim(shown="752", measure="lost")})
+    '<data data-claim="lost" value="752">752</data> of <strong>1,000</strong> rows'
+    """
+    pieces = re.split(r"(`[^`]+`)", text)
+    return "".join(_code(piece) if piece.startswith("`") else _prose(piece, claims) for piece in pieces)
+
+
+def _block(block: str, claims: Mapping[str, Claim]) -> str:
+    lines = block.split("\n")
+    if block.startswith("<"):
+        return _numbers(block, claims)
+    if all(line.startswith("    ") for line in lines):
+        code = "\n".join(line[4:] for line in lines)
+        return f'<pre tabindex="0"><code>{html.escape(code)}</code></pre>'
+    if lines[0].startswith("- "):
+        items = re.split(r"\n- ", block[2:])
+        return "<ul>" + "".join(f"<li>{inline(' '.join(item.split()), claims)}</li>" for item in items) + "</ul>"
+    if lines[0].startswith("### "):
+        return f"<h3>{inline(lines[0][4:], claims)}</h3>"
+    return f"<p>{inline(' '.join(block.split()), claims)}</p>"
+
+
+def _code(piece: str) -> str:
+    return f"<code>{html.escape(piece[1:-1])}</code>"
+
+
+def _prose(piece: str, claims: Mapping[str, Claim]) -> str:
+    text = html.escape(piece, quote=False)
+    text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
+    text = re.sub(r"\*(.+?)\*", r"<em>\1</em>", text)
+    text = re.sub(r"\[(.+?)\]\((#\w+)\)", r'<a href="\2">\1</a>', text)
+    return _numbers(text, claims)
+
+
+def _numbers(text: str, claims: Mapping[str, Claim]) -> str:
+    def number(found: re.Match[str]) -> str:
+        shown = html.escape(claims[found[1]].shown)
+        return f'<data data-claim="{found[1]}" value="{shown}">{shown}</data>'
+
+    return re.sub(r"\{(\w+)\}", number, text)

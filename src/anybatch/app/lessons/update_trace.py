@@ -1,0 +1,279 @@
+"""One update stage by stage, and one sample layer by layer: real shapes and numbers, copied out while they are there."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d
+
+from anybatch import stages
+from anybatch.app.records.schema import Trace, TracedImage, TracedLayer, TracedStage
+from anybatch.app.training.experiment import Experiment
+from anybatch.app.training.loaders import first_batch
+from anybatch.app.training.measure import observed
+from anybatch.core import Batch, gradient_norm, move, num_rows, take_rows, tensors
+
+MOST_VALUES = 12
+"""Sample values per entry."""
+
+
+MOST_CLASSES = MOST_VALUES
+"""A prediction is told where every class is among the values."""
+
+
+TIMED = 5
+"""Updates whose times the medians are of."""
+
+
+Timed = tuple[str, int | None]
+"""A stage of a micro-batch, or of the whole batch."""
+
+
+def trace(experiment: Experiment) -> Trace:
+    """The first update of the run, and the way of its first row through the model as the update left it."""
+    plan, task = experiment.plan, experiment.task
+    batch = first_batch(task, batch=plan.batch, seed=experiment.settings.seed)
+    there = move(batch, experiment.device)
+    entries, layers = _trace_update(experiment, there), _trace_layers(experiment, there)
+    sample = next(tensors(take_rows(there, slice(0, 1))), None)
+    image = None if sample is None else image_of(sample)
+    return Trace(
+        stages=with_medians(entries, _seconds(experiment, there)),
+        layers=layers,
+        images=() if image is None else (image,),
+    )
+
+
+def _trace_update(experiment: Experiment, batch: Batch) -> tuple[TracedStage, ...]:
+    update = experiment.update
+    watcher = _Watcher(update.parameters(), batch)
+    update.model.train()
+    with observed(update, watcher):
+        update(batch)
+        # zeroing is how the next update begins; what follows of that one is not looked at
+        update(batch)
+    return tuple(watcher.stages)
+
+
+def _seconds(experiment: Experiment, batch: Batch) -> dict[Timed, list[float]]:
+    """What every stage took in some more updates; the weights that these leave are thrown away."""
+    found: dict[Timed, list[float]] = defaultdict(list)
+
+    def note(event: stages.Event) -> None:
+        found[type(event).__name__.lower(), event.micro_batch].append(event.seconds)
+
+    with observed(experiment.update, note):
+        for _ in range(TIMED):
+            experiment.update(batch)
+    return found
+
+
+def with_medians(entries: Iterable[TracedStage], seconds: Mapping[Timed, Sequence[float]]) -> tuple[TracedStage, ...]:
+    """Entries that tell a time tell the median of several: one alone is an accident."""
+    return tuple(
+        replace(entry, facts={**entry.facts, "seconds": median(seconds[entry.stage, entry.micro_batch])})
+        if "seconds" in entry.facts and seconds.get((entry.stage, entry.micro_batch))
+        else entry
+        for entry in entries
+    )
+
+
+class _Watcher:
+    """Turns events into entries when they happen: a moment later `.grad` and the weights are others."""
+
+    def __init__(self, parameters: list[nn.Parameter], batch: Batch) -> None:
+        self.stages: list[TracedStage] = []
+        self._is_open = True
+        self._parameters = parameters
+        self._weights = [parameter.detach().clone() for parameter in parameters]
+        self._batch_loss = 0.0
+        self._norm_before_clip: float | None = None
+        self._first_sum: Tensor | None = None
+        self._has_begun = False
+        self._units = 0.0
+        self._add(None, "load", "the whole batch", {"rows": num_rows(batch), "shapes": _shapes(tensors(batch))}, batch)
+
+    def __call__(self, event: stages.Event) -> None:
+        if not self._is_open:
+            return
+        match event:
+            case stages.Load():
+                facts = {"rows": num_rows(event.batch), "shapes": _shapes(tensors(event.batch))}
+                self._add(event, "load", "a micro-batch on the model's device", facts, event.batch)
+            case stages.Forward():
+                facts = {"output": _shapes(tensors(event.output))} if event.output is not None else {}
+                title = "the model's output" if facts else "all rows, layer by layer together"
+                self._add(event, "forward", title, facts, event.output)
+            case stages.Loss():
+                self._loss(event)
+            case stages.Backward():
+                self._backward(event)
+            case stages.Accumulate():
+                norm = float(gradient_norm(event.parameters))
+                facts = {"gradient norm so far": norm, "of": _first_name(event.parameters)}
+                self._add(event, "accumulate", "the sum in .grad has grown", facts, _first_grad(event.parameters))
+            case stages.Clip():
+                self._norm_before_clip = float(event.grad_norm)
+            case stages.Step():
+                self._step(event)
+            case stages.Zero() if self._has_begun:
+                left = sum(parameter.grad is not None for parameter in event.parameters)
+                facts = {"gradients left": left, "parameters": len(event.parameters), ".grad": "None"}
+                self._add(event, "zero", "the next update begins: gradients are cleared", facts, None)
+                self._is_open = False
+            case _:
+                pass
+        self._has_begun = True  # the first event of all is this update's own zeroing
+
+    def _backward(self, event: stages.Backward) -> None:
+        """The first parameter's gradient of this micro-batch alone: what `.grad` holds now, less what it held before."""
+        total, added = _first_grad(self._parameters), None
+        if total is not None:
+            added = total.detach().clone() if self._first_sum is None else total.detach() - self._first_sum
+            self._first_sum = total.detach().clone()
+        facts: dict[str, Any] = {} if added is None else {"its norm": float(added.norm())}
+        facts |= {"of": _first_name(self._parameters)}
+        whose = "all rows'" if event.micro_batch is None else "this micro-batch's"
+        self._add(event, "backward", f"{whose} gradients are computed and added", facts, added)
+
+    def _loss(self, event: stages.Loss) -> None:
+        loss = float(event.loss)
+        self._batch_loss += event.share * loss
+        self._units += event.units
+        facts = {
+            "loss": loss,
+            "units": float(event.units),
+            "share": event.share,
+            "adds to the batch's loss": event.share * loss,
+        }
+        self._add(event, "loss", "the mean loss of this micro-batch and its share", facts, event.loss)
+
+    def _step(self, event: stages.Step) -> None:
+        facts = {"loss": self._batch_loss, "units": self._units}
+        self._add(None, "loss", "the loss of the whole batch: the shares add up", facts, None)
+        norm = float(gradient_norm(self._parameters))
+        name, before_clip = _first_name(self._parameters), self._norm_before_clip
+        total: dict[str, Any] = {"gradient norm": norm if before_clip is None else before_clip, "of": name}
+        summed = _first_grad(self._parameters) if before_clip is None else self._first_sum
+        self._add(None, "accumulate", "the gradient of the whole batch", total, summed)
+        if before_clip is not None:
+            norms: dict[str, Any] = {"norm before": before_clip, "norm after": norm, "of": name}
+            self._add(None, "clip", "the whole gradient is made shorter, once", norms, _first_grad(self._parameters))
+        moved = [
+            float((parameter.detach() - before).norm())
+            for parameter, before in zip(self._parameters, self._weights, strict=True)
+        ]
+        before, after = self._weights[0].flatten(), self._parameters[0].detach().flatten()
+        self._add(event, "step", "the weights before", {"of": _first_name(self._parameters)}, before)
+        change = {"applied": str(event.applied), "change of all weights (norm)": sum(one**2 for one in moved) ** 0.5}
+        self._add(event, "step", "the weights after", change, after)
+
+    def _add(self, event: stages.Event | None, stage: str, title: str, facts: dict[str, Any], values: Any) -> None:
+        micro_batch = None if event is None else event.micro_batch
+        seconds = {} if event is None else {"seconds": event.seconds}
+        self.stages.append(
+            TracedStage(
+                stage=stage, micro_batch=micro_batch, title=title, facts=facts | seconds, values=first_values(values)
+            )
+        )
+
+
+def _trace_layers(experiment: Experiment, batch: Batch) -> tuple[TracedLayer, ...]:
+    """One row through every module that calls no other, in the order of the calls."""
+    model, objective = experiment.task.model, experiment.task.whole_objective
+    layers: list[TracedLayer] = []
+    calls: list[int] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        calls.append(len(layers))
+
+    def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if calls.pop() == len(layers):  # nothing inside it was called
+            layers.append(_layer(name, module, inputs, output))
+
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(enter))
+        hooks.append(module.register_forward_hook(partial(leave, name)))
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            objective.loss(model, take_rows(batch, slice(0, 1)))
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return (*layers, *_prediction(layers, batch))
+
+
+def _prediction(layers: Sequence[TracedLayer], batch: Batch) -> tuple[TracedLayer, ...]:
+    """How the walk ends where the model tells classes apart: probabilities, class and label of the row."""
+    found = list(tensors(batch))
+    if not layers or len(found) != 2 or found[1].dim() != 1 or found[1].is_floating_point():
+        return ()
+    shape = layers[-1].shapes_out[0] if layers[-1].shapes_out else ()
+    if len(shape) != 2 or not 1 < int(shape[1]) <= MOST_CLASSES:
+        return ()
+    probabilities = torch.tensor(layers[-1].values).softmax(0)
+    guess, label = int(probabilities.argmax()), int(found[1][0])
+    told = f"class {guess} ({float(probabilities[guess]):.1%}), label {label}: {'right' if guess == label else 'wrong'}"
+    values = tuple(float(each) for each in probabilities)
+    return (TracedLayer(name=told, kind="prediction", shapes_in=(shape,), shapes_out=((1,),), values=values),)
+
+
+def _layer(name: str, module: nn.Module, inputs: Any, output: Any) -> TracedLayer:
+    return TracedLayer(
+        name=name or "model",
+        kind=type(module).__name__,
+        shapes_in=tuple(tuple(tensor.shape) for tensor in tensors(inputs)),
+        shapes_out=tuple(tuple(tensor.shape) for tensor in tensors(output)),
+        values=first_values(output),
+    )
+
+
+def first_values(value: Any) -> tuple[float, ...]:
+    """The first few numbers of the first tensor in `value`."""
+    first = next(tensors(value), None) if value is not None else None
+    if first is None:
+        return ()
+    return tuple(float(number) for number in first.detach().flatten()[:MOST_VALUES].float().tolist())
+
+
+LARGEST = 64
+"""Pixels of a side; larger images are made smaller."""
+
+
+def image_of(row: Tensor) -> TracedImage | None:
+    """The picture of a (1, channels, height, width) row with one channel or three; None where it is none.
+
+    Its lowest number is black and its highest white, because nobody knows what the task has normalised.
+    """
+    if row.dim() != 4 or row.shape[1] not in (1, 3) or min(row.shape[2:]) < 4 or not row.is_floating_point():
+        return None
+    seen = row.detach().float().cpu()
+    seen = adaptive_avg_pool2d(seen, (min(seen.shape[2], LARGEST), min(seen.shape[3], LARGEST)))[0]
+    low, high = seen.min(), seen.max()
+    if not bool((high - low).isfinite() & (high > low)):
+        return None
+    levels = ((seen - low) * (255 / (high - low))).round().int().permute(1, 2, 0)
+    height, width, channels = levels.shape
+    return TracedImage(width=width, height=height, channels=channels, pixels=tuple(levels.flatten().tolist()))
+
+
+def _shapes(found: Iterable[Tensor]) -> str:
+    return ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in found)
+
+
+def _first_name(parameters: Iterable[nn.Parameter]) -> str:
+    return f"parameter 0, {tuple(next(iter(parameters)).shape)}"
+
+
+def _first_grad(parameters: Iterable[nn.Parameter]) -> Tensor | None:
+    grad = next(iter(parameters)).grad
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad

@@ -1,0 +1,277 @@
+"""A folder with the files of one run: written whole, read as far as it goes.
+
+Whole files are replaced in one step, on the disk when that is done, so a reader never sees half of one. `run.json`, without
+which no run can go on, has a copy. A kill may cut `metrics.jsonl` off inside its last line; a line that
+is no JSON object is passed over.
+"""
+
+import errno
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from anybatch.app.records.comparison import Comparison
+from anybatch.app.records.schema import (
+    EpochDone,
+    MemorySeen,
+    Metric,
+    PlanRecord,
+    ProofRecord,
+    Run,
+    Trace,
+    UpdateDone,
+    WindowSeen,
+)
+from anybatch.app.records.tolerant_reading import Record, loads, plain, read, to_json, whole
+from anybatch.errors import RunError
+
+ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan` or `verify` named when it ended."
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where the files of one run are."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run's checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The run's `metrics.jsonl`."""
+        return self.path / "metrics.jsonl"
+
+    def write(self, record: Run | Comparison | Trace | ProofRecord | PlanRecord) -> None:
+        """Replace the record's file."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.path / record.file, to_json(record, indent=1))
+
+    def append(self, metric: Metric) -> None:
+        """Add one line to `metrics.jsonl`, out of this process's hands when the call returns."""
+        with self.metrics.open("a", encoding="utf-8", errors=_ERRORS) as file:
+            file.write(to_json({"event": metric.event} | plain(metric)) + "\n")
+
+    def keep(self, run: Run) -> None:
+        """What `metrics.jsonl` says, and a copy of `run.json`, are on the disk when this returns: before each checkpoint."""
+        if self.metrics.is_file():
+            with self.metrics.open("ab") as file:
+                os.fsync(file.fileno())
+        copy, text = self.path / _COPY, to_json(run, indent=1)
+        if not copy.is_file() or copy.read_text(encoding="utf-8", errors="replace") != text:
+            _replace(copy, text)
+
+    def read_run(self) -> Run:
+        """The run's `run.json`, or where it cannot be read its copy; it must be there, and name a kind and a task."""
+        try:
+            return self._read_run(Run.file)
+        except RunError:
+            if not (self.path / _COPY).is_file():
+                raise
+            return self._read_run(_COPY)
+
+    def _read_run(self, name: str) -> Run:
+        fields = self.read_object(name)
+        if fields is None:
+            is_folder, is_file = self.path.is_dir(), self.path.is_file()
+            what = "is a file" if is_file else f"has no {Run.file}" if is_folder else "does not exist"
+            raise RunError(
+                f"{str(self.path)!r} {what}; a run folder holds {Run.file}, and metrics.jsonl, compare.json, trace.json, "
+                f"plan.json or verify.json. {ADVICE}"
+            )
+        run = read(Run, fields)
+        if run is None or not run.kind or not run.task:
+            raise RunError(
+                f"{str(self.path / Run.file)!r} has the keys {sorted(fields)}; 'kind' and 'task' were expected. It is not of a "
+                f"run of anybatch. {ADVICE}"
+            )
+        return run
+
+    def read_object(self, name: str) -> Mapping[str, Any] | None:
+        """The JSON object in one of the run's files; None where there is no such file."""
+        path = self.path / name
+        if not path.is_file():
+            return None
+        try:
+            loaded = loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise RunError(
+                f"{str(path)!r} is not JSON ({error}); anybatch writes it whole or not at all. Restore the file, or run again."
+            ) from None
+        if not isinstance(loaded, Mapping):
+            raise RunError(
+                f"{str(path)!r} holds a {type(loaded).__name__}; a JSON object was expected. Restore the file, or run again."
+            )
+        return loaded
+
+    def read_metrics(self) -> list[Mapping[str, Any]]:
+        """The JSON objects of `metrics.jsonl`, without lines that a kill has cut off."""
+        return [event for _, event in self.lines() if event is not None]
+
+    def rewind(self, update: int) -> int:
+        """Forget what `metrics.jsonl` says of updates after `update`: they will run again. How many lines could not be read.
+
+        These are dropped, but for a last one that a kill cut off: it says nothing that will not be said again.
+        """
+        lines = list(self.lines())
+        kept = [line for line, event in lines if event is not None and (whole(event.get("update")) or 0) <= update]
+        _replace(self.metrics, "".join(line + "\n" for line in kept))
+        return sum(event is None for _, event in lines[:-1])
+
+    def lines(self) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+        """The lines of `metrics.jsonl`, each with its JSON object; None where it holds none."""
+        if not self.metrics.is_file():
+            return
+        with self.metrics.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for line in file:
+                if line.strip():
+                    yield line.rstrip("\n"), _object_of(line)
+
+
+_COPY = "run.copy.json"
+_ERRORS = "backslashreplace"
+"""What is no Unicode, such as a file name of other bytes, is written as JSON writes any character: by its number."""
+
+
+def _object_of(line: str) -> Mapping[str, Any] | None:
+    try:
+        event = loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, Mapping) else None
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8", errors=_ERRORS) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on the disk when this returns."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The block in which this process alone works in `folder`; an error that names the other process where one does already.
+
+    The system lets go of the lock when the process ends, however it ends; the file stays. A folder that is made here and gets
+    nothing else is removed again.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _take(handle, folder)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        if [path.name for path in folder.glob("*")] == [LOCK]:
+            (folder / LOCK).unlink(missing_ok=True)
+        os.close(handle)
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _take(handle: int, folder: Path) -> None:
+    if os.name != "posix":
+        return
+    import fcntl
+
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: its children do not hold it
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # a file system that has no locks
+        holder = os.pread(handle, 500, 0).decode(errors="replace").strip() or "another process"
+        raise RunError(
+            f"{folder} is in use by {holder}. Wait for its end, or end it; a new run can go to another --out."
+        ) from None
+
+
+METRICS: dict[str, type[Metric]] = {kind.event: kind for kind in (UpdateDone, EpochDone, WindowSeen, MemorySeen)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What a finished run left behind: the one thing that every chart, table and sentence of a report is made from."""
+
+    run: Run
+    updates: tuple[UpdateDone, ...] = ()
+    epochs: tuple[EpochDone, ...] = ()
+    windows: tuple[WindowSeen, ...] = ()
+    """With their stages in the order of time, the first one at 0."""
+    memory: tuple[MemorySeen, ...] = ()
+    comparison: Comparison | None = None
+    trace: Trace | None = None
+    proof: ProofRecord | None = None
+    plan: PlanRecord | None = None
+    num_unreadable: int = 0
+    """Lines of `metrics.jsonl` that are no JSON object, because a kill in the middle of a write cut them off."""
+
+
+def read_results(path: Path) -> Results:
+    """All results of the run folder `path`.
+
+    An update that was logged twice, before a kill and after the resume, counts once: the later line holds.
+    """
+    folder = RunFolder(path)
+    run = folder.read_run()
+    events = [event for _, event in folder.lines()]
+    kinds = [(METRICS.get(str(event.get("event"))), event) for event in events if event is not None]
+    metrics = [metric for kind, event in kinds if kind and (metric := read(kind, event)) is not None]
+    windows = [_from_zero(metric) for metric in metrics if isinstance(metric, WindowSeen) and metric.stages]
+    return Results(
+        run=run,
+        updates=_last_of_each([metric for metric in metrics if isinstance(metric, UpdateDone)], "update"),
+        epochs=_last_of_each([metric for metric in metrics if isinstance(metric, EpochDone)], "epoch"),
+        windows=_last_of_each(windows, "update"),
+        memory=_last_of_each([_with_peak(metric) for metric in metrics if isinstance(metric, MemorySeen)], "update"),
+        comparison=read(Comparison, folder.read_object(Comparison.file) or None),
+        trace=read(Trace, folder.read_object(Trace.file) or None),
+        proof=read(ProofRecord, folder.read_object(ProofRecord.file) or None),
+        plan=read(PlanRecord, folder.read_object(PlanRecord.file) or None),
+        num_unreadable=sum(event is None for event in events),
+    )
+
+
+def _last_of_each(metrics: Iterable[Record], number: str) -> tuple[Record, ...]:
+    """In the order of their number. The last one holds where several have the same number."""
+    found = {getattr(metric, number): metric for metric in metrics}
+    return tuple(found[key] for key in sorted(found))
+
+
+def _from_zero(window: WindowSeen) -> WindowSeen:
+    stages = sorted(window.stages, key=lambda stage: stage.start)
+    return replace(window, stages=tuple(replace(stage, start=stage.start - stages[0].start) for stage in stages))
+
+
+def _with_peak(seen: MemorySeen) -> MemorySeen:
+    """With the highest point as its peak, where the record names none."""
+    highest = max((point.bytes for point in seen.points), default=None)
+    return replace(seen, peak_bytes=highest) if seen.peak_bytes is None else seen

@@ -1,0 +1,1 @@
+"""Finished results in, one HTML page out."""

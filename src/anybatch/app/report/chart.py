@@ -1,0 +1,303 @@
+"""Charts of lines and of bars, each with its table; long traces are thinned, and keep every spike."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal
+
+from anybatch.app.report.writing import number, percent
+
+MOST_POINTS = 1000
+"""A line of more points than this is thinned: no screen has so many columns, and the page stays small."""
+
+
+MOST_ROWS = 500
+"""A table of more rows than this is thinned."""
+
+
+SeriesKind = Literal["line", "faint", "points", "area"]
+
+
+NUM_LOOKS = 6
+"""Dashes of lines and shapes of markers, which the page's script draws."""
+
+
+CROSS = 5
+"""The look of what stands apart: crosses."""
+
+
+NUM_COLOURS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Columns and rows of text; the first column names the row."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    """What the rows leave out, if they do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One entry of the legend: a button that shows and hides every trace of its group."""
+
+    name: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One figure of the page."""
+
+    name: str
+    """Its place in the page: the id of the element."""
+    title: str
+    caption: str
+    """One or two sentences that say what is to be seen: the caption, and the text alternative."""
+    figure: Mapping[str, Any]
+    """`data` has lines, bands or bars, `x` and `y` say what is special about the axes. `stops` says what the arrow keys move
+    along, "x" or "bars". `where` has the words before and after a place on the x axis."""
+    keys: tuple[Key, ...]
+    table: Table
+    height: int = 300
+    is_wide: bool = False
+    has_log: bool = False
+    """Whether a logarithmic axis makes sense."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a chart, with a band around it where it is a mean."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: int = 1
+    """Which colour of the palette, from 1."""
+    dash: int = 0
+    kind: SeriesKind = "line"
+    deviation: Sequence[float | None] = ()
+    """Half the height of the band at each point; none where it is None."""
+    labels: Sequence[str] = ()
+    """What to say at each point besides its value."""
+
+
+def line_chart(
+    name: str,
+    series: Sequence[Series],
+    *,
+    title: str,
+    caption: str,
+    table: Table,
+    x_title: str,
+    x_unit: str = "",
+    is_percent: bool = False,
+    unit: str = "",
+    from_zero: bool = False,
+    height: int = 300,
+    is_wide: bool = False,
+) -> Chart:
+    """Lines over a common axis; each is thinned on its own. With `is_percent` the values are shares of one."""
+    if is_percent:
+        series, unit = [_in_percent(line) for line in series], " %"
+    values = [value for line in series for value in line.y if value is not None]
+    is_positive = bool(values) and min(values) > 0
+    data: list[dict[str, Any]] = []
+    for group, line in enumerate(series):
+        if any(half is not None for half in line.deviation):
+            data.append(_band(line, group))
+        data.append(_trace(line, group, is_percent=is_percent, unit=unit))
+    return Chart(
+        name=name,
+        title=title,
+        caption=caption,
+        figure={
+            "data": data,
+            "x": {"title": x_title, "whole": _is_whole(series)},
+            "y": {"unit": unit, "zero": from_zero},
+            "stops": "x",
+            "where": ["", f" {x_unit}"] if x_unit else [f"{x_title} ", ""],
+        },
+        keys=tuple(Key(name=line.name) for line in series),
+        table=table,
+        height=height,
+        is_wide=is_wide,
+        has_log=is_positive and not is_percent and not from_zero and max(values) > 3 * min(values),
+    )
+
+
+def bar_chart(
+    name: str,
+    bars: Sequence[dict[str, Any]],
+    lanes: Sequence[str],
+    *,
+    title: str,
+    caption: str,
+    keys: Sequence[Key],
+    table: Table,
+    x_title: str,
+    height: int,
+    is_wide: bool = False,
+) -> Chart:
+    """Horizontal bars, made by `bars_of`, in `lanes` from top to bottom."""
+    return Chart(
+        name=name,
+        title=title,
+        caption=caption,
+        figure={
+            "data": list(bars),
+            "x": {"title": x_title, "whole": False},
+            "y": {"unit": "", "zero": True, "lanes": list(lanes)},
+            "stops": "bars",
+            "where": ["", ""],
+        },
+        keys=tuple(keys),
+        table=table,
+        height=height,
+        is_wide=is_wide,
+    )
+
+
+def bars_of(
+    name: str,
+    lanes: Sequence[str],
+    x: Sequence[float],
+    texts: Sequence[str],
+    *,
+    colour: str,
+    group: int,
+    starts: Sequence[float] = (),
+) -> dict[str, Any]:
+    """The bars of one key: each as long as its `x` from its start on, 0 if none is given, in its lane, read out as its text."""
+    return {
+        "kind": "bars",
+        "name": name,
+        "group": group,
+        "colour": colour,
+        "x": [six_digits(value) for value in x],
+        "starts": [six_digits(value) for value in starts] or [0] * len(x),
+        "lanes": list(lanes),
+        "texts": list(texts),
+    }
+
+
+def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
+    """Which points to draw, in order: the lowest and the highest of each stretch, and the first and last of all.
+
+    Every value, however short its spike, that would set the top or the bottom of a pixel column is kept. At most
+    `most` points; all of them where there are no more than that.
+    """
+    if len(values) <= most:
+        return list(range(len(values)))
+    num_stretches = max(1, (most - 2) // 2)
+    kept = {0, len(values) - 1}
+    for stretch in range(num_stretches):
+        start, stop = (len(values) * edge // num_stretches for edge in (stretch, stretch + 1))
+        known = [(value, index) for index in range(start, stop) if (value := values[index]) is not None]
+        if known:
+            kept.add(min(known)[1])
+            kept.add(max(known)[1])
+        else:
+            kept.add(start)  # a gap stays a gap
+    return sorted(kept)
+
+
+def evenly_spaced(count: int, most: int = MOST_ROWS) -> list[int]:
+    """Evenly spaced positions, the first and the last among them: the rows of a table of numbers."""
+    if count <= most:
+        return list(range(count))
+    return [round(step * (count - 1) / (most - 1)) for step in range(most)]
+
+
+def smooth(values: Sequence[float | None], width: int) -> list[float | None]:
+    """The mean of each point and its neighbours, `width` in all; None where all of them are missing.
+
+    Towards the ends fewer are taken, as many before the point as after it, so that the line does not lean.
+    """
+    sums = [0.0, *accumulate(0.0 if value is None else value for value in values)]
+    counts = [0, *accumulate(int(value is not None) for value in values)]
+    means: list[float | None] = []
+    for index in range(len(values)):
+        reach = min(width // 2, index, len(values) - 1 - index)
+        start, stop = index - reach, index + reach + 1
+        count = counts[stop] - counts[start]
+        means.append((sums[stop] - sums[start]) / count if count else None)
+    return means
+
+
+def colour(line: Series) -> str:
+    """The name of the line's colour."""
+    return f"--{'faint' if line.kind == 'faint' else 'series'}-{(line.colour - 1) % NUM_COLOURS + 1}"
+
+
+def six_digits(value: float | None) -> float | None:
+    """Six significant digits: more than any screen shows, and half the bytes."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def course_of(name: str, values: Sequence[float | None], *, is_percent: bool = False) -> str:
+    """How a series went, in words.
+
+    >>> course_of("training loss", [2.3, None, 0.5])
+    'training loss went from 2.3 to 0.5'
+    """
+    known = [value for value in values if value is not None]
+    write = percent if is_percent else number
+    if not known:
+        return f"{name} has no finite value"
+    if min(known) == max(known):
+        return f"{name} is {write(known[0])}{' throughout' if len(known) > 1 else ''}"
+    return f"{name} went from {write(known[0])} to {write(known[-1])}"
+
+
+def sentence(parts: Sequence[str]) -> str:
+    """Parts joined into one sentence with a capital letter and a full stop."""
+    joined = "; ".join(part for part in parts if part)
+    return joined[:1].upper() + joined[1:] + "." if joined else ""
+
+
+def _in_percent(line: Series) -> Series:
+    y, deviation = ([None if part is None else 100 * part for part in parts] for parts in (line.y, line.deviation))
+    return replace(line, y=y, deviation=deviation)
+
+
+def _trace(line: Series, group: int, *, is_percent: bool, unit: str) -> dict[str, Any]:
+    kept = thin(line.y)
+    trace: dict[str, Any] = {
+        "kind": line.kind,
+        "name": line.name,
+        "group": group,
+        "colour": colour(line),
+        "look": line.dash % NUM_LOOKS,
+        "x": [six_digits(line.x[index]) for index in kept],
+        "y": [six_digits(line.y[index]) for index in kept],
+        "percent": is_percent,
+        "unit": unit,
+    }
+    if line.kind == "area":
+        trace["fill"] = f"--band-{line.colour}"
+    if line.labels:
+        trace["labels"] = [line.labels[index] for index in kept]
+    return trace
+
+
+def _band(line: Series, group: int) -> dict[str, Any]:
+    edges = [
+        (x, middle - half, middle + half)
+        for x, middle, half in zip(line.x, line.y, line.deviation, strict=True)
+        if middle is not None and half is not None
+    ]
+    return {
+        "kind": "band",
+        "group": group,
+        "colour": f"--band-{(line.colour - 1) % NUM_COLOURS + 1}",
+        "x": [six_digits(x) for x, _, _ in edges] + [six_digits(x) for x, _, _ in reversed(edges)],
+        "y": [six_digits(high) for _, _, high in edges] + [six_digits(low) for _, low, _ in reversed(edges)],
+    }
+
+
+def _is_whole(series: Sequence[Series]) -> bool:
+    """True where only whole numbers stand on the x axis, so that no tick lies between two."""
+    return all(x == int(x) for line in series for x in line.x)

@@ -1,0 +1,133 @@
+"""The pages of the doctor and of the self-test, each made from the JSON object that the command prints or writes."""
+
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from anybatch.app.report.proof_charts import RowCells, row_cells
+
+UPDATES = 4
+"""Updates that are drawn."""
+AROUND = 4
+"""Lines of code above and below a finding."""
+STEP, LANE, LEFT = 26, 26, 130
+"""Pixels from event to event, from lane to lane, and of the names."""
+LETTERS = {"clip": "clip", "step": "step", "schedule": "lr", "zero": "zero", "unscale": "1/s", "scaler-update": "s"}
+
+Json = Mapping[str, Any]
+
+
+def write_doctor_page(diagnosis: Json, page: Path) -> Path:
+    """Write the page of `anybatch doctor --json`'s object: one file that needs no other and no network."""
+    draft = page.with_name(f".{page.name}.{os.getpid()}")
+    draft.write_text(render_doctor(diagnosis), encoding="utf-8")
+    draft.replace(page)
+    return page
+
+
+def render_doctor(diagnosis: Json) -> str:
+    """The page as text; whatever a script or a log brought is escaped."""
+    environment = Environment(loader=PackageLoader("anybatch.app.report"), autoescape=True, undefined=StrictUndefined)
+    findings = [{**finding, "code": _code(finding["file"], finding["line"])} for finding in diagnosis["findings"]]
+    counts = {
+        severity: sum(one["severity"] == severity for one in findings) for severity in ("error", "warning", "note")
+    }
+    style = files("anybatch.app.report").joinpath("templates")
+    return environment.get_template("doctor.html").render(
+        findings=findings,
+        counts=counts,
+        timeline=_timeline(diagnosis.get("timeline", [])),
+        updates=[{**update, "cells": _cells(update)} for update in diagnosis["updates"][:UPDATES]],
+        lost=_lost(diagnosis.get("lost", [])),
+        num_updates=len(diagnosis["updates"]),
+        style=Markup(style.joinpath("page.css").read_text("utf-8") + style.joinpath("doctor.css").read_text("utf-8")),
+    )
+
+
+def _cells(update: Json) -> Markup:
+    parts: Sequence[Json] = update["micro_batches"]
+    terms = sum(part["terms"] or 0 for part in parts)
+    lanes = []
+    for place, part in enumerate(parts, start=1):
+        known = part["weight"] is not None and part["terms"] and terms
+        counted = part["weight"] / part["terms"] * terms if known else None
+        lanes.append(
+            RowCells(label=f"micro-batch {place}", num_rows=int(part["rows"] or part["terms"] or 1), counted=counted)
+        )
+    return row_cells(lanes, title=f"What each row of update {update['update']} counted for")
+
+
+def _lost(lost: Sequence[Json]) -> Markup | None:
+    if not lost:
+        return None
+    lanes = [
+        RowCells(label=f"pass {one['serial'] + 1}", num_rows=int(one["rows"] or 1), counted=0.0) for one in lost[:12]
+    ]
+    return row_cells(lanes, title="Rows that no step used")
+
+
+def _timeline(events: Sequence[Json]) -> Markup:
+    """A lane per micro-batch, and one below for all else; events from left to right in the order in which they came."""
+    num_lanes = max((event["lane"] for event in events if event["what"] == "backward"), default=0) + 1
+    below = num_lanes * LANE
+    parts = [
+        f'<text x="0" y="{lane * LANE + 17}" class="label">micro-batch {lane + 1}</text>' for lane in range(num_lanes)
+    ]
+    parts.append(f'<text x="0" y="{below + 17}" class="label">optimizer</text>')
+    for place, event in enumerate(events):
+        x = LEFT + place * STEP
+        parts.append(_event(event, x, below))
+        if event["what"] == "step":
+            parts.append(f'<line x1="{x + STEP - 1}" x2="{x + STEP - 1}" y1="0" y2="{below + LANE}"/>')
+    width = LEFT + len(events) * STEP + 10
+    label = "Backward passes, clipping, steps, schedules and clearings of the first updates"
+    size = f'width="{width}" height="{below + LANE + 4}"'
+    return Markup(f'<svg class="timeline" role="img" aria-label="{label}" {size}>{"".join(parts)}</svg>')
+
+
+def _event(event: Json, x: int, below: int) -> str:
+    """One mark of the time line; its line of code is told by the pointer."""
+    what = str(event["what"])
+    if what == "backward":
+        look, y = "backward" if event["is_used"] else "backward lost", event["lane"] * LANE
+        text = "" if event["weight"] is None else f"{event['weight']:.2g}"
+    else:
+        look, y, text = what, below, LETTERS.get(what, what)
+    said = escape(f"{what}, line {event['line']}", quote=True)
+    box = f'<rect x="{x}" y="{y + 2}" width="{STEP - 3}" height="{LANE - 6}" rx="4"/>'
+    word = f'<text x="{x + (STEP - 3) / 2}" y="{y + 16}">{escape(text)}</text>'
+    return f'<g class="{escape(look, quote=True)}"><title>{said}</title>{box}{word}</g>'
+
+
+def _code(file: str, line: int) -> list[tuple[int, str, bool]]:
+    """The lines around a finding; none where the file cannot be read."""
+    try:
+        lines = Path(file).read_text(errors="replace").splitlines() if file else []
+    except OSError:
+        return []
+    first = max(1, line - AROUND)
+    shown = lines[first - 1 : line + AROUND] if 0 < line <= len(lines) else []
+    return [(number, text[:200], number == line) for number, text in enumerate(shown, start=first)]
+
+
+def write_self_test_page(found: Mapping[str, Any], page: Path) -> Path:
+    """Write the page of `self-test.json`'s object: one file that needs no other and no network."""
+    environment = Environment(loader=PackageLoader("anybatch.app.report"), autoescape=True, undefined=StrictUndefined)
+    groups: dict[str, list[Any]] = {}
+    for check in found["checks"]:
+        groups.setdefault(check["group"], []).append(check)
+    style = files("anybatch.app.report").joinpath("templates", "page.css").read_text("utf-8")
+    text = environment.get_template("self_test.html").render(
+        found=found,
+        groups=groups,
+        failed=sum(not check["has_passed"] for check in found["checks"]),
+        style=Markup(style),
+    )
+    page.write_text(text, encoding="utf-8")
+    return page

@@ -1,0 +1,1 @@
+"""The loop behind `anybatch train`: tasks, settings, checkpoints, ranks."""

@@ -1,0 +1,248 @@
+"""A task and settings put together: a plan that says what will happen, and an `Update` that makes it happen."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LambdaLR
+
+from anybatch.app.training.checkpoints.checkpoint_files import seed_all, seed_rank
+from anybatch.app.training.launch.spreading import ranks_of_group, spread_over_ranks
+from anybatch.app.training.learning_rates import BatchSchedule, beta2_of, lr_factor, scale_lr, schedule_of
+from anybatch.app.training.settings import Settings
+from anybatch.app.training.tasks.task import Task
+from anybatch.core import BatchNormLayer, Ranks, Rows, Split, Update
+from anybatch.errors import SettingsError, TaskError
+from anybatch.memory import Fit, fastest_fit
+from anybatch.parallel import deal_rows
+from anybatch.ragged import Tokens
+
+NOISE_EVERY = 8
+"""One update in so many is measured where noise decides on the batch."""
+CPU_SCALE = 2.0**12
+"""The first loss scale of fp16 on the CPU; the usual 2**16 overflows small problems again and again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What a run will do, known before its first update."""
+
+    parameters: int
+    rows: int
+    validation_rows: int
+    batch: int
+    micro_batch: int | str
+    """Rows, or the split that cuts."""
+    micro_batches_per_update: int | None
+    """None where the split decides batch by batch."""
+    updates_per_epoch: int
+    updates: int
+    epochs: int
+    lr_first: float
+    lr_peak: float
+    lr_last: float
+    """The learning rate of the last update."""
+    lr_rule: str
+    base_batch: int
+    beta2: float | None
+    """The beta2 of Adam and its relatives, after the rule; None for other optimizers."""
+    warmup: int
+    decay: str
+    clip_norm: float | None
+    precision: str
+    device: str
+    batch_norms: int
+    """BatchNorm layers, which normalise each micro-batch by itself."""
+    batch_schedule: str | None = None
+    """How batches grow, in words; None where they do not. `batch` is then the first."""
+    ranks: int = 1
+    """Processes that learn from each batch together."""
+    parallel: str | None = None
+    """How the ranks hold the model; None for one process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """All that the loop needs."""
+
+    task: Task
+    settings: Settings
+    plan: RunPlan
+    update: Update
+    device: torch.device
+    schedule: BatchSchedule
+    ranks: Ranks = field(default_factory=Ranks)
+
+
+def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None) -> Experiment:
+    """Seed, build the task, and make its update; the same settings make the same experiment, bit for bit.
+
+    With a process `group` the model is spread over its ranks, which all call this. They build the same task; random numbers
+    drawn later, as by dropout, are each rank's own.
+    """
+    ranks = ranks_of_group(group)
+    device = find_device(settings.device)
+    seed_all(settings.seed)
+    task = build()
+    task.model.to(device)
+    model = task.model if group is None else spread_over_ranks(task.model, task.optimizer, settings.parallel, group)
+    plan = make_plan(task, settings, device, ranks=None if group is None else ranks)
+    schedule = find_schedule(task, settings)
+    _set_lr(task, settings, plan)
+    scheduler = LambdaLR(task.optimizer, _factor(task, settings, schedule, plan.warmup, plan.updates))
+    precision = settings.precision
+    update = Update(
+        model,
+        task.optimizer,
+        task.objective,
+        micro_batch=find_split(task, settings, schedule.largest),
+        batch_norm=task.batch_norm,
+        clip_norm=plan.clip_norm,
+        noise=settings.noise or (NOISE_EVERY if schedule.follows_noise else None),
+        scheduler=scheduler,
+        autocast={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
+        scaler=_scaler(device) if precision == "fp16" else None,
+    )
+    if ranks.rank:
+        seed_rank(ranks.rank)
+    return Experiment(
+        task=task, settings=settings, plan=plan, update=update, device=device, schedule=schedule, ranks=ranks
+    )
+
+
+def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ranks | None = None) -> RunPlan:
+    """The numbers of the run; the optimizer is looked at and left alone."""
+    rows = len(task.training)
+    schedule = find_schedule(task, settings)
+    batch = schedule.batch(1)
+    split = find_split(task, settings, schedule.largest)
+    size = split.size if isinstance(split, Rows) else None
+    num_ranks = 1 if ranks is None else ranks.size
+    updates = settings.updates or schedule.updates_before((settings.epochs or task.epochs) + 1)
+    num_warmup = task.warmup if settings.warmup is None else settings.warmup
+    if settings.warmup is None:
+        num_warmup = min(num_warmup, updates // 10)  # a default must not fill a short run
+    elif num_warmup >= updates:
+        raise SettingsError(f"--warmup {num_warmup}: the run has {updates} updates; expected fewer than that.")
+    rule = settings.lr_rule or task.lr_rule
+    base_batch = settings.base_batch or task.base_batch or task.batch_size
+    group = task.optimizer.param_groups[0]
+    times = batch / base_batch
+    lr = settings.lr or float(group["lr"])
+    peak = lr * {"none": 1.0, "linear": times, "sqrt": times**0.5}[rule]
+    decay = settings.decay or task.decay
+    factor = _factor(task, settings, schedule, num_warmup, updates)
+    beta2 = beta2_of(task.optimizer)
+    if beta2 is not None and rule != "none" and settings.keep_half_life:
+        beta2 = beta2**times
+    return RunPlan(
+        parameters=sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad),
+        rows=rows,
+        validation_rows=len(task.validation),
+        batch=batch,
+        micro_batch=repr(split) if size is None else size,
+        micro_batches_per_update=None if size is None else _num_cut(min(batch, rows), num_ranks, size),
+        updates_per_epoch=schedule.updates_of(1),
+        updates=updates,
+        epochs=schedule.epoch_at(updates - 1),
+        lr_first=peak * factor(0),
+        lr_peak=peak * max(factor(0), factor(min(num_warmup, updates - 1))),
+        lr_last=peak * factor(updates - 1),
+        lr_rule=rule,
+        base_batch=base_batch,
+        beta2=beta2,
+        warmup=num_warmup,
+        decay=decay,
+        clip_norm=settings.clip_norm or task.clip_norm,
+        precision=settings.precision,
+        device=str(device),
+        batch_norms=num_inexact_norms(task),
+        batch_schedule=schedule.describe(),
+        ranks=num_ranks,
+        parallel=None if ranks is None else settings.parallel,
+    )
+
+
+def find_schedule(task: Task, settings: Settings) -> BatchSchedule:
+    """The batches of a run: as the task has them, unless the run was asked for a batch size."""
+    given = None if settings.batch_size is not None else task.batch_schedule
+    return schedule_of(given, batch=settings.batch_size or task.batch_size, rows=len(task.training))
+
+
+def _factor(
+    task: Task, settings: Settings, schedule: BatchSchedule, num_warmup: int, updates: int
+) -> Callable[[int], float]:
+    """The part of the learning rate that each update has. Where batches grow, it falls by rows, not by updates."""
+    decay = settings.decay or task.decay
+    if schedule.is_fixed:
+        return lr_factor(num_warmup, updates, decay)
+    return schedule.factor(
+        lr_factor(num_warmup, math.ceil(schedule.position(updates)), decay), settings.lr_rule or task.lr_rule
+    )
+
+
+def _num_cut(rows: int, ranks: int, size: int) -> int:
+    """How many micro-batches of up to `size` rows all ranks run together, because each cuts its own part of the rows."""
+    return sum(-(-len(part) // size) for part in deal_rows(rows, ranks))
+
+
+def num_inexact_norms(task: Task) -> int:
+    """How many layers make the rows of a micro-batch look at each other, and at no others, while training."""
+    if task.batch_norm is not None and task.batch_norm != "micro":
+        return 0
+    return sum(isinstance(module, BatchNormLayer) for module in task.model.modules())
+
+
+def find_split(task: Task, settings: Settings, batch: int) -> Split:
+    """How batches are cut: as asked for, else as the task has it."""
+    of_task = task.split if isinstance(task.split, Rows | Tokens) else None
+    if settings.memory is not None or settings.micro_batch == "auto":
+        most = settings.micro_batch if isinstance(settings.micro_batch, int) else of_task
+        choose = fastest_fit if settings.micro_batch == "auto" else Fit
+        return choose(settings.memory, most=most)
+    if settings.micro_batch is None and task.split is not None:
+        return task.split
+    return Rows(min(settings.micro_batch or task.micro_batch, batch))
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name; `auto` is the GPU, or whatever accelerator torch knows here, if there is one."""
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SettingsError(f"--device {name!r} cannot be used: {reason[:150]}. Use cpu, or auto.") from None
+    if device.type == "meta":
+        raise SettingsError("--device 'meta' holds no numbers, so nothing can be trained on it. Use cpu, or auto.")
+    return device
+
+
+def _set_lr(task: Task, settings: Settings, plan: RunPlan) -> None:
+    groups = task.optimizer.param_groups
+    if any("initial_lr" in group for group in groups):
+        raise TaskError(
+            "the task's optimizer already has a scheduler. Leave it out of task() and give Task(warmup=..., decay=...): the "
+            "loop makes the scheduler, because it knows the number of updates."
+        )
+    if settings.lr is not None:
+        first = float(groups[0]["lr"])
+        for group in groups:
+            # groups keep their ratio to the first
+            group["lr"] = settings.lr * (float(group["lr"]) / first if first else 1.0)
+    scale_lr(
+        task.optimizer,
+        batch=plan.batch,
+        base_batch=plan.base_batch,
+        rule=settings.lr_rule or task.lr_rule,
+        keep_half_life=settings.keep_half_life,
+    )
+
+
+def _scaler(device: torch.device) -> GradScaler:
+    return GradScaler("cpu", init_scale=CPU_SCALE) if device.type == "cpu" else GradScaler(device.type)

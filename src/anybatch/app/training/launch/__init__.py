@@ -1,0 +1,1 @@
+"""How this process was started, alone or as a rank, and the model spread over the ranks."""

@@ -1,0 +1,182 @@
+"""A byte-level language model on the functions of Python's own standard library: real, ragged, heavy-tailed text.
+
+Rows are padded to the longest of their batch and the padding is ignored by the loss; units are the bytes that are
+predicted, so the gradient is exact however the rows are cut. They are cut by `Tokens`: rows of like length together, and
+the padding off. Its cost is given, not learnt, so that the same seed makes the same weights to the bit.
+"""
+
+import ast
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.app.training.tasks.task import Task
+from anybatch.core import Mean, supervised
+from anybatch.ragged import Cost, Tokens
+
+LONGEST = 256
+"""Bytes of a row; longer functions are cut there."""
+
+
+END = 256
+
+
+IGNORED = -100
+
+
+WIDTH = 96
+
+
+def task() -> Task:
+    """Three causal layers of width 96; AdamW with warm-up and a cosine decay, two passes over some 2,000 functions."""
+    rows = [_encode(function.source) for function in functions()[::3]]
+    model = ByteModel()
+    return Task(
+        model=model,
+        # the bias of keys has no gradient but rounding, which the usual eps of 1e-8 would blow up to steps like any other
+        optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.05),
+        objective=supervised(ByteLoss(), units=predicted_bytes, metrics=next_byte),
+        training=[row for number, row in enumerate(rows) if not is_held_out(number)],
+        validation=[row for number, row in enumerate(rows) if is_held_out(number)],
+        metric="next_byte",
+        collate=pad,
+        batch_size=32,
+        micro_batch=8,
+        lengths=lambda rows: [len(row) - 1 for row in rows],
+        split=Tokens(8 * LONGEST, length=bytes_of_rows, cost=Cost()),
+        epochs=2,
+        warmup=10,
+        decay="cosine",
+        clip_norm=1.0,
+        validation_batch=16,
+    )
+
+
+class ByteModel(nn.Module):
+    """A small causal transformer over bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(END + 1, WIDTH)
+        self.position = nn.Embedding(LONGEST, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, nhead=4, dim_feedforward=4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        for table in (self.byte, self.position):
+            nn.init.normal_(table.weight, std=0.02)  # the bytes' table is the output layer too
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Logits of the next byte at every position."""
+        length = text.shape[1]
+        states = self.byte(text) + self.position(torch.arange(length, device=text.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
+        states = self.norm(self.layers(states, mask=mask, is_causal=True))
+        return F.linear(states, self.byte.weight)
+
+
+class ByteLoss(nn.Module):
+    """Mean cross entropy over the bytes that are not padding."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a batch."""
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def predicted_bytes(batch: tuple[Tensor, Tensor]) -> Tensor:
+    """What the mean loss divides by."""
+    return (batch[1] != IGNORED).count_nonzero()
+
+
+def bytes_of_rows(batch: tuple[Tensor, Tensor]) -> Tensor:
+    """How long each row is without its padding."""
+    return (batch[1] != IGNORED).sum(dim=1)
+
+
+def next_byte(logits: Tensor, targets: Tensor) -> dict[str, Mean]:
+    """How often the likeliest next byte is the right one."""
+    is_real = targets != IGNORED
+    return {"next_byte": Mean((logits.argmax(dim=-1) == targets)[is_real].float().mean())}
+
+
+def pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows of bytes as (inputs, targets): the targets are the inputs one byte on."""
+    inputs = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=END)
+    targets = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+    return inputs, targets
+
+
+def _encode(source: str) -> Tensor:
+    return torch.tensor([END, *source.encode()[: LONGEST - 1], END])
+
+
+MODULES = (  # noqa: SIM905
+    "argparse ast asyncio/base_events asyncio/streams base64 bdb bisect calendar cmd code codecs collections/__init__ "
+    "configparser contextlib copy csv dataclasses datetime decimal difflib dis doctest email/message enum filecmp fileinput "
+    "fnmatch fractions ftplib functools gettext glob gzip heapq hmac html/parser http/client http/cookiejar imaplib "
+    "importlib/metadata/__init__ inspect io ipaddress json/decoder json/encoder locale logging/__init__ mailbox mimetypes "
+    "multiprocessing/pool netrc nntplib ntpath numbers optparse os pdb pickle pickletools pkgutil platform plistlib poplib "
+    "posixpath pprint profile pstats queue random reprlib sched selectors shelve shlex shutil smtplib socket socketserver "
+    "ssl statistics string subprocess symtable tarfile telnetlib tempfile textwrap threading tokenize trace traceback "
+    "turtle types typing unittest/case unittest/mock urllib/parse urllib/request uuid warnings wave weakref webbrowser "
+    "xml/etree/ElementTree xml/dom/minidom xmlrpc/client zipapp zipfile"
+).split()
+"""Where to look; a module that this Python does not have is passed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One function or method of the standard library."""
+
+    name: str
+    source: str
+    docstring: str
+    """Empty where it has none."""
+    body: str
+    """The source below the docstring."""
+
+
+@cache
+def functions() -> tuple[Function, ...]:
+    """Every function of `MODULES` in the order of the files: some 7,000, from one line to some hundred lines."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found: list[Function] = []
+    for module in MODULES:
+        path = folder / f"{module}.py"
+        if path.is_file():
+            found += _functions_of(path.read_text(encoding="utf-8"))
+    return tuple(found)
+
+
+def is_held_out(number: int) -> bool:
+    """Every tenth function is kept for validation."""
+    return number % 10 == 9
+
+
+def _functions_of(text: str) -> list[Function]:
+    lines = text.splitlines()
+    nodes = [node for node in _statements(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [_function(node, lines) for node in sorted(nodes, key=lambda node: node.lineno)]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement below a node: functions are statements, and `ast.walk` goes through all expressions too."""
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from _statements(child)
+
+
+def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> Function:
+    docstring = ast.get_docstring(node) or ""
+    below = node.body[1:] if docstring else node.body
+    last = node.end_lineno or node.lineno
+    body = lines[below[0].lineno - 1 : last] if below else []
+    return Function(node.name, "\n".join(lines[node.lineno - 1 : last]), docstring, "\n".join(body))

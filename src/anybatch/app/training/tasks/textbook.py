@@ -1,0 +1,37 @@
+"""1,000 rows of 10 numbers, two classes: the example that gradient accumulation is taught with.
+
+The training data are the same whatever the seed; the seed makes the weights. A row belongs to class 1 when the sum of its
+numbers is above 0. Batches are 64 rows in micro-batches of 16; 1,000 is 15 x 64 + 40, so the tail is short.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from anybatch.app.training.tasks.task import Task
+from anybatch.core import Mean, supervised
+
+
+def task() -> Task:
+    """SGD at 0.1, chosen for updates of 16 rows."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(2000, 10, generator=generator)
+    targets = (inputs.sum(dim=1) > 0).long()
+    model = nn.Linear(10, 2)
+    return Task(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        objective=supervised(nn.CrossEntropyLoss(), metrics=accuracy),
+        training=TensorDataset(inputs[:1000], targets[:1000]),
+        validation=TensorDataset(inputs[1000:], targets[1000:]),
+        metric="accuracy",
+        batch_size=64,
+        micro_batch=16,
+        base_batch=16,
+        epochs=10,
+    )
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> dict[str, Mean]:
+    """The part of the rows whose largest output is at the target."""
+    return {"accuracy": Mean((outputs.argmax(dim=1) == targets).float().mean())}

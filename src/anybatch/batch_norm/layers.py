@@ -1,0 +1,127 @@
+"""BatchNorm layers whose statistics are not those of the micro-batch that runs: pooled, merged or frozen; and InstanceNorm.
+
+A layer's own `forward` runs as always; only the call of `F.batch_norm`, or `F.instance_norm`, inside it is computed otherwise,
+for as long as the block lasts. So subclasses, momentum and counters stay the layer's business.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from anybatch.core import BatchNormLayer, InstanceNormLayer, NormLayer
+
+Layers = Mapping[str, NormLayer]
+"""BatchNorm layers, or InstanceNorm layers, by their names in the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a layer asks of `F.batch_norm`, with its names and defaults."""
+
+    is_averaged: ClassVar[bool] = False
+    """True where running statistics follow the mean over rows of each row's own statistics."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+    @property
+    def count(self) -> int:
+        """Values per channel."""
+        return self.input.numel() // max(self.input.shape[1], 1)
+
+    def as_asked(self) -> Tensor:
+        """What the layer would have computed."""
+        return self.with_running(self.running_mean, self.running_var, self.momentum)
+
+    def with_running(self, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
+        """The same computation, with other running statistics to write to."""
+        return F.batch_norm(self.input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
+
+
+class InstanceCall(Call):
+    """What a layer asks of `F.instance_norm`: `training` is `use_input_stats`. Each row has its own statistics."""
+
+    is_averaged = True
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return self.input.shape[0]
+
+    def with_running(self, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
+        return F.instance_norm(self.input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
+
+
+Compute = Callable[[str, NormLayer, Call], Tensor]
+_CALLS: Mapping[Any, type[Call]] = {F.batch_norm: Call, F.instance_norm: InstanceCall}
+
+
+def batch_norms(model: nn.Module) -> dict[str, BatchNormLayer]:
+    """Every BatchNorm layer of the model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, BatchNormLayer)}
+
+
+def instance_norms(model: nn.Module) -> dict[str, NormLayer]:
+    """Every InstanceNorm layer of the model that keeps running statistics, by name."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, InstanceNormLayer)}
+    return {name: layer for name, layer in found.items() if layer.track_running_stats}
+
+
+def uses_batch_statistics(layer: NormLayer) -> bool:
+    """True of a layer whose rows look at each other: in training, or without running statistics to use instead."""
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+@contextmanager
+def replaced(layers: Layers, compute: Compute) -> Iterator[None]:
+    """Inside this block, `compute(name, layer, call)` stands for `F.batch_norm` in the forward of these layers."""
+    before: list[tuple[NormLayer, Any]] = []
+    try:
+        for name, layer in layers.items():
+            before.append((layer, layer.__dict__.get("forward")))
+            # SyncBatchNorm's own forward would talk to other ranks, and refuses the CPU
+            own = partial(BatchNormLayer.forward, layer) if type(layer) is nn.SyncBatchNorm else layer.forward
+            layer.__dict__["forward"] = partial(_forward, own, partial(compute, name, layer))
+        yield
+    finally:
+        for layer, forward in before:
+            if forward is None:
+                layer.__dict__.pop("forward", None)
+            else:
+                layer.__dict__["forward"] = forward
+
+
+def _forward(own: Callable[..., Tensor], compute: Callable[[Call], Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    with _Intercept(compute):
+        return own(*args, **kwargs)
+
+
+class _Intercept(TorchFunctionMode):
+    """Answers `F.batch_norm` and `F.instance_norm` in training by `compute`."""
+
+    def __init__(self, compute: Callable[[Call], Tensor]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CALLS:
+            call = _CALLS[func](*args, **_renamed(kwargs or {}))
+            if call.training:
+                return self._compute(call)
+        return func(*args, **(kwargs or {}))
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"training" if name == "use_input_stats" else name: value for name, value in kwargs.items()}

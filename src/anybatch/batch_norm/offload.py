@@ -1,0 +1,179 @@
+"""What backward needs, kept elsewhere until it is needed: in the host's memory, or on disk."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from anybatch.core import (
+    Offload,
+    StorageWeakRef,
+    TensorFile,
+    free_on_device,
+    free_on_host,
+    is_dynamo_loaded,
+    num_writes,
+    storage_behind,
+    storage_key,
+)
+from anybatch.errors import UpdateError
+
+SMALLEST = 16 * 1024
+"""Bytes below which a tensor stays: moving it costs more than it saves."""
+
+Load = Callable[[], Tensor]
+
+
+class SavedTensors:
+    """Keeps what a graph saves out of the way. Use `hooks()` around the forwards, in each thread, and close after backward.
+
+    Parameters, buffers and the batch itself (`stay`) are alive anyway and stay where they are. A tensor that several
+    operations save is kept once, and a tensor that changed between is another one.
+    """
+
+    def __init__(self, offload: Offload, stay: Iterable[Tensor], device: torch.device, file: TensorFile) -> None:
+        self._offload = offload
+        self._file = file
+        self._stay = {storage_key(tensor.untyped_storage()) for tensor in stay if type(tensor) in _PLAIN}
+        self._budget = _half_of_free(device) if offload == "auto" else 0
+        self._kept: dict[int, _Kept] = {}
+        if offload == "host" and device.type == "cpu":
+            raise UpdateError(
+                "offload='host' moves tensors from an accelerator to the host, but the model is on the CPU: they are there "
+                "already. Use offload='disk', or 'auto'."
+            )
+
+    def __enter__(self) -> "SavedTensors":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._kept.clear()
+        if kind is None:
+            self._file.rewind()
+        else:
+            self._file.close()
+
+    def hooks(self) -> AbstractContextManager[object]:
+        """The block in which this thread's graph saves through the keeper."""
+        if self._offload is None:
+            return nullcontext()
+        if is_dynamo_loaded():  # something may be compiled, and the hooks are not to be compiled into it
+            return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Load:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.nbytes < SMALLEST:
+            return _Stays(tensor.detach(), num_writes(tensor))
+        storage = tensor.untyped_storage()
+        if storage_key(storage) in self._stay or storage.nbytes() > 2 * tensor.nbytes:
+            return _Stays(tensor.detach(), num_writes(tensor))
+        kept = self._kept.get(storage_key(storage))
+        if kept is None or kept.version != num_writes(tensor):
+            if self._budget >= storage.nbytes():
+                self._budget -= storage.nbytes()
+                return _Stays(tensor.detach(), num_writes(tensor))
+            self._forget_the_dead()
+            # the weak reference holds the storage's address: no other storage can be taken for this one
+            kept = _Kept(StorageWeakRef(storage), num_writes(tensor), self._put(storage, tensor.device))
+            self._kept[storage_key(storage)] = kept
+        return _Rebuild(kept.load, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _put(self, storage: torch.UntypedStorage, device: torch.device) -> Load:
+        flat = _bytes_of(storage)
+        if device.type != "cpu":
+            host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
+            if self._offload != "disk":
+                host.copy_(flat, non_blocking=True)
+                return _Once(lambda: host.to(device, non_blocking=True))
+            host.copy_(flat)
+            flat = host
+        place = self._file.write(flat)
+        return _Once(lambda: self._file.read(*place).to(device))
+
+    def _forget_the_dead(self) -> None:
+        dead = [key for key, kept in self._kept.items() if kept.storage.expired()]
+        for key in dead:
+            del self._kept[key]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A storage that has been put away."""
+
+    storage: StorageWeakRef
+    version: int
+    load: Load
+
+
+@dataclass(slots=True)
+class _Once:
+    """Reads what was put away; a reader who comes while another still holds it gets the same."""
+
+    read: Load
+    _last: StorageWeakRef | None = None
+
+    def __call__(self) -> Tensor:
+        storage = None if self._last is None else storage_behind(self._last)
+        if storage is not None:
+            return _bytes_of(storage)
+        flat = self.read()
+        self._last = StorageWeakRef(flat.untyped_storage())
+        return flat
+
+
+@dataclass(frozen=True, slots=True)
+class _Rebuild:
+    """A saved tensor as a view of the storage that was put away."""
+
+    load: Load
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def __call__(self) -> Tensor:
+        flat = self.load()
+        empty = torch.empty(0, dtype=self.dtype, device=flat.device)
+        return empty.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stays:
+    """A saved tensor that is where it was. Torch does not look after tensors that went through a hook, so this does.
+
+    It is held without its graph: the two would hold each other, and a batch that failed would never be freed.
+    """
+
+    tensor: Tensor
+    version: int
+
+    def __call__(self) -> Tensor:
+        if num_writes(self.tensor) != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation: it is "
+                f"at version {num_writes(self.tensor)}, expected {self.version}. Use the operation that returns a new tensor."
+            )
+        return self.tensor
+
+
+def _unpack(packed: Load) -> Tensor:
+    return packed()
+
+
+def _half_of_free(device: torch.device) -> int:
+    if device.type != "cpu":
+        return free_on_device(device) // 2
+    return (free_on_host() or 0) // 2  # where the system does not tell, nothing is assumed to fit

@@ -1,0 +1,222 @@
+"""The exact gradient of a model with BatchNorm: all micro-batches forward in lockstep, one backward through all of them."""
+
+import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from anybatch.batch_norm.layers import Layers
+from anybatch.batch_norm.lockstep import Lockstep
+from anybatch.batch_norm.offload import SavedTensors
+from anybatch.batch_norm.pooled import pooled
+from anybatch.core import (
+    SILENT,
+    Batch,
+    BatchPlan,
+    Coupled,
+    Engine,
+    Forward,
+    Layout,
+    Loss,
+    Needs,
+    Objective,
+    Offload,
+    Outcome,
+    Part,
+    TensorFile,
+    Tools,
+    around,
+    common_device,
+    detached,
+    in_own_order,
+    inside_compiled,
+    is_compiled_in_place,
+    join_rows,
+    leaf,
+    loss_of_all,
+    map_tensors,
+    no_rows,
+    part_loss,
+    part_of,
+    roots_of,
+    share_out,
+    tensors,
+)
+from anybatch.errors import UpdateError
+
+
+class Finish(Protocol):
+    """What becomes of the forwards once all of them have ended: a loss, and one backward pass."""
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        """What each forward computes, in its own thread."""
+
+    def backward(self, plan: BatchPlan, results: list[Any], tools: Tools) -> Outcome:
+        """Add the gradient of the whole batch. `results` are those of the passes, and are emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class InLockstep:
+    """One batch through BatchNorm layers that see all of it.
+
+    Every micro-batch runs, those of 0 units too: their rows are part of the statistics. A micro-batch whose activations or
+    losses are not finite has spoilt everybody's statistics; where only the gradient is not finite nobody can say whose it
+    is, and all are spoilt.
+    """
+
+    layers: Layers
+    finish: Finish
+    offload: Offload
+    file: TensorFile = field(repr=False)
+    averaging: Layers = field(default_factory=dict)
+    """InstanceNorm layers, whose running statistics get one update."""
+    layout: ClassVar[Layout] = Layout(runs_all=True)
+    hides_parts: ClassVar[str] = (
+        "batch_norm='exact' makes rows look at each other, and no micro-batch has a gradient of its own"
+    )
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        return self.finish.compute(model, micro_batch)
+
+    def needs(self, engine: Engine) -> Needs:
+        return Needs(own_reduction="the gradient of batch_norm='exact'", one_collective=True)
+
+    def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
+        model = tools.forward.model
+        check_compiled(model, self.layers)
+        with tools.sync.passing(is_last=True):
+            micro_batches = _loaded(plan, tools)
+            with self._saved_tensors(model, micro_batches, tools) as saved:
+                lockstep = self._lockstep(plan, micro_batches, saved, tools)
+                not_finite: set[int] = set()
+                accepts, ranks, num_own = tools.accepts, tools.ranks, plan.num_own
+                layers = {**self.layers, **self.averaging}
+                with (
+                    pooled(layers, lockstep, accepts, not_finite, ranks=ranks, num_own=num_own),
+                    around([hook.in_lockstep(lambda: lockstep.current) for hook in tools.hooks]),
+                ):
+                    tools.events.begin(Forward)
+                    results = lockstep.run()
+                    tools.events.end(Forward, output=None)
+                    if not_finite:
+                        return Outcome(spoilt=sorted(not_finite))
+                    return self.finish.backward(plan, results, tools)
+
+    def _saved_tensors(self, model: nn.Module, micro_batches: list[Batch], tools: Tools) -> SavedTensors:
+        parameters = [*model.parameters(), *tools.gradients.parameters]
+        device = parameters[0].device if parameters else torch.device("cpu")
+        return SavedTensors(self.offload, [*parameters, *model.buffers(), *tensors(micro_batches)], device, self.file)
+
+    def _lockstep(
+        self, plan: BatchPlan, micro_batches: list[Batch], saved: SavedTensors, tools: Tools
+    ) -> Lockstep[Any]:
+        """The forwards of all passes, ready to run."""
+
+        def run(micro_batch: Batch, index: int) -> Any:
+            # an autocast context remembers the state it found: one for each thread
+            autocast = copy.copy(tools.forward.autocast)
+            forward = replace(tools.forward, device=None, events=SILENT, autocast=autocast)
+            with saved.hooks():
+                return forward(micro_batch, index)
+
+        numbers = [one.micro_batch for one in plan.passes]
+        calls = [partial(run, micro_batch, index) for micro_batch, index in zip(micro_batches, numbers, strict=True)]
+        return Lockstep(calls, numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class EachLoss:
+    """Each micro-batch has a loss of its own, weighed by its share."""
+
+    objective: Objective
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        return self.objective.loss(model, micro_batch)
+
+    def backward(self, plan: BatchPlan, results: list[Any], tools: Tools) -> Outcome:
+        counted = _that_count(plan)
+        passes = [plan.passes[number] for number in counted]
+        losses = [
+            part_loss(results[number], plan.place(one.micro_batch)) for number, one in zip(counted, passes, strict=True)
+        ]
+        results.clear()
+        roots = torch.stack([part.root for part in losses])
+        told = [
+            (one, part_of(one.micro_batch, part.units, part.loss, part.metrics))
+            for one, part in zip(passes, losses, strict=True)
+        ]
+        losses.clear()
+        spoilt = [one.micro_batch for one, part in told if not tools.accepts(part.loss)]
+        if spoilt:
+            return Outcome(spoilt=spoilt)
+        for one, part in told:
+            assert part.loss is not None
+            tools.events.begin(Loss)
+            tools.events.end_loss(part.loss, micro_batch=one.micro_batch, units=part.units, share=one.share)
+        starts = tools.start.each(plan, roots)
+        if not tools.backward(roots, torch.stack([starts[number] for number in counted])):
+            return Outcome(spoilt=plan.micro_batches)
+        return Outcome(parts=[part for one, part in told if one.reports], dtype=roots.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLoss:
+    """One loss sees the representations of all rows."""
+
+    coupled: Coupled
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        return self.coupled.encode(model, micro_batch)
+
+    def backward(self, plan: BatchPlan, results: list[Batch], tools: Tools) -> Outcome:
+        both = zip(plan.passes, results, strict=True)
+        own = in_own_order(plan, join_rows([result if one.reports else no_rows(result) for one, result in both]))
+        results.clear()
+        is_alone = tools.ranks.size == 1
+        leaves = own if is_alone else map_tensors(own, leaf)
+        loss, metrics = loss_of_all(self.coupled, leaves, tools)
+        if not tools.accepts(loss) or not tools.backward(loss, tools.start.whole(loss)):
+            return Outcome(spoilt=plan.micro_batches)
+        if not is_alone:  # other ranks' rows have no graph here: the way back goes through this rank's leaves
+            share_out(tools.ranks, tools.gradients.parameters, [leaves])
+            tools.gradients.backward(*roots_of(own, leaves))
+        part = Part(micro_batch=None, units=plan.units_seen, loss=loss.detach(), metrics=detached(metrics))
+        return Outcome(parts=[part], dtype=loss.dtype)
+
+
+def in_lockstep(
+    objective: Objective | Coupled, layers: Layers, averaging: Layers, offload: Offload, file: TensorFile
+) -> InLockstep:
+    """Return the schedule of a batch whose cut touches these layers. `file` is for what is kept on disk."""
+    finish = JoinedLoss(objective) if isinstance(objective, Coupled) else EachLoss(objective)
+    return InLockstep(layers, finish, offload, file, averaging)
+
+
+def _that_count(plan: BatchPlan) -> list[int]:
+    """The numbers of the passes that backward starts from: one at least, because it may be a collective."""
+    return [number for number, one in enumerate(plan.passes) if one.share] or [len(plan.passes) - 1]
+
+
+def _loaded(plan: BatchPlan, tools: Tools) -> list[Batch]:
+    """The micro-batch of every pass, on the device of the parameters: gathered ones may lie elsewhere than their parts."""
+    device = common_device(tools.forward.model.parameters()) or tools.forward.device
+    micro_batches = [plan.cut[one.micro_batch] for one in plan.passes]
+    is_there = all(tensor.device == device for tensor in tensors(micro_batches))
+    forward = replace(tools.forward, device=None if is_there else device)
+    return [forward.load(part, one.micro_batch) for part, one in zip(micro_batches, plan.passes, strict=True)]
+
+
+def check_compiled(model: nn.Module, layers: Layers) -> None:
+    """Refuse a forward that cannot stop at BatchNorm layers, because it is compiled around them."""
+    inside = set(layers.values())
+    for name, module in model.named_modules():
+        is_compiled = inside_compiled(module) is not None or is_compiled_in_place(module)
+        if is_compiled and not inside.isdisjoint(module.modules()):
+            raise UpdateError(
+                f"batch_norm='exact': {name or 'the model'} is compiled around BatchNorm layers, and a compiled forward cannot "
+                "stop at them to wait for the other micro-batches. Compile the parts between the BatchNorms, or none, or use "
+                "batch_norm='micro'."
+            )

@@ -1,0 +1,141 @@
+"""Whose statistics BatchNorm layers use where micro-batches run one by one: their own, the running ones, or merged ones."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from anybatch.batch_norm.layers import Call, Layers, replaced
+from anybatch.batch_norm.pooling import MeanAndVariance, nothing, pool, pool_over_ranks, update_running
+from anybatch.core import BatchNormLayer, NormLayer, PassHook, Ranks
+from anybatch.errors import BatchError, UpdateError
+
+
+class Frozen(PassHook):
+    """The layers normalise by their running statistics and leave them alone, as in eval mode."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+
+    def around_batch(self) -> AbstractContextManager[object]:
+        return frozen(self._layers)
+
+
+class Merged(PassHook):
+    """Each micro-batch has its own statistics; after the passes that count, the running ones get the big batch's update.
+
+    Merged are mean and variance of the activations as they were, each micro-batch normalised by itself; of InstanceNorm, whose
+    rows are normalised each by itself, this is exact. Micro-batches of 0 units have their part. An error leaves running
+    statistics as they were. `meet` is called before ranks tell each other theirs. Meanwhile `resting` layers are frozen.
+    """
+
+    needs_all_rows = True
+
+    def __init__(self, layers: Layers, ranks: Ranks, meet: Callable[[], None], resting: Layers | None = None) -> None:
+        self._layers = layers
+        self._resting = resting or {}
+        self._ranks = ranks
+        self._meet = meet
+        self._merging = Merging({}, ranks)
+
+    def around_batch(self) -> AbstractContextManager[object]:
+        return frozen(self._resting)
+
+    @contextmanager
+    def around_counted(self) -> Iterator[None]:
+        self._merging = merging = Merging(self._layers, self._ranks)
+        try:
+            with replaced(self._layers, merging.compute):
+                yield
+            self._meet()  # ranks pool their statistics only if all of them got here
+        except BaseException:
+            merging.begin()
+            raise
+        merging.close()
+
+    def before_pass(self) -> None:
+        self._merging.begin()
+
+    def discard_pass(self) -> None:
+        self._merging.forget()
+
+
+class Merging:
+    """Statistics of each micro-batch, collected until they are one update."""
+
+    def __init__(self, layers: Layers, ranks: Ranks) -> None:
+        self._layers = layers
+        self._ranks = ranks
+        self._num_tracked = {
+            name: layer.num_batches_tracked.clone()
+            for name, layer in layers.items()
+            if layer.num_batches_tracked is not None
+            and isinstance(layer, BatchNormLayer)  # InstanceNorm does not count
+        }
+        self._num_calls: dict[str, int] = {}
+        self._current: list[tuple[tuple[str, int], Call, MeanAndVariance]] = []
+        self._seen: dict[tuple[str, int], tuple[Call, list[MeanAndVariance]]] = {}
+
+    def begin(self) -> None:
+        """The next micro-batch starts: the last one counts, and calls of each layer are counted from 0 again."""
+        for key, call, own in self._current:
+            self._seen.setdefault(key, (call, []))[1].append(own)
+        self._current.clear()
+        self._num_calls.clear()
+        for name, number in self._num_tracked.items():
+            self._layers[name].num_batches_tracked.copy_(number)  # type: ignore[union-attr]
+
+    def compute(self, name: str, layer: NormLayer, call: Call) -> Tensor:
+        if call.count == 1 and not call.is_averaged:
+            raise BatchError(
+                f"BatchNorm {name!r} got one value per channel (input of shape {tuple(call.input.shape)}): it has no variance. "
+                "Use batch_norm='exact', whose statistics are the whole batch's, or larger micro-batches."
+            )
+        if call.running_mean is None or call.running_var is None:
+            return call.as_asked()
+        mean, var = torch.zeros_like(call.running_mean), torch.zeros_like(call.running_var)
+        output = call.with_running(mean, var, 1.0)  # momentum 1: what is written is this micro-batch's own
+        number = self._num_calls[name] = self._num_calls.get(name, -1) + 1
+        biased = var if call.is_averaged else var * ((call.count - 1) / call.count)
+        own = MeanAndVariance(call.count, mean, biased, call.momentum, call.is_averaged)
+        running = type(call)(mean[:0], call.running_mean, call.running_var)
+        self._current.append(((name, number), running, own))
+        return output
+
+    def forget(self) -> None:
+        """The micro-batch that ran last was dropped: its statistics do not count."""
+        for key, call, _ in self._current:
+            self._seen.setdefault(key, (call, []))
+        self._current.clear()
+
+    def close(self) -> None:
+        """Make the one update of each layer, or one per call where the forward calls it more than once."""
+        self.begin()
+        calls = sorted(self._seen.items(), key=lambda item: (item[0][1], item[0][0]))
+        own = [pool(parts) if parts else nothing(call) for _, (call, parts) in calls]
+        for ((name, number), (call, _)), pooled in zip(calls, pool_over_ranks(self._ranks, own), strict=True):
+            if pooled.count == 0:
+                continue
+            update_running(call, pooled)
+            if name in self._num_tracked and self._layers[name].training:
+                self._layers[name].num_batches_tracked.copy_(self._num_tracked[name] + number + 1)  # type: ignore[union-attr]
+
+
+@contextmanager
+def frozen(layers: Layers) -> Iterator[None]:
+    """Inside this block the layers normalise by their running statistics and leave them alone, as in eval mode."""
+    for name, layer in layers.items():
+        if layer.running_mean is None:
+            raise UpdateError(
+                f"batch_norm='frozen': BatchNorm {name!r} keeps no running statistics (track_running_stats=False) to normalise "
+                "by. Use batch_norm='exact' or 'micro', or make the layer with track_running_stats=True."
+            )
+    was_training = [(layer, layer.training) for layer in layers.values()]
+    try:
+        for layer in layers.values():
+            layer.training = False
+        yield
+    finally:
+        for layer, is_training in was_training:
+            layer.training = is_training

@@ -1,0 +1,367 @@
+"""Batches: their leaves and rows; taking, splitting and joining rows; moving them to a device.
+
+Rows are dim 0 of every tensor and the length of every list of per-row objects. None, numbers, strings, 0-dim tensors
+and other single objects go along whole. `readings` says which lists have one entry per row.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.nesting import (
+    Batch,
+    IsLeaf,
+    children,
+    is_array,
+    is_sequence,
+    leaves,
+    map_leaves,
+    map_tensors,
+    rebuild,
+)
+from anybatch.core.readings import (
+    as_samples,
+    check_one_reading,
+    has_array,
+    holds_objects,
+    holds_samples,
+    is_marked,
+    lists_alone,
+    per_row_lists,
+)
+from anybatch.errors import BatchError
+
+RowNumbers = slice | Tensor
+"""Rows to take: a slice (tensors become views) or a 1-D integer tensor (rows are copied)."""
+
+
+# Counting rows
+
+
+def num_rows(batch: Batch) -> int:
+    """The number of rows that every leaf of `batch` agrees on, at least 1.
+
+    >>> num_rows({"x": torch.zeros(4, 3), "text": ["a", "b", "c", "d"], "scale": 0.5})
+    4
+    """
+    count = _rows_of_columns(batch)
+    if count > 0:
+        return count
+    return len(batch) if holds_samples(batch) else _count_leaves(batch)
+
+
+def rows_to_cut(batch: Batch) -> int:
+    """The number of rows of a whole batch; an error where a list inside it can be read in two ways.
+
+    Not for micro-batches that were cut here: lists that were cut by rows are marked, and all others were columns.
+    """
+    count = _rows_of_columns(batch)
+    if count > 0:
+        return count
+    count = num_rows(batch)
+    check_one_reading(read(batch), count)
+    return count
+
+
+def rows(batch: Batch) -> int:
+    """Units of a loss that averages over rows: the number of rows.
+
+    >>> rows((torch.zeros(5, 2), torch.zeros(5)))
+    5
+    """
+    return num_rows(batch)
+
+
+def _rows_of_columns(batch: Batch) -> int:
+    """The rows of a tensor, or of a plain tuple, list or dict of tensors, by far the most frequent batches; else 0."""
+    columns = (batch,) if isinstance(batch, Tensor) else batch.values() if type(batch) is dict else batch
+    if type(columns) is not tuple and type(batch) is not dict and (type(columns) is not list or len(columns) > 2):
+        return 0  # a longer list may hold samples
+    counts = {column.shape[0] if isinstance(column, Tensor) and column.dim() > 0 else 0 for column in columns}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _count_leaves(batch: Batch) -> int:
+    counts = list(_fixed_counts(batch)) or list(_zipped_counts(batch)) or list(_column_counts(batch))
+    if not counts:
+        raise BatchError(
+            f"this batch has no rows: {_describe(batch)} holds no tensor of one or more dimensions. Give a nesting with "
+            "at least one tensor whose dim 0 is the rows."
+        )
+    first_path, count = counts[0]
+    for path, other in counts:
+        if other != count:
+            raise BatchError(
+                f"the leaves of this batch disagree on the number of rows: batch{first_path} has {count}, "
+                f"batch{path} has {other}. Every tensor's dim 0 and every list of per-row objects must have one "
+                "entry per row; put a constant in as a number or a 0-dim tensor, and lists of ragged tensors beside "
+                "a tensor with one entry per row."
+            )
+    if count == 0:
+        raise BatchError(f"this batch is empty: batch{first_path} has 0 rows. Give at least one row, or skip it.")
+    if not has_array(batch):
+        raise BatchError(
+            f"this batch holds no tensor: batch{first_path} is a list of {count} per-row objects. Give at least one "
+            "tensor whose dim 0 is the rows; tokenise or collate before the batch is cut."
+        )
+    _check_sequences(batch, count)
+    return count
+
+
+def _fixed_counts(batch: Batch) -> Iterator[tuple[str, int]]:
+    """(path, rows) of the leaves that can be read in one way only: those not inside a nested list or tuple."""
+    yield from _counts(batch, lambda path, value: is_sequence(value) and (path != "" or holds_objects(value)))
+
+
+def _column_counts(batch: Batch) -> Iterator[tuple[str, int]]:
+    """(path, rows) of every leaf, nested lists and tuples read as containers of columns."""
+    yield from _counts(batch, lambda _, value: is_sequence(value) and (is_marked(value) or holds_objects(value)))
+
+
+def _counts(batch: Batch, is_leaf: IsLeaf) -> Iterator[tuple[str, int]]:
+    for path, leaf in leaves(batch, is_leaf):
+        if is_array(leaf):
+            if len(leaf.shape) > 0:
+                yield path, leaf.shape[0]
+        elif is_sequence(leaf) and (is_marked(leaf) or holds_objects(leaf)):
+            yield path, len(leaf)
+
+
+def _zipped_counts(batch: Batch) -> Iterator[tuple[str, int]]:
+    """(path, length) of lists with an object per row each, `tuple(zip(*samples))`: as columns, what they hold disagrees."""
+    if len({rows for _, rows in _column_counts(batch)}) > 1:
+        yield from lists_alone(batch)
+
+
+def _check_sequences(batch: Batch, count: int) -> None:
+    """Nested lists that were passed over in counting must agree in one of their two readings."""
+    is_per_row_list, containers = per_row_lists(count), dict[str, Any]()
+
+    def is_leaf(path: str, value: Any) -> bool:
+        containers[path] = value
+        return is_per_row_list(path, value)
+
+    for path, leaf in leaves(batch, is_leaf):
+        if is_array(leaf) and len(leaf.shape) > 0 and leaf.shape[0] != count:
+            parent = max((other for other in containers if other != path and path.startswith(other)), key=len)
+            raise BatchError(
+                f"the leaves of this batch disagree on the number of rows: the batch has {count}, batch{path} "
+                f"has {leaf.shape[0]}, and batch{parent} is a list of {len(containers[parent])}. A list must hold columns of "
+                f"{count} rows or {count} per-row objects."
+            )
+
+
+# Taking and splitting rows
+
+
+def read(batch: Batch) -> Batch:
+    """The batch, marked where it is a list of samples."""
+    return as_samples(batch) if _rows_of_columns(batch) == 0 and holds_samples(batch) else batch
+
+
+def take_rows(batch: Batch, row_numbers: RowNumbers | list[int]) -> Batch:
+    """The same nesting with only these rows, in this order.
+
+    >>> take_rows({"x": torch.arange(4), "name": ["a", "b", "c", "d"]}, [2, 0])
+    {'x': tensor([2, 0]), 'name': ['c', 'a']}
+    """
+    chosen = torch.tensor(row_numbers, dtype=torch.long) if isinstance(row_numbers, list) else row_numbers
+    return take(read(batch), chosen, rows_to_cut(batch))
+
+
+def take(batch: Batch, chosen: RowNumbers, count: int) -> Batch:
+    """`take_rows` of a batch whose rows have been counted already, and which is marked if it is a list of samples."""
+    return map_leaves(batch, lambda _, leaf: _take_leaf(leaf, chosen), per_row_lists(count))
+
+
+def _take_leaf(leaf: Any, chosen: RowNumbers) -> Any:
+    if isinstance(leaf, Tensor):
+        if leaf.dim() == 0:
+            return leaf
+        return (
+            leaf[chosen]
+            if isinstance(chosen, slice)
+            else leaf.index_select(0, chosen.to(leaf.device, non_blocking=True))
+        )
+    if is_array(leaf):
+        if len(leaf.shape) == 0:
+            return leaf
+        return leaf[chosen] if isinstance(chosen, slice) else leaf[chosen.numpy(force=True)]
+    if is_sequence(leaf) and len(leaf) > 0:
+        taken = leaf[chosen] if isinstance(chosen, slice) else [leaf[number] for number in chosen.tolist()]
+        return rebuild(as_samples(leaf), list(taken))
+    return leaf
+
+
+def split_rows(batch: Batch, sizes: list[int]) -> list[Batch]:
+    """Consecutive rows, `sizes` of them at a time; tensors are cut into views. The sizes add up to the number of rows."""
+    stops = list(accumulate(sizes))
+    if _rows_of_columns(batch) > 0:  # nothing to read: a tensor, or a container of tensors
+        if isinstance(batch, Tensor):
+            return _split_leaf(batch, stops)
+        columns = [_split_leaf(child, stops) for _, child in children(batch) or ()]
+        return [rebuild(batch, list(parts)) for parts in zip(*columns, strict=True)]
+    batch = read(batch)
+    found = {path: _split_leaf(leaf, stops) for path, leaf in leaves(batch, per_row_lists(sum(sizes)))}
+    return [_with_leaves(batch, {path: parts[number] for path, parts in found.items()}) for number in range(len(stops))]
+
+
+def _with_leaves(batch: Batch, parts: Mapping[str, Any]) -> Batch:
+    return map_leaves(batch, lambda path, _: parts[path], lambda path, _: path in parts)
+
+
+def _split_leaf(leaf: Any, stops: list[int]) -> list[Any]:
+    if isinstance(leaf, Tensor):
+        return list(leaf.tensor_split(stops[:-1])) if leaf.dim() > 0 else [leaf] * len(stops)
+    return [_take_leaf(leaf, slice(start, stop)) for start, stop in pairwise([0, *stops])]
+
+
+# Joining rows: the inverse of splitting
+
+
+def join_rows(parts: Sequence[Batch]) -> Batch:
+    """One nesting with the rows of all parts, in order; autograd sees through it.
+
+    Tensors are concatenated along dim 0, lists of per-row objects one after the other. A 0-dim tensor or a single object
+    belongs to no row: it must be the same in every part, and the last part's stands for all.
+
+    >>> join_rows([{"x": torch.tensor([1, 2]), "id": ["a", "b"]}, {"x": torch.tensor([3]), "id": ["c"]}])
+    {'x': tensor([1, 2, 3]), 'id': ['a', 'b', 'c']}
+    """
+    return _join(list(parts), "")
+
+
+def reorder_rows(batch: Batch, order: Sequence[int]) -> Batch:
+    """The rows of a batch that `join_rows` made, in this order; autograd sees through it.
+
+    >>> reorder_rows({"x": torch.tensor([1, 2]), "id": ["a", "b"], "scale": 2.0}, [1, 0])
+    {'x': tensor([2, 1]), 'id': ['b', 'a'], 'scale': 2.0}
+    """
+
+    def reordered(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf if leaf.dim() == 0 else leaf.index_select(0, sent(order, leaf.device))
+        return rebuild(leaf, [leaf[row] for row in order]) if _is_joined_list(leaf) else leaf
+
+    return map_leaves(batch, reordered, lambda _, value: _is_joined_list(value))
+
+
+def _join(parts: list[Batch], path: str) -> Batch:
+    last = parts[-1]
+    if isinstance(last, Tensor):
+        return _join_tensors(parts, path)
+    held = [children(part) for part in parts]
+    steps = [None if items is None else [step for step, _ in items] for items in held]
+    if held[-1] is None:
+        return _single(parts, path)
+    if all(_is_joined_list(part) for part in parts):
+        return rebuild(last, [item for part in parts for item in part])
+    for number, other in enumerate(steps):
+        if other != steps[-1]:
+            raise BatchError(
+                f"the parts are not nested alike: batch{path} holds {other} in part {number} and {steps[-1]} in part "
+                f"{len(parts) - 1}. Return the same nesting for every micro-batch; ragged rows can be padded to one length."
+            )
+    columns = [[child for _, child in items or ()] for items in held]
+    names = [step for step, _ in held[-1]]
+    return rebuild(last, [_join(list(column), path + name) for name, *column in zip(names, *columns, strict=True)])
+
+
+def _join_tensors(parts: list[Batch], path: str) -> Tensor:
+    last = parts[-1]
+    shapes = [tuple(part.shape) if isinstance(part, Tensor) else part for part in parts]
+    if last.dim() == 0:
+        _single([part.detach() if isinstance(part, Tensor) else part for part in parts], path)
+        return parts[-1]  # type: ignore[no-any-return]
+    if any(not isinstance(shape, tuple) or shape[1:] != tuple(last.shape[1:]) or not shape for shape in shapes):
+        raise BatchError(
+            f"batch{path} has shapes {', '.join(map(str, shapes))} in the micro-batches, which differ beyond dim 0: they "
+            "cannot be joined. Make every row alike, for example by padding to one length."
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _single(parts: list[Batch], path: str) -> Batch:
+    last = parts[-1]
+    for number, part in enumerate(parts):
+        if isinstance(last, Tensor) and isinstance(part, Tensor):
+            is_same = torch.equal(part, last)
+        else:
+            is_same = part is last or bool(part == last)
+        if not is_same:
+            raise BatchError(
+                f"batch{path} belongs to no row, but is {part!r} in part {number} and {last!r} in the last. Give it one "
+                "entry per row (dim 0), or the same value in every micro-batch."
+            )
+    return last
+
+
+def _is_joined_list(value: Batch) -> bool:
+    """True of marked lists, and of lists of strings, numbers and other single objects: one per row."""
+    if not is_sequence(value) or len(value) == 0:
+        return is_marked(value)
+    return is_marked(value) or all(not isinstance(item, Tensor) and children(item) is None for item in value)
+
+
+# Devices, and rows in another dim than 0
+
+
+def move(batch: Batch, device: torch.device) -> Batch:
+    """The same nesting with every tensor on `device`; tensors that are there already are not copied."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def sent(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """These numbers on `device`. `torch.tensor(numbers, device=device)` would wait until all that it was given is done."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
+
+
+def rows_first(batch: Batch, dim: int) -> Batch:
+    """Views of the tensors with their dim `dim` as dim 0; those with fewer dims have their rows there already.
+
+    >>> [tuple(tensor.shape) for tensor in rows_first((torch.zeros(7, 4, 3), torch.zeros(4)), 1)]
+    [(4, 7, 3), (4,)]
+    """
+    return map_tensors(batch, lambda tensor: tensor.movedim(dim, 0) if tensor.dim() > dim else tensor)
+
+
+def rows_in_dim(batch: Batch, dim: int) -> Batch:
+    """The inverse of `rows_first`, contiguous: models take .view() of what they are given."""
+    return map_tensors(batch, lambda tensor: _put_back(tensor, dim))
+
+
+def _put_back(tensor: Tensor, dim: int) -> Tensor:
+    return tensor.movedim(0, dim).contiguous() if tensor.dim() > dim else tensor
+
+
+def check_row_dim(model: nn.Module, batch: Batch) -> None:
+    """Refuse a batch that was cut along dim 0 where dim 1 may be the rows: the model takes time first, and both dims agree."""
+    if isinstance(batch, Mapping) and "attention_mask" in batch:
+        return  # rows x tokens, as every tokenizer has it
+    layer = next(
+        (f"{name} ({type(module).__name__})" for name, module in model.named_modules() if _takes_time_first(module)), ""
+    )
+    if not layer:
+        return
+    try:
+        time, rows = num_rows(batch), num_rows(rows_first(batch, 1))
+    except BatchError:
+        return  # the leaves agree on dim 0 alone
+    raise BatchError(
+        f"{layer} takes time first and rows second (batch_first=False), and this batch has {time} entries in dim 0 and {rows} "
+        f"in dim 1 of all its tensors: either may be its rows. Say which: micro_batch=Rows(n, batch_dim=1) for (time, rows), "
+        "Rows(n, batch_dim=0) for (rows, time)."
+    )
+
+
+def _takes_time_first(module: nn.Module) -> bool:
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return not module.self_attn.batch_first
+    return isinstance(module, nn.RNNBase) and not module.batch_first
+
+
+def _describe(batch: Batch) -> str:
+    return f"{type(batch).__name__} {batch!r}"[:80]

@@ -1,0 +1,162 @@
+"""`supervised(criterion)`: the objective of torch's own criteria."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from anybatch.core.display import name_of
+from anybatch.core.loss_units import RULES, Rule, element_units
+from anybatch.core.low_precision import is_low
+from anybatch.core.metrics import Metrics, Number
+from anybatch.core.nesting import Batch, tensors
+from anybatch.core.objective import Objective, Units
+from anybatch.errors import BatchError, LossError, UnitsError
+
+
+def supervised(
+    criterion: Callable[..., Tensor],
+    *,
+    units: Units | None = None,
+    metrics: Callable[..., Metrics] | None = None,
+) -> Objective:
+    """The objective `criterion(model(inputs), targets)` of a batch `(inputs, targets)`.
+
+    The units of torch's own criteria are known; give `units(batch)` for any other. `reduction="sum"` accumulates as a
+    sum. A tuple, or list of tensors, of inputs or outputs is unpacked, so `(inputs, targets, input_lengths,
+    target_lengths)` serves CTC and a model that returns (anchor, positive, negative) serves `((a, p, n),)`; a mapping of
+    inputs is passed by keyword. `metrics(outputs, *targets)` returns numbers to report beside the loss. The criterion sees
+    bf16 and fp16 outputs in fp32.
+
+    >>> objective = supervised(nn.CrossEntropyLoss(ignore_index=0))
+    >>> int(objective.units((torch.zeros(4, 5), torch.tensor([0, 3, 1, 0]))))
+    2
+    """
+    reduction: Literal["mean", "sum"] = "sum" if getattr(criterion, "reduction", "mean") == "sum" else "mean"
+    if units is None:
+        rule = _rule_of(criterion)
+
+        def units(batch: Batch) -> Number:
+            target = _units_target(batch)
+            _check_weight(criterion, target)
+            return rule(target, criterion)
+
+    is_element_wise = RULES.get(type(criterion)) is element_units  # type: ignore[arg-type]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Metrics]:
+        inputs, targets = _inputs_and_targets(batch)
+        outputs = model(inputs) if isinstance(inputs, Tensor) else _call(model, inputs)
+        arguments = _arguments(criterion, outputs, targets)
+        if is_element_wise:
+            _check_dimensions(arguments)
+        value = criterion(*_in_fp32(criterion, arguments))
+        return value if metrics is None else (value, metrics(outputs, *targets))
+
+    loss.__qualname__ = f"supervised({name_of(criterion)})"  # how it shows itself
+    return Objective(loss, units, reduction)
+
+
+def _rule_of(criterion: Callable[..., Tensor]) -> Rule:
+    name = getattr(criterion, "__name__", None) or repr(criterion)
+    # exact types only: a subclass may divide by something else
+    rule = RULES.get(type(criterion))  # type: ignore[arg-type]
+    if rule is None:
+        raise UnitsError(
+            f"supervised({name}): only instances of torch's own criteria, such as nn.CrossEntropyLoss(), say what their mean "
+            "divides by. Give units=, a function of the batch: supervised(criterion, units=rows) if it averages over rows, or "
+            "for example units=lambda batch: (batch[1] != -100).sum() if it averages over targets."
+        )
+    reduction = getattr(criterion, "reduction", "mean")
+    if reduction not in ("mean", "sum", "batchmean"):
+        raise UnitsError(
+            f"supervised({name}): reduction={reduction!r} returns one loss per element; expected 'mean' or 'sum'. "
+            "Leave reduction at its default, or write the reduction in Objective(loss, units)."
+        )
+    return rule
+
+
+def _check_weight(criterion: Callable[..., Tensor], target: Tensor) -> None:
+    """Refuse weights of an element-wise criterion that belong to the rows of one batch."""
+    weight = getattr(criterion, "weight", None)
+    if RULES.get(type(criterion)) is not element_units or not isinstance(weight, Tensor):  # type: ignore[arg-type]
+        return
+    if 0 < target.dim() == weight.dim() and weight.shape[0] != 1:
+        raise UnitsError(
+            f"the criterion's weight has shape {tuple(weight.shape)}, one entry per row of one particular batch, and cannot "
+            "be cut with the rows. Put the weights into the batch and use Objective(loss), with "
+            "F.binary_cross_entropy(output, target, weight=weights) as the loss."
+        )
+
+
+def _inputs_and_targets(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
+    if not isinstance(batch, (tuple, list)) or not batch:
+        keys = f" with keys {list(batch)}" if isinstance(batch, Mapping) else ""
+        raise BatchError(
+            f"supervised() takes batches of (inputs, targets), got {type(batch).__name__}{keys}. Make the loader yield a "
+            "tuple, or write Objective(lambda model, batch: ...)."
+        )
+    return batch[0], tuple(batch[1:])
+
+
+def _units_target(batch: Batch) -> Tensor:
+    """The tensor that units are counted on: the target, or the inputs of a criterion that has none (triplets)."""
+    inputs, targets = _inputs_and_targets(batch)
+    counted: Any = targets[0] if targets and targets[0] is not None else inputs
+    if isinstance(counted, Tensor):
+        return counted
+    first = next(tensors(counted), None)
+    if first is None:
+        raise BatchError(
+            f"supervised() counts units on a target tensor, got {type(counted).__name__} {counted!r}"[:160]
+            + ". Make the loader "
+            "yield targets as a tensor, such as torch.tensor([0, 2, 1]) for classes."
+        )
+    return first
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if _is_several(inputs) else model(inputs)
+
+
+def _arguments(criterion: Callable[..., Tensor], outputs: Any, targets: tuple[Any, ...]) -> tuple[Any, ...]:
+    if isinstance(outputs, Tensor) and len(targets) == 1 and targets[0] is not None:
+        return outputs, targets[0]
+    several = tuple(outputs) if _is_several(outputs) else (outputs,)
+    given = tuple(target for target in targets if target is not None)
+    if isinstance(criterion, nn.GaussianNLLLoss) and len(several) == 2:
+        mean, variance = several
+        return mean, *given, variance
+    return several + given
+
+
+def _check_dimensions(arguments: tuple[Any, ...]) -> None:
+    """(16, 1) against (16,) is broadcast to (16, 16): every row meets every target, and no cut is exact."""
+    first, second = arguments[:2]
+    if isinstance(second, Tensor) and first.dim() != second.dim():
+        raise LossError(
+            f"the output has shape {tuple(first.shape)} and the target {tuple(second.shape)}: torch would broadcast them, and "
+            "every row would meet every other's target. Give both the same shape, for example with output.squeeze(1)."
+        )
+
+
+def _in_fp32(criterion: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a criterion gets, bf16 and fp16 raised to fp32, as autocast has it: a bf16 loss has two digits.
+
+    Left alone for a criterion that holds low-precision tensors itself.
+    """
+    if not is_low(arguments[0]):
+        return arguments
+    if isinstance(criterion, nn.Module):
+        own = (*criterion.parameters(), *criterion.buffers())
+        if any(is_low(tensor) for tensor in own):
+            return arguments
+    raised = (argument.float() if is_low(argument) else argument for argument in arguments)
+    return tuple(raised)
+
+
+def _is_several(value: Any) -> bool:
+    if type(value) is tuple:
+        return True
+    return type(value) is list and len(value) > 0 and all(isinstance(item, Tensor) for item in value)

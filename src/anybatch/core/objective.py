@@ -1,0 +1,301 @@
+"""Objectives: how a loss is made, what it averages over, and what it is for one micro-batch of its batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.batch import rows
+from anybatch.core.display import called, name_of, short
+from anybatch.core.metrics import Mean, Metrics, Number
+from anybatch.core.nesting import Batch
+from anybatch.core.option_types import Reduction
+from anybatch.errors import LossError, UnitsError
+
+Loss = Callable[[nn.Module, Batch], "Tensor | tuple[Tensor, Metrics]"]
+Units = Callable[[Batch], Number]
+Encode = Callable[[nn.Module, Batch], Batch]
+CoupledLoss = Callable[[Any], "Tensor | tuple[Tensor, Metrics]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A pure function of (model, batch): a loss, and the units it averaged over.
+
+    `loss(model, batch)` returns a mean loss, or `(mean loss, metrics)`; `units(batch)` says how many it averaged.
+    With `reduction="sum"` the loss is a sum: micro-batches add up, and `units` only weight the metrics.
+
+    >>> objective = Objective(lambda model, x: (model(x) ** 2).mean())
+    >>> objective.units(torch.zeros(8, 3))
+    8
+    """
+
+    loss: Loss
+    units: Units = rows
+    reduction: Reduction = "mean"
+    units_for: Callable[[nn.Module], Units] | None = None
+    """For objectives whose units depend on the model: the units of this model, used instead of `units`."""
+    reduction_for: Callable[[nn.Module], Reduction] | None = None
+    """For objectives whose reduction depends on the model: that of this model, used instead of `reduction`."""
+    terms: Mapping[str, Units | None] = field(default_factory=dict)
+    """For losses of several means (`Terms`): what each divides by; `units` are then those of the micro-batch as a whole."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss) or not callable(self.units):
+            raise LossError(
+                f"Objective(loss={self.loss!r}, units={self.units!r}): both must be functions, loss(model, batch) and "
+                "units(batch). For a criterion such as nn.CrossEntropyLoss(), use supervised(criterion)."
+            )
+        if self.reduction not in ("mean", "sum"):
+            raise LossError(f"Objective(reduction={self.reduction!r}): expected 'mean' or 'sum'.")
+
+    def __repr__(self) -> str:
+        options: dict[str, Any] = {} if self.units is rows else {"units": self.units}
+        options |= {} if self.reduction == "mean" else {"reduction": self.reduction}
+        options |= {"terms": tuple(self.terms)} if self.terms else {}
+        return called("Objective", name_of(self.loss), **options)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """None of its own: those of a criterion are given to the optimizer, and to `Accumulator` by `parameters=`."""
+        return []
+
+    def whole(self) -> "Objective":
+        """Itself: this loss can be computed of any rows."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Coupled:
+    """An objective whose loss sees all rows at once, through representations that fit where the graph does not.
+
+    `encode(model, micro_batch)` returns representations: a tensor or any nesting of them, rows first. Tensors without a
+    gradient (labels) go along; a 0-dim tensor (a logit scale) must be the same for every micro-batch. `loss(representations)`
+    returns one number for all rows, or `(number, metrics)`; parameters of its own, such as a learned temperature, get
+    their gradient from it. `units(batch)` is reported; it weighs nothing.
+
+    Exact for any loss, with dropout too: the second forward draws what the first drew. Buffers advance once.
+
+    >>> import torch
+    >>> objective = Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), lambda pair: (pair[0] @ pair[1].T).var())
+    >>> from anybatch import Accumulator
+    >>> Accumulator(nn.Linear(3, 2), objective, micro_batch=4).backward((torch.randn(10, 3), torch.randn(10, 3))).micro_batches
+    3
+    """
+
+    encode: Encode
+    loss: CoupledLoss
+    units: Units = rows
+    reduction: Literal["mean"] = field(default="mean", init=False)
+    units_for: None = field(default=None, init=False)
+    reduction_for: None = field(default=None, init=False)
+    terms: Mapping[str, Units | None] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.encode) or not callable(self.loss):
+            raise LossError(
+                f"Coupled(encode={self.encode!r}, loss={self.loss!r}): both must be functions, encode(model, micro_batch) and "
+                "loss(representations), for example Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), info_nce())."
+            )
+
+    def __repr__(self) -> str:
+        return called("Coupled", name_of(self.encode), short(self.loss))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The loss's own parameters, for the optimizer: those of an `nn.Module`, else none."""
+        return list(self.loss.parameters()) if isinstance(self.loss, nn.Module) else []
+
+    def whole(self) -> Objective:
+        """The same loss as an objective of (model, batch), for a batch that is not cut."""
+        return Objective(lambda model, batch: self.loss(self.encode(model, batch)), self.units)
+
+
+class Counted(Protocol):
+    """Whatever says what its loss averages over."""
+
+    @property
+    def units(self) -> Units: ...
+    @property
+    def units_for(self) -> Callable[[nn.Module], Units] | None: ...
+
+
+def count_units(objective: Counted, model: nn.Module, micro_batches: Sequence[Batch]) -> list[float]:
+    """The units of each micro-batch as Python numbers: counted before the first forward."""
+    units = objective.units if objective.units_for is None else objective.units_for(model)
+    counted = numbers_of([units(micro_batch) for micro_batch in micro_batches])
+    for index, number in enumerate(counted):
+        if not 0 <= number < float("inf"):
+            raise UnitsError(
+                f"micro-batch {index} has {number!r} units; units are what its mean loss divides by and must be a finite "
+                "number, 0 or more. Check the function given as units=, and the class weights if there are any."
+            )
+    return counted
+
+
+def checked_loss(returned: Any) -> tuple[Tensor, Metrics]:
+    """The same as `loss_and_metrics`, and the loss is checked to be a single differentiable number."""
+    loss, metrics = loss_and_metrics(returned)
+    if loss.dim() != 0:
+        if loss.numel() != 1:
+            raise LossError(
+                f"the objective returned a loss of shape {tuple(loss.shape)}; expected one number. Reduce it to its mean, "
+                "or for a criterion leave reduction='mean'."
+            )
+        loss = loss.reshape(())
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not depend on any parameter that requires a gradient. Check that the model is not frozen "
+            "whole, and that the objective neither detaches its output nor runs under torch.no_grad()."
+        )
+    return loss, metrics
+
+
+def loss_and_metrics(returned: Any) -> tuple[Tensor, Metrics]:
+    """What a loss function returned for all rows that there are, `loss` or `(loss, metrics)`, taken apart."""
+    of_whole = getattr(returned, "of_whole", None)
+    if of_whole is not None:
+        returned = of_whole()
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(loss, Tensor):
+        raise LossError(
+            f"the objective returned {type(loss).__name__} {loss!r:.80}; expected a tensor, or (tensor, metrics). "
+            "Return the loss itself, without .item() or float()."
+        )
+    if not isinstance(metrics, Mapping):
+        raise LossError(
+            f"the objective returned (loss, {type(metrics).__name__}); expected (loss, metrics), metrics being a dict of "
+            "names and numbers."
+        )
+    return loss, metrics
+
+
+def numbers_of(values: list[Number]) -> list[float]:
+    """Counts as Python numbers; of several on a device, with one wait for it."""
+    for value in values:
+        if not isinstance(value, Tensor | int | float):
+            raise UnitsError(
+                f"units(micro_batch) returned a {type(value).__name__}: {value!r:.60}; expected one number, what the mean "
+                "loss divides by."
+            )
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise UnitsError(
+                f"units(micro_batch) returned a tensor of shape {tuple(value.shape)}; expected one number, what the mean loss "
+                "divides by. Sum it, for example (labels != -100).sum()."
+            )
+    if values and all(isinstance(value, Tensor) and not value.is_cpu for value in values):
+        # one wait for the device instead of one per micro-batch
+        return torch.stack([torch.as_tensor(value).reshape(()) for value in values]).tolist()
+    return [value.item() if isinstance(value, Tensor) else value for value in values]
+
+
+def count_terms(units: Mapping[str, Units | None], batch: Batch) -> list[float]:
+    """What each term of this micro-batch divides by; what is counted once per batch is 1 in each of its micro-batches."""
+    counted: list[Number] = [1 if count is None else count(batch) for count in units.values()]
+    return numbers_of(counted)
+
+
+# The loss of one micro-batch in its batch: one number, several with units of their own, or one whose units were seen
+
+
+class PartLoss(NamedTuple):
+    """The loss of one micro-batch, as its batch has it."""
+
+    root: Tensor
+    """What backward starts from, with the micro-batch's share."""
+    loss: Tensor
+    """What is reported: the mean over `units`."""
+    metrics: Metrics
+    units: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermPlace:
+    """What a micro-batch is in its batch, counted before the first forward."""
+
+    units: float
+    total: float
+    """The units of all micro-batches that count, of all ranks."""
+    terms: Sequence[float] = ()
+    """The units of each term of its loss."""
+    totals: Sequence[float] = ()
+    """Those of the whole batch."""
+
+
+class Divided(Protocol):
+    """What a loss function returns when one mean over units known ahead is not all."""
+
+    def of_whole(self) -> tuple[Tensor, Metrics]:
+        """The loss where these are all rows that there are."""
+
+    def of_part(self, place: TermPlace) -> PartLoss:
+        """The loss where these rows are a part of a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermLosses:
+    """Several mean losses of the same rows, each with units of its own.
+
+    `loss = sum_t weight_t * mean_t`, and the mean of a batch is that over the batch's units of the term:
+
+        mean_t = sum_k units_tk * mean_tk / sum_k units_tk
+    """
+
+    losses: Mapping[str, Tensor]
+    weights: Mapping[str, float]
+    units: Mapping[str, Units | None]
+    metrics: Metrics
+    batch: Batch
+
+    def of_whole(self) -> tuple[Tensor, Metrics]:
+        counts = {name: None if units is None else units(self.batch) for name, units in self.units.items()}
+        told = {name: Mean(loss, 1.0 if counts[name] is None else counts[name]) for name, loss in self.losses.items()}
+        return _summed(self.losses, self.weights), told | dict(self.metrics)
+
+    def of_part(self, place: TermPlace) -> PartLoss:
+        """The share of these rows in each term, divided by the share that the micro-batch has, which backward starts from."""
+        factors, told = {}, {}
+        for name, own, total in zip(self.losses, place.terms, place.totals, strict=True):
+            told[name] = Mean(self.losses[name], own)
+            if own > 0:  # a mean over nothing is nan, and so may its gradient be: it has no part in the graph
+                factors[name] = self.weights[name] * (own / total) * (place.total / place.units)
+        counted = {name: self.losses[name] for name in factors}
+        # rows that count for nothing run for the other ranks' sake: with a graph, and from a gradient of zero
+        root = _summed(counted, factors) if counted else _summed(self.losses, self.weights)
+        root, _ = checked_loss(root)
+        return PartLoss(root, root, told | dict(self.metrics), place.units)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenLoss:
+    """A mean loss, and what it was seen to divide by while it ran."""
+
+    loss: Tensor
+    units: float
+    metrics: Metrics
+
+    def of_whole(self) -> tuple[Tensor, Metrics]:
+        return self.loss, self.metrics
+
+    def of_part(self, place: TermPlace) -> PartLoss:
+        """Weighed by what was seen in place of what was counted; the sum of it all is divided out at the close."""
+        loss, metrics = checked_loss(self.loss)
+        told = loss if self.units > 0 else torch.zeros_like(loss)
+        loss = loss if self.units > 0 else loss.nan_to_num()  # a mean over nothing is nan, and would spoil all others
+        return PartLoss(loss * (self.units / (place.units or 1.0)), told, metrics or self.metrics, self.units)
+
+
+def part_loss(returned: Any, place: TermPlace) -> PartLoss:
+    """What a loss function returned for rows that are a part of a batch."""
+    if isinstance(returned, TermLosses | SeenLoss):
+        return returned.of_part(place)
+    loss, metrics = checked_loss(returned)
+    return PartLoss(loss, loss, metrics, place.units)
+
+
+def _summed(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    terms = [loss * weights[name] if weights[name] != 1.0 else loss for name, loss in losses.items()]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total

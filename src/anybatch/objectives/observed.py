@@ -1,0 +1,314 @@
+"""Units that nobody counts: what the means in a loss divided by is seen while it runs.
+
+`ObservedMeans` is the one function mode that sees them, by the table in `anybatch.core.loss_units`. `huggingface()` checks its own
+count against it, `observed(loss)` weighs every micro-batch by it, and `learned(loss)` finds out in the first batch how to count
+ahead.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from anybatch.core import (
+    FUNCTIONAL_RULES,
+    Batch,
+    Loss,
+    Number,
+    Objective,
+    Rule,
+    SeenLoss,
+    class_units,
+    element_units,
+    kl_units,
+    leaves_of,
+    loss_and_metrics,
+    numbers_of,
+    places_behind,
+    row_units,
+    tensors,
+    weighted_element_units,
+)
+from anybatch.errors import LossError, UnitsError
+
+_SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONAL_RULES}
+_PLAIN_MEANS = (torch.mean, Tensor.mean)
+
+
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """One call of a mean-reducing loss function: its target, and how its units are counted on it."""
+
+    target: Tensor
+    rule: Rule
+    options: Any
+    """The arguments of the call, by name."""
+
+    @property
+    def ignored(self) -> int:
+        index = getattr(self.options, "ignore_index", None)
+        return -100 if index is None else int(index)
+
+    @property
+    def is_weighted(self) -> bool:
+        return isinstance(getattr(self.options, "weight", None), Tensor)
+
+    @property
+    def is_countable(self) -> bool:
+        """True where the target alone says how many units there are, in any batch."""
+        if self.rule is weighted_element_units and self.is_weighted:
+            return False
+        is_per_element = self.rule in (element_units, weighted_element_units) or self._is_kl_per_element
+        return is_per_element or (self.rule in (class_units, row_units) and not self.target.is_floating_point())
+
+    @property
+    def _is_kl_per_element(self) -> bool:
+        return self.rule is kl_units and self.options.reduction == "mean"
+
+    def units_of(self, target: Tensor) -> Number:
+        return self.rule(target, self.options)
+
+
+class ObservedMeans(TorchFunctionMode):
+    """Inside this block, `units` collects what every mean-reducing loss function of torch divided by.
+
+    With `plain`, also what `.mean()` down to one number that has a gradient divided by.
+    """
+
+    def __init__(self, *, plain: bool = False) -> None:
+        super().__init__()
+        self._sees_plain = plain
+        self.units: list[Number] = []
+        self.means: list[Any] = []
+        self.nodes: list[Any] = []
+        """The place of each mean in the graph."""
+        self.calls: list[LossCall | None] = []
+        """The loss function that took each; None for a plain mean."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in FUNCTIONAL_RULES:
+            call = _call_of(func, args, kwargs)
+            if call is not None:
+                self._see(call.units_of(call.target), call, result)
+        elif self._sees_plain and func in _PLAIN_MEANS and isinstance(result, Tensor):
+            given = args[0] if args else kwargs["input"]
+            if result.dim() == 0 and result.requires_grad and given.dim() > 0:
+                self._see(given.numel(), None, result)
+        return result
+
+    def _see(self, units: Number, call: LossCall | None, mean: Tensor) -> None:
+        self.units.append(units)
+        self.calls.append(call)
+        self.means.append(mean.detach().clone())  # a model may add to its loss in place
+        self.nodes.append(mean.grad_fn)
+
+
+def _call_of(func: Any, args: Any, kwargs: Any) -> LossCall | None:
+    """The call of a loss function that took a mean; None of a sum, and of one loss per element."""
+    call = _SIGNATURES[func].bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    if _reduction(given) not in ("mean", "batchmean"):
+        return None
+    target = next(given[name] for name in ("target", "targets", "anchor") if name in given)
+    return LossCall(target, FUNCTIONAL_RULES[func], SimpleNamespace(**given))
+
+
+def _reduction(given: Mapping[str, Any]) -> str:
+    """The reduction of a call, with torch's old names for it (`size_average`, `reduce`)."""
+    average, reduce = given.get("size_average"), given.get("reduce")
+    if average is None and reduce is None:
+        return str(given["reduction"])
+    return "none" if reduce is False else "sum" if average is False else "mean"
+
+
+def observed(loss: Loss) -> Objective:
+    """The objective of a mean loss whose units are seen while it runs: nothing is counted by the user.
+
+    What torch's mean-reducing loss functions divided by is seen (ignored targets, class weights, elements), and so is a plain
+    `.mean()` down to one number. The gradient is summed with what was seen, and divided once, at the close of the batch, by the
+    sum over all micro-batches and ranks. Several means in one loss must be over the same units, up to a constant
+    factor; where they are not, no one number is exact: an error says so, and `Terms` is for that. A loss that divides in
+    another way (`loss.sum() / mask.sum()`, a fused kernel) shows nothing, and is an error too. Each micro-batch waits for the
+    device once, to read its units, and every torch function in it is looked at: some 15 % of a small pass.
+
+    >>> from anybatch import Accumulator
+    >>> def loss(model, batch):
+    ...     return F.cross_entropy(model(batch[0]), batch[1])
+    >>> targets = torch.tensor([0, 1, -100, 1, -100])
+    >>> Accumulator(nn.Linear(3, 2), observed(loss), micro_batch=2).backward((torch.randn(5, 3), targets)).units
+    3
+    """
+    if not callable(loss):
+        raise LossError(f"observed({loss!r:.60}): expected a function loss(model, batch) that returns a mean loss.")
+    return Objective(WatchedLoss(loss))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class WatchedLoss:
+    """A loss whose means are watched while it runs."""
+
+    loss: Loss
+    ratios: list[float] = field(default_factory=list)
+    """How the means in it relate, from the first pass in which all had something to average; it changes no result."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> SeenLoss:
+        with ObservedMeans(plain=True) as means:
+            returned = self.loss(model, batch)
+        value, metrics = loss_and_metrics(returned)
+        return SeenLoss(loss=value, units=common_units(numbers_of(means.units), self.ratios), metrics=metrics)
+
+
+def common_units(units: list[float], ratios: list[float]) -> float:
+    """The units that all means in a loss share; `ratios` is how each relates to the first."""
+    if not units:
+        raise UnitsError(
+            "observed(loss): none of torch's mean-reducing functions ran in this loss, so what it divides by could not be "
+            "seen. Give Objective(loss, units), with a function of the batch that counts it."
+        )
+    first = units[0]
+    if not ratios and all(units):
+        ratios.extend(one / first for one in units)
+    is_same = (not any(units)) or (
+        len(units) == len(ratios)
+        and all(math.isclose(one, first * ratio, rel_tol=1e-6) for one, ratio in zip(units, ratios, strict=True))
+    )
+    if ratios and not is_same:
+        raise UnitsError(
+            f"observed(loss): the means in this loss divide by {', '.join(f'{one:g}' for one in units)}, in another proportion "
+            f"than before ({', '.join(f'{ratio:g}' for ratio in ratios)} of the first): each has units of its own, and no one "
+            "number is exact. Use Terms(loss, units={...}), which divides each by its own."
+        )
+    if not ratios and any(units):
+        raise UnitsError(
+            f"observed(loss): the means in this loss divide by {', '.join(f'{one:g}' for one in units)}: one has nothing to "
+            "average and another has. Use Terms(loss, units={...}), which divides each by its own."
+        )
+    return first
+
+
+Shift = str
+"""How a target is made of a tensor of the batch: as it is, without its first column, or moved on by one and padded."""
+SHIFTS: Mapping[Shift, Callable[[Tensor, int], Tensor]] = {
+    "as it is": lambda labels, ignored: labels,
+    "without the first": lambda labels, ignored: labels[..., 1:],
+    "moved on": lambda labels, ignored: F.pad(labels, (0, 1), value=ignored)[..., 1:],
+}
+
+
+def learned(loss: Loss) -> Objective:
+    """The objective of a mean loss whose units are watched in its first batch, as `observed` does, and then counted.
+
+    Where the one mean in the loss is one of torch's loss functions, and its target is a tensor of the batch, or that moved on
+    by one, the units of later batches are counted on that tensor, with the class weights and the ignored index that the call
+    had: nothing is watched any more, but in every batch whose number is a power of two, where what is seen has to be what was
+    counted. Any other loss is watched as long as training goes on, for some 12 to 15 % of a small pass. Means that the loss is
+    not made of do not count, and a loss that is not made of means alone is refused: give its units.
+    """
+    units = LearnedUnits(loss)
+    return Objective(units.compute, units.count)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Counts units on a batch as a loss function was seen to do."""
+
+    tensor: int
+    """Which of the batch's tensors the target is made of."""
+    shift: Shift
+    call: LossCall
+
+    def __call__(self, batch: Batch) -> Number:
+        labels = list(tensors(batch))[self.tensor]
+        return self.call.units_of(SHIFTS[self.shift](labels, self.call.ignored))
+
+
+class LearnedUnits:
+    """The state of `learned`: whether the batch at hand is watched. It changes no result."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self._ratios: list[float] = []
+        self._places: list[int] | None = None
+        """Which of the means that run the loss is made of, by number."""
+        self._counter: Counter | None = None
+        self._is_settled = False
+        """True once a batch has shown whether units can be counted."""
+        self._num_batches = 0
+        self._has_run = True
+        """A pass has run since units were last counted: the next count begins a batch."""
+        self._is_watched = True
+
+    def count(self, batch: Batch) -> Number:
+        """1, whatever the micro-batch: its units come with its loss, so that a batch is summed in one way, watched or not."""
+        if self._has_run:
+            self._has_run = False
+            self._num_batches += 1
+            is_power = self._num_batches & (self._num_batches - 1) == 0
+            self._is_watched = self._counter is None or is_power
+        return 1
+
+    def compute(self, model: nn.Module, batch: Batch) -> SeenLoss:
+        """The loss of a micro-batch, and its units, counted or seen."""
+        self._has_run = True
+        if self._counter is not None and not self._is_watched:
+            value, metrics = loss_and_metrics(self._loss(model, batch))
+            return SeenLoss(loss=value, units=float(self._counter(batch)), metrics=metrics)
+        with ObservedMeans(plain=True) as means:
+            returned = self._loss(model, batch)
+        value, metrics = loss_and_metrics(returned)
+        places = self._places_of(value, means.nodes)
+        units = common_units(numbers_of([means.units[place] for place in places]), self._ratios)
+        self._learn(batch, [means.calls[place] for place in places], units)
+        return SeenLoss(loss=value, units=units, metrics=metrics)
+
+    def _places_of(self, loss: Tensor, nodes: list[Any]) -> list[int]:
+        if self._places is None and loss.requires_grad:
+            self._places = places_behind(loss, nodes)
+            own = [nodes[place] for place in self._places]
+            if own and any(True for _ in leaves_of([loss], beyond=own)):
+                raise UnitsError(
+                    "this loss adds something to its mean that has a gradient and was not seen to be a mean (a penalty, a sum, "
+                    "a router's balance). Give units=, a function of the batch that returns what the mean divides by, if what "
+                    "is added does not depend on the rows."
+                )
+        places = self._places or []
+        return places if loss.requires_grad and max(places, default=-1) < len(nodes) else list(range(len(nodes)))
+
+    def _learn(self, batch: Batch, calls: Sequence[LossCall | None], units: float) -> None:
+        if self._counter is not None:
+            counted = float(self._counter(batch))
+            if abs(counted - units) > 1e-6 * max(units, 1.0):
+                raise UnitsError(
+                    f"this loss was seen to divide by {units:g}, where the targets of the micro-batch count {counted:g}, as "
+                    "they did in the first batch: what it divides by has changed. Give units=, a function of the batch that "
+                    "returns what the mean loss divides by."
+                )
+        elif not self._is_settled and units > 0:
+            self._is_settled = True
+            self._counter = None if len(calls) != 1 or calls[0] is None else _counter_of(batch, calls[0])
+
+
+def _counter_of(batch: Batch, call: LossCall) -> Counter | None:
+    """Which tensor of the batch the target of a call is made of, if any."""
+    if not call.is_countable:
+        return None
+    wanted = call.target.detach().flatten()
+    for number, tensor in enumerate(tensors(batch)):
+        for shift, moved in SHIFTS.items():
+            if tensor.dim() == 0 or (shift != "as it is" and tensor.dim() < 2):
+                continue
+            candidate: Tensor = moved(tensor, call.ignored).flatten()
+            is_like = candidate.shape == wanted.shape and candidate.device == wanted.device
+            if is_like and torch.equal(candidate.to(wanted.dtype), wanted):
+                return Counter(number, shift, call)
+    return None

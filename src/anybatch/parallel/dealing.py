@@ -1,0 +1,231 @@
+"""`GlobalBatches`: the same batches for any number of ranks, each dealt to them with no row twice and none dropped."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler, default_collate
+
+from anybatch.core import Batch, Dealt, called
+from anybatch.errors import BatchError, CheckpointError
+from anybatch.parallel.dealt import deal_by_cost, deal_rows
+from anybatch.ragged import Cost
+
+Order = Callable[[int], Sequence[int]]
+"""The rows of an epoch in the order they are learned from; a function of the epoch's number that all ranks agree on."""
+
+State = dict[str, int]
+
+
+class DealtRows(list[int]):
+    """Rows of the dataset dealt to one rank; `row_numbers` are their places in the batch, which all of `batch` are."""
+
+    def __init__(self, batch: Sequence[int], row_numbers: tuple[int, ...]) -> None:
+        super().__init__(batch[row] for row in row_numbers)
+        self.row_numbers = row_numbers
+        self.num_rows = len(batch)
+        self.stand_in = batch[0]
+
+
+class GlobalBatches(Sampler[list[int]]):
+    """A batch sampler for torch's `DataLoader`: batches of `batch_size` rows over all ranks, the last as short as it is.
+
+    Which rows make a batch is a function of `seed` and epoch alone (or of `order(epoch)`; with `shuffle=False`, rows as they
+    lie), so any number of ranks learns from the same batches. Each batch is dealt in near-equal numbers of rows; with
+    `lengths`, one per row of the dataset or a function of the dataset that returns them, so that ranks have equal work by
+    `cost`. Every rank gets as many batches as any other: one with fewer rows than ranks is an empty list for some.
+    `loader()` makes the loader that knows what to do then, and tells which rows of the batch a rank has.
+
+    Each pass is the next epoch; `set_epoch` names one. `state_dict` says where the last pass is, on whatever rank, and
+    `load_state_dict` starts the next one there, on any number of ranks. Workers of a plain `DataLoader` fetch ahead of the
+    training: there, resume with torchdata's `StatefulDataLoader`, which keeps count of what was handed out.
+
+    >>> [[len(rows) for rows in GlobalBatches(range(104), 64, rank=rank, ranks=3)] for rank in range(3)]
+    [[22, 14], [21, 13], [21, 13]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        rank: int | None = None,
+        ranks: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        order: Order | None = None,
+        lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None = None,
+        cost: Cost | None = None,
+    ) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise BatchError(f"batch_size={batch_size!r}: expected a whole number of rows over all ranks, 1 or more.")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rank, self.ranks = _place(rank, ranks)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.order = order
+        self.cost = cost or Cost()
+        self.lengths = _lengths(lengths, dataset)
+        self.epoch = 0
+        self._begin = 0
+        self._last: _EpochPass | None = None
+
+    def __repr__(self) -> str:
+        return called(
+            "GlobalBatches", f"{len(self.dataset)} rows", batch_size=self.batch_size, rank=self.rank, ranks=self.ranks
+        )
+
+    def __len__(self) -> int:
+        """Batches per epoch, the same on every rank."""
+        count = len(self.dataset) if self.order is None else len(self.order(self.epoch))
+        return -(-count // self.batch_size)
+
+    def __iter__(self) -> "_EpochPass":
+        self._last = _EpochPass(self, self.epoch, self._begin)
+        self._begin = 0
+        return self._last
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is this epoch, from its first batch."""
+        self.epoch, self._begin, self._last = epoch, 0, None
+
+    def state_dict(self) -> State:
+        """Where the last pass is: the number of ranks and this one's number are no part of it."""
+        return self._state(self.epoch, self._begin) if self._last is None else self._last.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """The next pass starts where `state` was taken."""
+        self.epoch, self._begin = self._position(state)
+        self._last = None
+
+    def loader(
+        self,
+        *,
+        collate_fn: Callable[[list[Any]], Batch] = default_collate,
+        loader: Callable[..., Any] = DataLoader,
+        **options: Any,
+    ) -> Any:
+        """A loader of `Dealt`: this rank's part of each batch, and which rows of the batch it is.
+
+        `loader` is torch's `DataLoader` or torchdata's `StatefulDataLoader`; `options` go to it.
+        """
+        return loader(_Numbered(self.dataset), batch_sampler=self, collate_fn=_Collate(collate_fn), **options)
+
+    def rows_of(self, epoch: int) -> list[int]:
+        """The rows of the dataset in the order that `epoch` learns from them."""
+        if self.order is not None:
+            return [int(row) for row in self.order(epoch)]
+        count = len(self.dataset)
+        if not self.shuffle:
+            return list(range(count))
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        numbers: list[int] = torch.randperm(count, generator=generator).tolist()
+        return numbers
+
+    def deal(self, batch: Sequence[int]) -> list[tuple[int, ...]]:
+        """Which rows of `batch`, given as rows of the dataset, each rank gets."""
+        if self.lengths is None:
+            return deal_rows(len(batch), self.ranks)
+        return deal_by_cost([self.lengths[row] for row in batch], self.ranks, self.cost)
+
+    def _state(self, epoch: int, batch: int) -> State:
+        return {
+            "epoch": epoch,
+            "batch": batch,
+            "batch_size": self.batch_size,
+            "rows": len(self.dataset),
+            "seed": self.seed,
+        }
+
+    def _position(self, state: State) -> tuple[int, int]:
+        mine = self._state(state["epoch"], state["batch"])
+        for name, value in mine.items():
+            if state.get(name) != value:
+                raise CheckpointError(
+                    f"this position in the data was saved with {name}={state.get(name)!r}, and this run has {value!r}: its "
+                    "batches would be others. Resume with the dataset, batch_size and seed that it was saved with."
+                )
+        return state["epoch"], state["batch"]
+
+
+class _EpochPass(Iterator[list[int]]):
+    """One rank's way through one epoch. torchdata asks it for its state each time it has handed out a batch."""
+
+    def __init__(self, batches: GlobalBatches, epoch: int, batch: int) -> None:
+        self._batches = batches
+        self._go_to(epoch, batch)
+
+    def __next__(self) -> DealtRows:
+        batches, size = self._batches, self._batches.batch_size
+        batch = self._rows[self._batch * size : (self._batch + 1) * size]
+        if not batch:
+            if batches._last is self and batches.epoch == self._epoch:
+                batches.set_epoch(self._epoch + 1)
+            raise StopIteration
+        self._batch += 1
+        return DealtRows(batch, batches.deal(batch)[batches.rank])
+
+    def state_dict(self) -> State:
+        return self._batches._state(self._epoch, self._batch)
+
+    def load_state_dict(self, state: State) -> None:
+        self._go_to(*self._batches._position(state))
+
+    def _go_to(self, epoch: int, batch: int) -> None:
+        self._epoch, self._batch = epoch, batch
+        self._rows = self._batches.rows_of(epoch)
+
+
+class _Numbered:
+    """The dataset, fetched by `DealtRows`; samples go to `_Collate` with their row numbers."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, deal: DealtRows) -> Dealt:
+        wanted = list(deal) or [deal.stand_in]
+        fetch = getattr(self.dataset, "__getitems__", None)
+        samples = [self.dataset[row] for row in wanted] if fetch is None else fetch(wanted)
+        return Dealt(samples, deal.row_numbers, deal.num_rows)
+
+
+class _Collate:
+    """A collate function, on the samples of a `Dealt`. A class, so that spawned workers can be sent it."""
+
+    def __init__(self, collate: Callable[[list[Any]], Batch]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Dealt) -> Dealt:
+        return replace(samples, batch=self.collate(samples.batch))
+
+
+def _place(rank: int | None, ranks: int | None) -> tuple[int, int]:
+    """This rank and how many there are: as given, else as torch.distributed has it, else one process."""
+    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ranks is None:
+        ranks = torch.distributed.get_world_size() if is_running else 1
+    if rank is None:
+        rank = torch.distributed.get_rank() if is_running else 0
+    if not 0 <= rank < ranks:
+        raise BatchError(
+            f"rank={rank} of ranks={ranks}: expected a rank from 0 to {max(ranks, 1) - 1}. Give both, or neither once "
+            "torch.distributed.init_process_group was called."
+        )
+    return rank, ranks
+
+
+def _lengths(lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None, dataset: Any) -> list[int] | None:
+    if lengths is None:
+        return None
+    numbers = [int(length) for length in (lengths(dataset) if callable(lengths) else lengths)]
+    if len(numbers) != len(dataset):
+        raise BatchError(
+            f"lengths= has {len(numbers)} entries for {len(dataset)} rows; give one length per row of the dataset, or a "
+            "function of the dataset that returns them."
+        )
+    return numbers

@@ -1,0 +1,122 @@
+"""What we use of `fully_shard` that torch promises nowhere."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.core import demand
+
+
+def sharded_kind() -> type | None:
+    """FSDP2's mark on a module; None where its package was never imported, so that no module can have it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def check_fsdp(root: nn.Module) -> None:
+    """Refuse a release of torch whose `fully_shard` lacks what we use of it."""
+    wrapper = "fully_shard"
+    for state in fsdp_states(root):
+        demand(state, "_fsdp_param_groups", "_modules", "_training_state", "_lazy_init", wrapper=wrapper)
+        demand(state, "_root_post_backward_final_callback", "_state_ctx", wrapper=wrapper)
+        demand(state._training_state, "PRE_BACKWARD", "IDLE", wrapper=wrapper)
+        for group in state._fsdp_param_groups:
+            demand(group, "fsdp_params", "mesh_info", "reshard_after_backward", wrapper=wrapper)
+            for taken in group.fsdp_params:
+                demand(taken, "sharded_param", "unsharded_param", "_unsharded_param", wrapper=wrapper)
+                demand(taken, "unsharded_accumulated_grad", "reduce_dtype", "_orig_size", "mp_policy", wrapper=wrapper)
+
+
+def fsdp_state(module: Any) -> Any:
+    """What `fully_shard` keeps for a module that it was called on."""
+    demand(module, "_get_fsdp_state", wrapper="fully_shard")
+    return module._get_fsdp_state()
+
+
+def fsdp_states(root: nn.Module) -> list[Any]:
+    """What `fully_shard` keeps for a root, the first, and for every unit below it."""
+    kind = sharded_kind()
+    modules = [module for module in root.modules() if kind is not None and isinstance(module, kind)]
+    return list(dict.fromkeys(fsdp_state(module) for module in modules))
+
+
+def fsdp_groups(roots: Sequence[nn.Module]) -> list[Any]:
+    """Every group of parameters that `fully_shard` gathers and reduces at once, in these roots and below."""
+    return [group for root in roots for state in fsdp_states(root) for group in state._fsdp_param_groups]
+
+
+def sharded_parameters(root: nn.Module) -> Iterator[tuple[tuple[int, ...], Any, Any, Any]]:
+    """Of every parameter that `fully_shard` took: the shape of the whole, its DTensor, the mesh and the precision policy."""
+    for group in fsdp_groups([root]):
+        for taken in group.fsdp_params:
+            yield tuple(taken._orig_size), taken.sharded_param, group.mesh_info.mesh, taken.mp_policy
+
+
+def flat_group(mesh: Any) -> Any:
+    """The process group of all ranks of a mesh of several dimensions."""
+    demand(mesh, "_flatten", wrapper="fully_shard over a part of the ranks")
+    return mesh._flatten().get_group()
+
+
+@contextmanager
+def resharding_put_back(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """The block in which `set_reshard_after_backward` may be called; each group has its own answer again after it."""
+    before = [(group, group.reshard_after_backward) for group in fsdp_groups(roots)]
+    try:
+        yield
+    finally:
+        for group, reshard in before:
+            group.reshard_after_backward = reshard
+
+
+def gather_for_batch(root: Any) -> None:
+    """Gather the whole parameters of a root and of all units below it, on every rank."""
+    fsdp_state(root)._lazy_init()  # as its first forward would
+    for state in fsdp_states(root):
+        state._modules[0].unshard()
+
+
+def gathered_parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Parameter, torch.dtype | None]]:
+    """The whole parameters that lie on every rank, and the dtype in which each gradient is reduced; None for its own."""
+    return [(taken.unsharded_param, taken.reduce_dtype) for group in fsdp_groups(roots) for taken in group.fsdp_params]
+
+
+def whole_parameters(root: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Of every parameter that was gathered before: this rank's part, and the whole, which is the leaf in a forward's graph."""
+    every = [taken for group in fsdp_groups([root]) for taken in group.fsdp_params]
+    return [(taken.sharded_param, taken._unsharded_param) for taken in every if hasattr(taken, "_unsharded_param")]
+
+
+@contextmanager
+def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """The block in which hooks of `fully_shard` only cast: they know one forward, and the second to end would free a unit."""
+    states = [state for root in roots for state in fsdp_states(root)]
+    for state in states:
+        state._training_state = type(state._training_state)["PRE_BACKWARD"]
+    try:
+        yield
+    finally:
+        for state in states:
+            state._training_state = type(state._training_state)["IDLE"]
+
+
+def reduce_gathered(root: Any) -> None:
+    """Average over ranks what lies in the whole parameters' gradients, and free the parameters: the end of a backward pass."""
+    state = fsdp_state(root)
+    context = state._state_ctx
+    if hasattr(context, "manual_backward_finalization_active"):  # since torch 2.15 the begin of a backward pass sets it
+        context.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
+
+
+def forget_gathered_gradients(roots: Sequence[nn.Module]) -> None:
+    """Drop the whole gradients that were added up and not yet reduced."""
+    for group in fsdp_groups(roots):
+        for parameter in group.fsdp_params:
+            if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+                parameter.unsharded_accumulated_grad = None  # since torch 2.15 it is the gradient below
+            if hasattr(parameter, "_unsharded_param"):  # gathered once, at least
+                parameter._unsharded_param.grad = None

@@ -1,0 +1,197 @@
+"""`Auto`: micro-batches tuned while training. Every cut gives the same gradient, so that no try is wasted."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from anybatch.core import Batch, MicroBatches, Rows, Split, tensors
+from anybatch.errors import SplitError
+from anybatch.ragged.cheapest_cut import best_cut
+from anybatch.ragged.cost import Cost
+from anybatch.ragged.search import LIMIT, Search, Trial, sizes_between
+from anybatch.ragged.tokens import Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The micro-batch size that was chosen, and why."""
+
+    kind: str
+    """"rows" or "tokens": what `size` counts."""
+    size: int
+    """At most this many rows, or tokens with padding, per micro-batch."""
+    is_settled: bool
+    """False while sizes are still being tried; `size` is then the best so far."""
+    trials: tuple[Trial, ...]
+    """What was measured: sizes and rates, in work per second, which compares within one choice only."""
+    num_updates: int
+    """How many updates were measured, all of them real training. By tokens, one more came before them."""
+
+    def describe(self) -> str:
+        """In words: what was chosen, and what else was tried."""
+        state = "chosen" if self.is_settled else "best so far"
+        if not self.trials:
+            return f"{self.size} {self.kind} per micro-batch to begin with; nothing measured yet."
+        best = max(trial.rate for trial in self.trials)
+        tried = ", ".join(f"{trial.size}: {trial.rate / best:.0%}" for trial in self.trials)
+        return (
+            f"{self.size} {self.kind} per micro-batch, {state} after {self.num_updates} updates as the fastest of {tried} "
+            "(rates, as shares of the best)."
+        )
+
+
+class Auto(Split):
+    """Tries sizes on real updates, keeps the fastest, and looks again when rows change shape.
+
+    `most` is the largest micro-batch allowed: a number of rows or `Rows(n)`; or `Tokens(budget, ...)`, whose budget is then
+    tuned up to the one given. Without it, a batch with `attention_mask` is cut by tokens and any other by rows, up to the
+    whole batch: sizes are tried from small to large and not far beyond the best, but nothing here knows what memory there
+    is. Batches of another shape (twice the rows, or rows twice as large) have a search of their own, which is remembered.
+
+    >>> import torch
+    >>> auto = Auto(most=64)
+    >>> len(auto.cut(torch.zeros(100, 3)))
+    100
+    >>> auto.choice.describe()
+    '1 rows per micro-batch to begin with; nothing measured yet.'
+    """
+
+    def __init__(self, most: "int | Rows | Tokens | None" = None) -> None:
+        if most is not None and not isinstance(most, (int, Rows, Tokens)):
+            raise SplitError(
+                f"Auto(most={most!r}): give the largest micro-batch allowed, as a number of rows, such as 64, or as "
+                "Tokens(8192), or None for the whole batch."
+            )
+        self.most = Rows(most) if isinstance(most, int) else most.learning() if isinstance(most, Tokens) else most
+        self._tokens = self.most if isinstance(self.most, Tokens) else Tokens(1, learn=True)
+        self._rows = self.most if isinstance(self.most, Rows) else Rows(1)
+        self._tunings: dict[tuple[str, int, int], _Tuning] = {}
+        self._last: _Tuning | None = None
+
+    def __repr__(self) -> str:
+        return f"Auto(most={self.most!r})"
+
+    @property
+    def choice(self) -> Choice | None:
+        """What is chosen for batches like the last one; None before the first."""
+        if self._last is None:
+            return None
+        search = self._last.search
+        return Choice(
+            kind=self._last.kind,
+            size=search.best,
+            is_settled=search.is_done,
+            trials=search.trials,
+            num_updates=search.num_measured,
+        )
+
+    @property
+    def reads_dim_0(self) -> bool:
+        """True where nobody said that dim 0 is the rows, and the last batch was cut by rows."""
+        return self._rows.reads_dim_0 and self._last is not None and self._last.kind == "rows"
+
+    def cut(self, batch: Batch) -> MicroBatches:
+        """The micro-batches of `batch`, at the size to try next or at the best one."""
+        is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
+        if isinstance(self.most, Tokens) or (self.most is None and is_masked):
+            return self._cut_tokens(batch, self._tokens)
+        return self._cut_rows(batch)
+
+    def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
+        """As `Tokens` does: rows alone are never sorted."""
+        is_sorted = self._last is not None and self._last.kind == "tokens"
+        return self._tokens.cut_in_arrival_order(batch, like) if is_sorted else like
+
+    def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
+        """Take the rate of the batch that was cut last."""
+        total = sum(took for took in seconds if took is not None)
+        if self._last is not None and total > 0 and self._last.amount > 0:
+            self._last.search.tell(self._last.amount / total)
+        if self._tokens.learn is not None:
+            self._tokens.learn(ran, seconds)
+
+    def shrink(self, ran: MicroBatches) -> "Auto | None":
+        """Batches like this one are never cut to more than half of what did not fit; None where nothing smaller is left."""
+        tuning = self._last
+        assert tuning is not None
+        largest, least = max(len(rows) for rows in ran.row_numbers), ran.together
+        if tuning.kind == "tokens" and ran.cut is not None:
+            largest, least = ran.cut.largest, max(ran.cut.lengths)
+        if largest <= least or not tuning.search.limit(max(largest // 2, least)):
+            return None
+        if tuning.cost is None:
+            tuning.is_warm = False  # the update that was to fit the cost did not run
+        return self
+
+    @property
+    def bound(self) -> int:
+        """The largest micro-batch that batches like the last one may be cut to; the fastest may be smaller."""
+        assert self._last is not None
+        return self._last.search.bound
+
+    def resized(self, size: int) -> "Auto":
+        """This split, which may come to micro-batches of this size again."""
+        for tuning in self._tunings.values():
+            tuning.search.allow(size)
+        return self
+
+    def _cut_rows(self, batch: Batch) -> MicroBatches:
+        count = self._rows.count(batch)
+        amount = max(count, sum(tensor.numel() for tensor in tensors(batch)))
+        least, largest = self._rows.least(batch), min(count, self.most.size) if isinstance(self.most, Rows) else count
+        tuning = self._tuning("rows", count, amount, lambda: Search(_distinct(count, sizes_between(least, largest))))
+        tuning.amount = amount
+        return replace(self._rows, size=max(tuning.search.next_size, least)).cut(batch)
+
+    def _cut_tokens(self, batch: Batch, tokens: Tokens) -> MicroBatches:
+        rows = tokens.measure(batch)
+        count, longest = len(rows.lengths), max(rows.lengths)
+        bound = count * longest if self.most is None else tokens.budget
+        largest = max(1, min(bound, count * longest))
+        # the first update fits the cost, by which the work in later ones is then compared
+        tuning = self._tuning(
+            "tokens",
+            count,
+            sum(rows.lengths),
+            lambda: Search(sizes_between(min(longest, largest), largest), limit=LIMIT - 1),
+        )
+        if not tuning.search.is_done:
+            tuning.weigh(rows.lengths, largest, tokens.cost)
+        # a row longer than the size to try still has to fit; one longer than the user's bound is an error
+        return tokens.cut_to(max(tuning.search.next_size, min(longest, bound)), batch, rows)
+
+    def _tuning(self, kind: str, count: int, amount: int, begin: Callable[[], Search]) -> "_Tuning":
+        key = (kind, count.bit_length(), (amount // count).bit_length())
+        if key not in self._tunings:
+            self._tunings[key] = _Tuning(kind, begin())
+        self._last = self._tunings[key]
+        return self._last
+
+
+@dataclass(slots=True)
+class _Tuning:
+    """The search for batches of one shape, and how much work the batch that was cut last is."""
+
+    kind: str
+    search: Search
+    amount: float = 0
+    """0 where the next rate is not to be counted."""
+    is_warm: bool = False
+    cost: Cost | None = None
+    """The cost that all ragged batches of this search are weighed by, so that the search does not see their differences."""
+
+    def weigh(self, lengths: Sequence[int], budget: int, fitted: Cost) -> None:
+        """The amount of work in a ragged batch: the cost of its cheapest cut under the largest budget.
+
+        That cut's largest micro-batch is also the largest that is worth trying.
+        """
+        if not self.is_warm:
+            self.is_warm, self.amount = True, 0
+            return
+        self.cost = self.cost or fitted
+        self.amount = best_cut(lengths, budget, self.cost).cost(self.cost)
+        self.search.cap(best_cut(lengths, budget, fitted).largest)
+
+
+def _distinct(count: int, sizes: list[int]) -> list[int]:
+    """One size for each number of micro-batches that `sizes` cut `count` rows into: the smallest that gives this number."""
+    return sorted({-(-count // -(-count // size)) for size in sizes})

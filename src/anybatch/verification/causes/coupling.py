@@ -1,0 +1,326 @@
+"""Rows that look at each other, losses that do not add up, and forwards that decide for all rows at once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import Batch, Coupled, tensors
+from anybatch.verification.causes.experiments import BestWeights, Experiments, best_weights
+from anybatch.verification.copies import copy_model
+from anybatch.verification.cuts import cut_by_rows
+from anybatch.verification.floor import largest_floor
+from anybatch.verification.verdict import Cause
+
+ON_OUTPUTS = (
+    "Give Coupled(encode, loss): encode(model, batch) returns the model's outputs with the targets of the rows, such as "
+    "(model(batch[0]), batch[1]), and loss takes those of all rows and returns the number."
+)
+
+
+def find_uneven_touch(experiments: Experiments) -> Cause | None:
+    """Compare which parameters get a gradient from the whole batch and from each micro-batch."""
+    whole = experiments.floor.whole.parameters
+    each = [gradient.parameters for gradient in experiments.each_alone()]
+    for name, grad in whole.items():
+        by = [index for index, parameters in enumerate(each) if parameters[name] is not None]
+        if bool(by) != (grad is not None):
+            takes = "none" if not by else f"micro-batches {', '.join(map(str, by))} of {len(each)}"
+            return Cause(
+                kind="touched",
+                explanation=f"{name!r} gets a gradient from {takes}, and from the whole batch "
+                f"{'one' if grad is not None else 'none'}: the forward decides for all of its rows together which way "
+                "they go.",
+                fix="Decide row by row, by torch.where or by indexing the rows that go each way, so that a row's way "
+                "does not depend on its neighbours.",
+            )
+    return None
+
+
+def find_penalty(experiments: Experiments) -> Cause | None:
+    """A sum whose error grows by the same with every micro-batch more has a term that is counted once too often in each."""
+    objective = experiments.objective
+    if objective is None or objective.reduction != "sum" or objective.terms:
+        return None
+    count = experiments.case.num_rows
+    errors = []
+    for parts in (2, 3):
+        stops = [round(count * part / parts) for part in range(parts + 1)]
+        cut = cut_by_rows(experiments.case.batch, [range(start, stop) for start, stop in pairwise(stops)])
+        gradient = experiments.case.accumulated(cut).parameters
+        errors.append(
+            _joined([_minus(gradient[name], grad) for name, grad in experiments.floor.whole.parameters.items()])
+        )
+    once, twice = errors
+    if not float((twice - 2 * once).norm()) <= 1e-6 * float(twice.norm()):
+        return None
+    return Cause(
+        kind="not_additive",
+        explanation="The loss is a sum over rows with a penalty beside it, which every micro-batch adds once more: with one "
+        "micro-batch more the error grows by the same again.",
+        fix="Give Terms(loss, units={'rows': ..., 'penalty': None}) with the penalty as a term of its own, which is counted "
+        "once per batch; or put it into the optimizer (weight_decay=).",
+    )
+
+
+def find_coupling(experiments: Experiments) -> Cause | None:
+    """Is the whole batch's gradient any weighted sum of the micro-batches' at all, and do the weights sum to 1?"""
+    objective = experiments.case.objective
+    if isinstance(objective, Coupled):
+        return _in_encode(experiments, objective)
+    best = best_weights(experiments)
+    if best is not None and best.is_unique and best.fits:
+        if best.is_mean and not _depend_on_parameters(experiments, best):
+            return None
+        weights = ", ".join(f"{weight:.3f}" for weight in best.weights)
+        why = "which depends on the losses themselves" if abs(sum(best.weights) - 1) < 1e-6 else "which is not 1 in all"
+        return Cause(
+            kind="not_additive",
+            explanation="The loss is not additive over rows: it is a function of a mean (a root, a logarithm, a power), or a "
+            f"ratio. The micro-batches' gradients would have to weigh {weights}, {why}, so that no units are right.",
+            fix=ON_OUTPUTS,
+        )
+    left = "" if best is None else f" (the best leaves {best.residual:.2g} of it)"
+    told = f"Rows look at each other: no weighting of the micro-batches' gradients gives the whole batch's{left}."
+    in_model = _in_the_model(experiments, told)
+    if in_model is not None:
+        return in_model
+    if is_of_few_means(experiments):
+        return Cause(
+            kind="not_additive",
+            explanation="The loss is not additive over rows: it is a function of several means or sums over them, such as a "
+            f"ratio or a product. No weighting of the micro-batches' gradients gives the whole batch's{left}, and the model's "
+            "outputs do not look at each other, so it is the loss that does.",
+            fix=ON_OUTPUTS,
+        )
+    return Cause(
+        kind="coupled",
+        explanation=f"{told} The model's outputs do not, so it is the loss that does.",
+        fix="Give the loss as Coupled(encode, loss): encode(model, batch) returns the representations of the rows, "
+        "loss(representations) one number for all of them. info_nce() and clip_loss() are there.",
+    )
+
+
+def unknown_weights(experiments: Experiments) -> str:
+    """Say which weights would be right, if rows do not look at each other and no count was found that gives them."""
+    best = None if experiments.objective is None else best_weights(experiments)
+    if best is None or not best.fits or not best.is_unique:
+        return ""
+    sizes = ", ".join(str(len(rows)) for rows in experiments.cut.row_numbers)
+    return f" Micro-batches of {sizes} rows should weigh {', '.join(f'{weight:.4f}' for weight in best.weights)}."
+
+
+def is_of_few_means(experiments: Experiments) -> bool:
+    """Whether the gradient of a row's output lies in a plane whatever rows come with it.
+
+    It does for a function of two means over rows, and does not where rows are compared with each other. Outputs of fewer than
+    three numbers, or none that is seen, say nothing: such losses are mostly functions of means.
+    """
+    count = experiments.case.num_rows
+    companies = [[0, *range(1 + start, count, 5)] for start in range(min(5, count - 1))]
+    found = []
+    for company in companies:
+        cut = cut_by_rows(experiments.case.batch, [company])
+        gradient = _OutputGradient()
+        experiments.case.once(cut[0], company, gradient.watch)
+        if gradient.first is None:
+            return False
+        found.append(gradient.first.double().cpu())
+    stacked = torch.stack([row / row.norm().clamp(min=1e-300) for row in found])
+    if stacked.shape[1] < 3:
+        return True
+    values = torch.linalg.svdvals(stacked)
+    return len(values) < 3 or float(values[2]) <= 1e-6 * float(values[0])
+
+
+def _depend_on_parameters(experiments: Experiments, best: BestWeights) -> bool:
+    """Whether other parameters would give other weights: units are counted on the batch, and would not."""
+    other = copy_model(experiments.case.model, experiments.case.copy)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    case = replace(experiments.case, model=other)
+    now = best_weights(replace(experiments, case=case, floor=replace(experiments.floor, whole=case.whole())))
+    if now is None or not now.is_unique:
+        return False
+    return any(abs(one - two) > 1e-5 for one, two in zip(best.weights, now.weights, strict=True))
+
+
+class _OutputGradient:
+    """The gradient of the first row of what the model returned."""
+
+    def __init__(self) -> None:
+        self.first: Tensor | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        model.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, inputs: object, output: object) -> None:
+        for tensor in _tensors_of(output):
+            if tensor.requires_grad and tensor.dim() > 0:
+                tensor.register_hook(self._keep)
+                return
+
+    def _keep(self, grad: Tensor) -> None:
+        self.first = grad[0].detach().flatten()
+
+
+def _tensors_of(output: object) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, (tuple, list)) else ()
+    return [tensor for value in values for tensor in _tensors_of(value)]
+
+
+def _in_encode(experiments: Experiments, objective: Coupled) -> Cause | None:
+    """Are the representations of some rows those that they have in the whole batch?"""
+    told = "Rows look at each other in encode, which is to take each by itself."
+    in_model = _in_the_model(experiments, told)
+    if in_model is not None:
+        return in_model
+    case, cut = experiments.case, experiments.cut
+    seen: list[list[Tensor]] = []
+
+    def encode(model: nn.Module, batch: Batch) -> Batch:
+        found = objective.encode(model, batch)
+        seen.append([tensor.detach().double() for tensor in tensors(found)])
+        return found
+
+    spied = replace(case, objective=replace(objective, encode=encode))
+    parts = [(case.batch, range(case.num_rows)), *((cut[place], cut.row_numbers[place]) for place in (0, -1))]
+    for batch, rows in parts:
+        spied.once(batch, rows)
+    whole, *others = seen
+    for (_, rows), part in zip(parts[1:], others, strict=True):
+        for full, some in zip(whole, part, strict=True):
+            if full.dim() == 0 or len(full) != case.num_rows or not same_rows(experiments, full, some, tuple(rows)):
+                return Cause(
+                    kind="coupled",
+                    explanation=f"{told} What it returns for some rows depends on the others, or is one for all of them: a "
+                    "mean, a centre, an order over the rows of a micro-batch.",
+                    fix="Let encode(model, batch) return one entry per row that depends on that row alone, and take means over "
+                    "rows in loss(representations), which sees all of them.",
+                )
+    return None
+
+
+def _in_the_model(experiments: Experiments, told: str) -> Cause | None:
+    place = first_that_mixes(experiments)
+    if place is None:
+        return None
+    return Cause(kind="coupled", explanation=f"{told} {place.told}", fix=place.fix)
+
+
+def _minus(one: Tensor | None, other: Tensor | None) -> Tensor:
+    known = other if one is None else one
+    if known is None:
+        return torch.zeros(0, dtype=torch.float64)
+    zero = torch.zeros_like(known)
+    return (zero if one is None else one).double() - (zero if other is None else other).double()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
+Key = tuple[str, str, int]
+"""Name of a module, what it is, and the number of the tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixingPlace:
+    """The place where rows mix, and what to do there."""
+
+    told: str
+    fix: str
+
+
+def first_that_mixes(experiments: Experiments) -> MixingPlace | None:
+    """The first input or output, in the order they are made, that depends for some rows on which other rows are there.
+
+    The first rows and the last are looked at: what looks back only, as a cumulative sum does, leaves the first as they are.
+    """
+    case = experiments.case
+    whole = _SeenRows(case.num_rows)
+    case.once(case.batch, range(case.num_rows), whole.watch)
+    found: set[Key] = set()
+    for place in (0, len(experiments.cut) - 1):
+        rows = experiments.cut.row_numbers[place]
+        part = _SeenRows(len(rows))
+        case.once(experiments.cut[place], rows, part.watch)
+        found |= {
+            key for key, full in whole.tensors.items() if _differs(experiments, full, part.tensors.get(key), rows)
+        }
+    first = next((key for key in whole.tensors if key in found), None)
+    return None if first is None else _place(first, whole.modules[first[0]])
+
+
+def _differs(experiments: Experiments, full: Tensor, some: Tensor | None, rows: tuple[int, ...]) -> bool:
+    return some is not None and full.shape[1:] == some.shape[1:] and not same_rows(experiments, full, some, rows)
+
+
+def same_rows(experiments: Experiments, full: Tensor, some: Tensor, rows: tuple[int, ...]) -> bool:
+    """Whether `some` is what these rows have in `full`, up to rounding."""
+    wanted = full[list(rows)].double()
+    if wanted.shape != some.shape:
+        return False
+    return float((some.double() - wanted).norm()) <= largest_floor(experiments.floor.unit) * float(wanted.norm())
+
+
+def _place(key: Key, module: nn.Module) -> MixingPlace:
+    name, what, _ = key
+    if what == "input":
+        return MixingPlace(
+            told=f"They do so before the model: what {name or 'the model itself'!r} is given for a row depends on the others, "
+            "because the objective prepares its inputs from all rows (a mean, a standard deviation, an order).",
+            fix="Prepare the inputs row by row, or in the loader, before the batch is cut; or with statistics that are fixed "
+            "before training.",
+        )
+    told = f"They do so in the model, first in {name or 'the model itself'!r} ({what})."
+    if getattr(module, "batch_first", True) is False:
+        return MixingPlace(
+            told=f"{told} It takes time first (batch_first=False), and reads the rows as time.",
+            fix=f"Make it {what}(..., batch_first=True); or give the batch time first, with micro_batch=Rows(n, batch_dim=1).",
+        )
+    return MixingPlace(
+        told=told,
+        fix="Take what looks across rows out of the model into the loss of Coupled(encode, loss), or use a layer that looks at "
+        "one row at a time.",
+    )
+
+
+class _SeenRows:
+    """Inputs and outputs of modules, rows first, in the order they were made."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self.tensors: dict[Key, Tensor] = {}
+        self.modules: dict[str, nn.Module] = {}
+
+    def watch(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            self.modules[name] = module
+            module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            module.register_forward_hook(self._after(name))
+
+    def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, named: Any) -> None:
+            if not any(key[1] != "input" for key in self.tensors):  # what no layer has made yet, the objective has
+                self._keep(name, "input", [*inputs, *named.values()])
+
+        return hook
+
+    def _after(self, name: str) -> Callable[[nn.Module, Any, Batch], None]:
+        def hook(module: nn.Module, inputs: Any, output: Batch) -> None:
+            self._keep(name, type(module).__name__, output)
+
+        return hook
+
+    def _keep(self, name: str, what: str, values: Batch) -> None:
+        for tensor in tensors(values):
+            if tensor.dim() > 0 and tensor.shape[0] == self._num_rows and tensor.is_floating_point():
+                number = sum(key[:2] == (name, what) for key in self.tensors)
+                self.tensors[name, what, number] = tensor.detach().clone()

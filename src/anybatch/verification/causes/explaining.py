@@ -1,0 +1,136 @@
+"""Causes by experiment. Those that would hide others are looked for first."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from anybatch.verification.causes.coupling import find_coupling, find_penalty, find_uneven_touch, unknown_weights
+from anybatch.verification.causes.experiments import ExperimentResult, Experiments
+from anybatch.verification.causes.model_changes import (
+    Repair,
+    find_batch_norm,
+    find_changed_inputs,
+    find_model_state,
+    find_own_generator,
+)
+from anybatch.verification.causes.randomness import find_draws_outside_torch, find_mixed_rows, why_unjudged
+from anybatch.verification.causes.torn_rows import find_torn_groups, find_trimming
+from anybatch.verification.causes.units import find_reduction, find_units, find_wrong_term
+from anybatch.verification.verdict import Cause
+
+T = TypeVar("T")
+
+REPAIRS: tuple[Callable[[Experiments, ExperimentResult], Repair | None], ...] = (
+    find_changed_inputs,
+    find_model_state,
+    find_batch_norm,
+    find_reduction,
+    find_units,
+)
+"""Experiments that change one thing and look whether the error goes. A change that helped stays for the next one."""
+SIGNS: tuple[Callable[[Experiments], Cause | None], ...] = (
+    find_wrong_term,
+    find_torn_groups,
+    find_own_generator,
+    find_penalty,
+    find_uneven_touch,
+    find_coupling,
+)
+"""Experiments that look for the sign of a cause that no change can take away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a cut does not give the whole batch's gradient, or why that cannot be said."""
+
+    causes: tuple[Cause, ...] = ()
+    unjudged: str = ""
+
+
+def explain(experiments: Experiments, known: tuple[Cause, ...] = ()) -> Explanation:
+    """Why the cut does not give the whole batch's gradient; `known` are causes that were seen already."""
+    if not math.isfinite(experiments.floor.whole.loss) or not math.isfinite(experiments.floor.whole.norm):
+        return Explanation(causes=(_not_finite(experiments),))
+    if any(cause.kind == "randomness" for cause in known):
+        return Explanation(causes=known)
+    noise = find_draws_outside_torch(experiments)
+    if noise is not None:
+        return Explanation(causes=(noise,))
+    now = experiments.try_out(experiments.case)
+    if experiments.is_drawn:
+        quiet = _tried(Experiments.without_draws, experiments)
+        still = None if quiet is None else quiet.try_out(quiet.case)
+        if still is not None and still.is_exact:
+            mixed = find_mixed_rows(experiments, now.failure)
+            causes = known or (() if mixed is None else (mixed,))
+            return Explanation(
+                causes=causes, unjudged="" if causes else why_unjudged(experiments, is_exact_without=True)
+            )
+        if quiet is None or quiet.case.draws.strange:  # what draws inside a kernel cannot be kept from it
+            return Explanation(
+                causes=known, unjudged="" if known else why_unjudged(experiments, is_exact_without=False)
+            )
+        experiments, now = quiet, still or now
+    return Explanation(causes=known + _causes(experiments, now))
+
+
+def _causes(experiments: Experiments, now: ExperimentResult) -> tuple[Cause, ...]:
+    """At least one."""
+    trimming = _tried(find_trimming, experiments)
+    if trimming is not None:
+        return (trimming,)
+    causes: list[Cause] = []
+    for repair in REPAIRS:
+        found = _tried(repair, experiments, now)
+        if found is not None:
+            cause, case, now = found
+            causes.append(cause)
+            experiments = replace(experiments, case=case)
+        if now.is_exact:
+            return tuple(causes)
+    for look in SIGNS:
+        cause_seen = _tried(look, experiments)
+        if cause_seen is not None and (now.failure is None or cause_seen.kind == "groups"):
+            return (*causes, cause_seen)
+    if now.failure is not None:
+        return (*causes, _failed(now.failure))
+    return (*causes, _unknown(experiments, now)) if not causes else tuple(causes)
+
+
+def _tried(experiment: Callable[..., T | None], *given: Experiments | ExperimentResult) -> T | None:
+    """Run an experiment; None if its few rows cannot run alone, as one row cannot in BatchNorm."""
+    try:
+        return experiment(*given)
+    except Exception:  # whatever a model raises on a few rows
+        return None
+
+
+def _not_finite(experiments: Experiments) -> Cause:
+    bad = [
+        name
+        for name, grad in experiments.floor.whole.parameters.items()
+        if grad is not None and not grad.isfinite().all()
+    ]
+    return Cause(
+        kind="nonfinite",
+        explanation=f"The whole batch in one go has a loss of {experiments.floor.whole.loss} and gradients that are not finite "
+        f"in {', '.join(bad[:3]) or 'no parameter'}: there is nothing to compare with.",
+        fix="Verify with a batch whose loss is finite, or mend what makes it inf or nan first.",
+    )
+
+
+def _failed(failure: str) -> Cause:
+    return Cause(
+        kind="error",
+        explanation=f"The micro-batches could not run: {failure}",
+        fix="Mend the error; it does not come when the whole batch runs in one go.",
+    )
+
+
+def _unknown(experiments: Experiments, now: ExperimentResult) -> Cause:
+    return Cause(
+        kind="unknown",
+        explanation=f"The error is {now.error:.2g}, and none of the experiments takes it away.{unknown_weights(experiments)}",
+        fix="Give units=, a function of the batch that returns what the mean loss divides by, if it is not what was given.",
+    )
