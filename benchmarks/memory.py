@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Objective, Update, huggingface, measure_peak, plan, supervised
-from anybatch.core.nesting import tensors
+from anybatch.core.batch import tensors
 from anybatch.memory.tracing.meter import bytes_of
 from benchmarks.models import (
     LongAttention,

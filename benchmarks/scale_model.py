@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from anybatch.app.cli.screen import table
+from anybatch.display import show_seconds
 from anybatch.errors import ParallelError
 from anybatch.parallel import BUCKET_BYTES
-from anybatch.core.sizes import show_seconds
 
 EFFICIENCIES = (0.8, 0.9, 0.95, 0.99)
 

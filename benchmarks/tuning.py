@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Auto, Batch, Objective, Rows, Split, Tokens, huggingface, supervised
-from anybatch.ragged.search import LIMIT, sizes_between
-from anybatch.core import timing
+from anybatch.core import accumulator as timing
+from anybatch.ragged.tuning import LIMIT, sizes_between
 from benchmarks.gpt import ByteGPTForCausalLM
 from benchmarks.models import SmallTransformer
 from benchmarks.texts import collate, draw

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.nesting import map_tensors
+from anybatch.core.batch import map_tensors
 
 
 def doubled(batch: Any) -> Any:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from anybatch.core.host_memory import left_within_limits
+from anybatch.core.out_of_memory import left_within_limits
 
 MIB = 2**20
 
@@ -45,7 +45,7 @@ def test_version_1_of_control_groups_is_read_too(tmp_path):
 def test_a_limit_of_the_process_counts():
     pytest.importorskip("resource", reason="the system has no limits of this kind")
     code = (
-        "import resource; from pathlib import Path; from anybatch.core.host_memory import left_within_limits;"
+        "import resource; from pathlib import Path; from anybatch.core.out_of_memory import left_within_limits;"
         "resource.setrlimit(resource.RLIMIT_DATA, (2**40, resource.RLIM_INFINITY));"
         "print(2**40 - left_within_limits(groups=Path('nowhere')))"
     )

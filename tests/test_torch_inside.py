@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.core import releases
+from anybatch.core import torch_private as releases
 
 
 @pytest.fixture(scope="module")

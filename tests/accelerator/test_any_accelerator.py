@@ -3,9 +3,9 @@
 import torch
 
 from anybatch import Update, verify
-from anybatch.core.device_memory import free_on_device, with_peak
 from anybatch.app.training.experiment import find_device
 from anybatch.app.training.measure import with_memory
+from anybatch.core.out_of_memory import free_on_device, with_peak
 from tests.accelerator.on_device import on_device
 from tests.accelerator.plugged import limit, plug
 from tests.accelerator.setups import adamw, batch, cross_entropy, mlp

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anybatch import Fit, Update, measure_peak, plan
-from anybatch.core.batch_state import BatchState
+from anybatch.core.snapshot import BatchState
 from tests.accelerator.on_device import on_device
 from tests.accelerator.plugged import limit, plug
 from tests.accelerator.setups import HOST, adamw, batch, contrastive, cross_entropy, mlp, off, trained

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from anybatch import NonFiniteError
-from anybatch.core import Batch, move
-from anybatch.core import shares
-from anybatch.core.gradients import GradientSum
-from anybatch.core.forward_pass import Ahead
-from anybatch.core import snapshot
 from anybatch.batch_norm.offload import SavedTensors
+from anybatch.core import Batch, move, snapshot
+from anybatch.core import gradients as shares
+from anybatch.core.engine import Ahead
+from anybatch.core.gradients import GradientSum
 from tests.accelerator import test_core_on_device, test_counted, test_limits, test_prefetch
 from tests.accelerator.on_device import on_device
 from tests.accelerator.plugged import plug

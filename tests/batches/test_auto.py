@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch import Accumulator, Auto, Cost, Fit, Rows, SplitError, Tokens, supervised
 from anybatch.core.batch import num_rows
 from anybatch.core.splits import near_equal
-from anybatch.ragged.search import LIMIT, Search, sizes_between
+from anybatch.ragged.tuning import LIMIT, Search, sizes_between
 from tests.reference import relative_error, whole_batch_gradient
 
 Clock = Callable[[int], float]

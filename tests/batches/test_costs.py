@@ -6,8 +6,7 @@ import pytest
 
 from anybatch import Cost, SplitError
 from anybatch.ragged.cheapest_cut import best_cut
-from anybatch.ragged.learned_cost import FEWEST, LearnedCost
-from anybatch.ragged.cost import fit_cost
+from anybatch.ragged.cost import FEWEST, LearnedCost, fit_cost
 
 TRUE = {
     "a small transformer on a CPU": Cost(fixed=9.8e-3, per_token=337e-6, per_square=228e-9),

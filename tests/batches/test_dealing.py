@@ -10,8 +10,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from anybatch import Accumulator, BatchError, CheckpointError, Cost, Dealt, GlobalBatches, repeated_rows, supervised
 from anybatch.parallel import warn_of_repeated_rows
+from anybatch.parallel.dealing import deal_by_cost, deal_rows
 from anybatch.ragged.cheapest_cut import best_cut
-from anybatch.parallel.dealt import deal_by_cost, deal_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*is deprecated")  # torchdata 0.11 calls it
 

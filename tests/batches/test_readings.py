@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from anybatch import BatchError, MicroBatches, Rows, SampleList, SplitError, Stacked, num_rows, take_rows
-from anybatch.core.batch import check_row_dim
-from anybatch.core.readings import holds_samples
-from anybatch.core.shrinking import AsGiven, CutFurther
+from anybatch.core.batch import check_row_dim, holds_samples
+from anybatch.core.splits import AsGiven, CutFurther
 
 TWO_WAYS = (
     r"can be read in two ways: {} samples, one per row; or {} columns of {} rows each.*collate=.*SampleList.*tuple"

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch import BatchError, MicroBatches, Rows, Split, SplitError, num_rows
-from anybatch.core.splits import near_equal
-from anybatch.core.micro_batch_option import as_split
+from anybatch.core.splits import as_split, near_equal
 
 
 def test_40_rows_by_16_are_14_13_13():

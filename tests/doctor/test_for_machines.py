@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from anybatch.app.report.doctor_page import render_doctor
 from anybatch.doctor import describe
 from anybatch.doctor.finding import SEVERITIES
 from anybatch.doctor.judging import judge
 from anybatch.doctor.wording import as_github, as_sarif
-from anybatch.app.report.doctor_page import render_doctor
 from tests.doctor.test_judging import CLEARED, PLACE, _log, _pass, _step, _windows
 from tests.doctor.watched import ZOO
 from tests.processes.forked import run_anybatch, run_function

@@ -26,9 +26,8 @@ from anybatch import (
     supervised,
     take_rows,
 )
-from anybatch.dropout.keyed_dropout import masks_of
-from anybatch.dropout.row_masks import keep_mask, key_of
-from anybatch.core.torch_random import RandomState
+from anybatch.core.snapshot import RandomState
+from anybatch.dropout import keep_mask, key_of, masks_of
 from tests.reference import relative_error
 
 WORD = 2**32 - 1

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Accumulator, Objective
-from anybatch.core.disk import TensorFile
 
 # internals: the table of what was put away is nowhere to be seen from outside
 from anybatch.batch_norm.offload import SavedTensors
+from anybatch.core.snapshot import TensorFile
 
 
 def keeper() -> SavedTensors:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Accumulator, Objective, Update
-from anybatch.core import telling
+from anybatch.core import events as telling
 
 
 def ragged() -> list[Tensor]:

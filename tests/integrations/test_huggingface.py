@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from anybatch import Fit, LossError, Tokens, UnitsError, UpdateError
-from anybatch.integrations.huggingface import ExactTrainer, SPLIT_FILE, exact
+from anybatch.integrations.huggingface import SPLIT_FILE, ExactTrainer, exact
 from benchmarks.tiny_models import bert, class_loss, classified, gpt2, llama, next_token_loss, pad, texts
 from benchmarks.trainers import Handed, errors, trained, windows_of
 from tests.processes.ranks import on_ranks

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.core.sizes import show_bytes
+from anybatch.display import show_bytes
 from tests.lessons.torch_twin import Run, Setting, make_model, run, uniform
 
 

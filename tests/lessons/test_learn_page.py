@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from anybatch.app.cli.main import run
-from anybatch.errors import LessonError
 from anybatch.app.lessons.pages.lesson_content import ORDER, all_lessons, memory_table, read_lesson
 from anybatch.app.lessons.pages.lesson_page import learn_page, write_learn_site
+from anybatch.errors import LessonError
 from tests.browsing import violations
 from tests.lessons.claims import measured
 from tests.lessons.measures import OF_A_RUN, SHOWN

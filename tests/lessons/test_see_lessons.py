@@ -8,10 +8,9 @@ import pytest
 import anybatch
 from anybatch import errors
 from anybatch.app.cli.main import run
-from anybatch.doctor import KINDS
 from anybatch.app.lessons.pages.lesson_content import ORDER
-from anybatch.app.lessons.pages.see_lessons import lesson_of_error
-from anybatch.app.lessons.pages.see_lessons import LESSON_OF_CAUSE, LESSON_OF_ERROR, LESSON_OF_FINDING
+from anybatch.app.lessons.pages.see_lessons import LESSON_OF_CAUSE, LESSON_OF_ERROR, LESSON_OF_FINDING, lesson_of_error
+from anybatch.doctor import KINDS
 
 SOURCE = Path(anybatch.__file__).parent
 

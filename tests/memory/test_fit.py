@@ -25,10 +25,9 @@ from anybatch import (
     plan,
     supervised,
 )
-from anybatch.core import Workload
-from anybatch.core.micro_batch_option import as_split
+from anybatch.core import Running, Workload
+from anybatch.core.splits import as_split
 from anybatch.memory import fastest_fit
-from anybatch.core import Running
 from tests.injection import OutOfMemoryAbove
 from tests.reference import relative_error, whole_batch_gradient
 

@@ -19,9 +19,9 @@ from anybatch import (
     plan,
     supervised,
 )
+from anybatch.core import Running
 from anybatch.memory.predicting.envelope import fit_envelope
 from anybatch.memory.tracing.recorder import Timeline
-from anybatch.core import Running
 from benchmarks.models import LongAttention
 
 CLASSES = supervised(nn.CrossEntropyLoss())

@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Auto, Coupled, MicroBatches, Objective, Rows, Tokens, Update, info_nce, resume, save, supervised
-from anybatch.core import Cut, in_arrival_order, is_in_arrival_order, take_rows
+from anybatch.core import Cut, gradient_hooks_of, in_arrival_order, is_in_arrival_order, take_rows
 from anybatch.errors import UpdateError
-from anybatch.core import gradient_hooks_of
 from tests.noise.problems import PROBLEMS, TOKENS, Problem
 from tests.parallel.wrapped import fsdp
 from tests.processes.ranks import on_ranks

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.noise import NoiseScale, WindowNoise, noise_scale_of
-from anybatch.noise.noise_scale import fieller
+from anybatch.noise import NoiseScale, WindowNoise, fieller, noise_scale_of
 from tests.noise.problems import PROBLEMS, Problem
 
 CUTS = {"equal": [6] * 6, "a short tail": [8, 8, 8, 2], "all unequal": [16, 4, 4, 4, 3, 1], "single rows": [1] * 24}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import loss as torch_losses
 
 from anybatch import Accumulator, BatchError, LossError, Objective, UnitsError, rows, supervised
-from anybatch.core.loss_units import RULES
+from anybatch.core.criteria import RULES
 from tests.reference import gradient, mean_of_means, relative_error, whole_batch_gradient
 
 ROWS, FEATURES, CLASSES = 23, 6, 5

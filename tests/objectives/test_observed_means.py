@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Accumulator, Objective, huggingface, observed
-from anybatch.core.loss_units import FUNCTIONAL_RULES
+from anybatch.core.criteria import FUNCTIONAL_RULES
 from anybatch.objectives import ObservedMeans
 from tests.reference import relative_error, whole_batch_gradient
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.errors import ParallelError
 from anybatch.core import ALONE, Needs
+from anybatch.errors import ParallelError
 from anybatch.parallel import engine_for, peeled, unreplicated, unwrapped
 from anybatch.parallel.ddp import Bucketed, Reduced
 from anybatch.parallel.fsdp import Gathered, Scattered

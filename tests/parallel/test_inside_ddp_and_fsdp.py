@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import torch_inside as inside
-from anybatch.core.autograd_graph import leaves_of
+from anybatch.core import torch_private as releases
+from anybatch.core.torch_private import leaves_of
 from anybatch.errors import ParallelError
 from anybatch.parallel import wrapping_of
-from anybatch.core import releases
 
 
 @pytest.fixture(scope="module", autouse=True)

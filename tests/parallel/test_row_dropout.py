@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from anybatch import GlobalBatches, Update, row_dropout, supervised
-from anybatch.parallel import deal_rows
 from anybatch.core import take_rows
+from anybatch.parallel import deal_rows
 from tests.processes.ranks import on_ranks
 
 ROWS, BATCH = 49, 12

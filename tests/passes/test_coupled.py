@@ -29,7 +29,7 @@ from anybatch import (
     info_nce,
     stages,
 )
-from anybatch.core.nesting import tensors
+from anybatch.core.batch import tensors
 from tests.reference import gradient
 
 SEED = 7
@@ -118,7 +118,7 @@ def test_plain_accumulation_of_the_same_loss_is_not():
 
 
 def test_without_the_random_state_of_the_first_pass_dropout_makes_it_wrong(monkeypatch):
-    from anybatch.core.torch_random import RandomState
+    from anybatch.core.snapshot import RandomState
 
     model, parts = Encoder(), cut(pairs(), [16] * 4)
     coupled = Coupled(shared, info_nce(0.1))

@@ -27,8 +27,8 @@ from anybatch import (
     stages,
     supervised,
 )
-from anybatch.core.shrinking import smaller
 from anybatch.core.out_of_memory import is_out_of_memory
+from anybatch.core.splits import smaller
 from tests.injection import OutOfMemoryAbove, OutOfMemoryAt
 from tests.reference import gradient, relative_error, whole_batch_gradient
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Auto, MicroBatches, Objective, Rows, Tokens
-from anybatch.core import timing
+from anybatch.core import accumulator as timing
 
 
 class Listening:

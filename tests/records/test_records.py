@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from anybatch import RunError, plan, supervised, verify
-from anybatch.app.records.schema import PlanRecord, ProofRecord, Run, TracedLayer, UpdateDone
-from anybatch.app.records.run_folder import RunFolder
-from anybatch.app.records.tolerant_reading import plain, read
 from anybatch.app.records import schema
+from anybatch.app.records.run_folder import RunFolder
+from anybatch.app.records.schema import PlanRecord, ProofRecord, Run, TracedLayer, UpdateDone
+from anybatch.app.records.tolerant_reading import plain, read
 
 RECORDS = [kind for kind in vars(schema).values() if dataclasses.is_dataclass(kind)]
 

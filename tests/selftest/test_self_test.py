@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from anybatch.app.selftest.self_testing import Checked, run_self_test
 from anybatch.app.selftest import self_testing
 from anybatch.app.selftest import self_testing as running
+from anybatch.app.selftest.self_testing import Checked, run_self_test
 from tests.accelerator.on_device import on_device
 from tests.accelerator.plugged import limit, plug
 from tests.processes.forked import run_anybatch

@@ -6,8 +6,7 @@ import warnings
 import torch
 from torch._subclasses import FakeTensorMode
 
-from anybatch.core.aside import kept_aside
-from anybatch.core.disk import TensorFile
+from anybatch.core.snapshot import TensorFile, kept_aside
 
 
 def test_a_copy_on_the_cpu_goes_to_disk_and_comes_back():

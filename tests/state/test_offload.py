@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch import Accumulator, Objective, UpdateError, supervised
 from anybatch.batch_norm import offload
-from anybatch.core.disk import TensorFile
 from anybatch.batch_norm.offload import SavedTensors
+from anybatch.core.snapshot import TensorFile
 from benchmarks.meter import LiveBytes, peak_bytes_of_all_threads
 from benchmarks.models import ResidualNet
 from tests.reference import gradient

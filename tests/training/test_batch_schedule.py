@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from anybatch.errors import SettingsError
-from anybatch.noise import NoiseScale
 from anybatch.app.records.schema import UpdateDone
+from anybatch.app.training.checkpoints.saving import resume
+from anybatch.app.training.experiment import assemble
+from anybatch.app.training.learning_rates import BatchSchedule, schedule_of
 from anybatch.app.training.loop import Loop, Progress
 from anybatch.app.training.settings import Settings
-from anybatch.app.training.experiment import assemble
-from anybatch.app.training.checkpoints.saving import resume
-from anybatch.app.training.learning_rates import BatchSchedule, schedule_of
+from anybatch.errors import SettingsError
+from anybatch.noise import NoiseScale
 from tests.training.small_tasks import small_task
 
 GROWING = {1: 10, 2: 25, 3: 75}

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from anybatch import Task, resume, supervised
-from anybatch.parallel import deal_rows
-from anybatch.core import Ranks
 from anybatch.app.records.schema import EpochDone, UpdateDone
+from anybatch.app.training import loop
+from anybatch.app.training.experiment import assemble
+from anybatch.app.training.loaders import validation_loader
 from anybatch.app.training.loop import Loop, Progress
 from anybatch.app.training.settings import Settings
-from anybatch.app.training.experiment import assemble
-from anybatch.app.training.tasks.lookup import find_task
-from anybatch.app.training import loop
-from anybatch.app.training.loaders import validation_loader
 from anybatch.app.training.tasks import pairs, stdlib
+from anybatch.app.training.tasks.lookup import find_task
+from anybatch.core import Ranks
+from anybatch.parallel import deal_rows
 from tests.processes.ranks import on_ranks
 
 TASKS = ("textbook", "stdlib", "pairs", "digits")

@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 
 from anybatch.batch_norm.layers import Call, Layers, replaced
 from anybatch.batch_norm.lockstep import Lockstep
-from anybatch.batch_norm.pooling import MeanAndVariance, of_every_rank, pool, pool_over_ranks, update_running
+from anybatch.batch_norm.statistics import MeanAndVariance, of_every_rank, pool, pool_over_ranks, update_running
 from anybatch.core import NormLayer, Ranks, is_in_backward, is_low
 from anybatch.errors import BatchError, UpdateError
 

@@ -4,35 +4,323 @@ Rows are dim 0 of every tensor and the length of every list of per-row objects. 
 and other single objects go along whole. `readings` says which lists have one entry per row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.nesting import (
-    Batch,
-    IsLeaf,
-    children,
-    is_array,
-    is_sequence,
-    leaves,
-    map_leaves,
-    map_tensors,
-    rebuild,
-)
-from anybatch.core.readings import (
-    as_samples,
-    check_one_reading,
-    has_array,
-    holds_objects,
-    holds_samples,
-    is_marked,
-    lists_alone,
-    per_row_lists,
-)
 from anybatch.errors import BatchError
+
+Batch = Any
+"""Any nesting of tensors, tuples, lists, dicts, NamedTuples, dataclasses and mappings such as BatchEncoding."""
+
+NamedPart = tuple[str, Any]
+"""How a child is reached, as Python would spell it (`['labels']`, `[0]`, `.mask`), and the child."""
+
+IsLeaf = Callable[[str, Any], bool]
+"""(path, value) -> True where a walk must not look into `value`, though it is a container."""
+
+
+def leaves(batch: Batch, is_leaf: IsLeaf | None = None, path: str = "") -> Iterator[NamedPart]:
+    """(path, leaf) of everything that holds nothing, in order; of a container too where `is_leaf(path, container)`.
+
+    >>> [path for path, _ in leaves({"x": 1, "pair": (2, [3])})]
+    ["['x']", "['pair'][0]", "['pair'][1][0]"]
+    """
+    held = None if is_leaf is not None and is_leaf(path, batch) else children(batch)
+    if not held:
+        yield path, batch
+        return
+    for step, child in held:
+        yield from leaves(child, is_leaf, path + step)
+
+
+def map_leaves(batch: Batch, change: Callable[[str, Any], Any], is_leaf: IsLeaf | None = None, path: str = "") -> Batch:
+    """The same nesting around `change(path, leaf)` of each of its `leaves`."""
+    held = None if is_leaf is not None and is_leaf(path, batch) else children(batch)
+    if not held:
+        return change(path, batch)
+    return rebuild(batch, [map_leaves(child, change, is_leaf, path + step) for step, child in held])
+
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The same nesting with every tensor changed; everything else goes along as it is."""
+    return map_leaves(batch, lambda _, leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def tensors(batch: Batch) -> Iterator[Tensor]:
+    """Every tensor in the nesting, in order."""
+    return (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
+
+
+def children(value: Batch) -> list[NamedPart] | None:
+    """What a container holds, in order; None where `value` is no container."""
+    if isinstance(value, Tensor):
+        return None
+    if is_sequence(value):
+        return [(f"[{index}]", child) for index, child in enumerate(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", getattr(value, name)) for name in value._fields]
+    if _is_dataclass(value):
+        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", child) for key, child in value.items()]
+    return None
+
+
+def rebuild(value: Batch, contents: list[Any]) -> Batch:
+    """The container `value` around new `contents`, given in the order of `children`."""
+    if type(value) in (list, tuple):
+        return type(value)(contents)
+    if isinstance(value, tuple):
+        return type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
+    if isinstance(value, list):
+        return type(value)(contents)
+    if _is_dataclass(value):
+        return _rebuild_dataclass(value, contents)
+    if type(value) is dict:
+        return dict(zip(value, contents, strict=True))
+    # copy and update keeps what a mapping type carries beside its items, as torch's own collate does
+    clone = copy.copy(value)
+    clone.update(zip(value, contents, strict=True))
+    return clone
+
+
+def _is_dataclass(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _rebuild_dataclass(value: Any, contents: list[Any]) -> Any:
+    # not dataclasses.replace: it refuses fields with init=False and runs __post_init__ on cut data
+    clone = copy.copy(value)
+    assign = object.__setattr__ if value.__dataclass_params__.frozen else setattr
+    for field, content in zip(dataclasses.fields(value), contents, strict=True):
+        assign(clone, field.name, content)
+    return clone
+
+
+def is_array(value: object) -> bool:
+    """True of tensors and NumPy arrays; dim 0, if there is one, is the rows."""
+    return isinstance(value, Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "shape"))
+
+
+def is_sequence(value: object) -> bool:
+    """True of plain tuples and lists, the containers that may also be one object per row."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)
+
+
+class SampleList(list[Any]):
+    """A list with one sample per row: as a `collate_fn` it says so, whatever the samples look like.
+
+    >>> from anybatch import num_rows
+    >>> import torch
+    >>> num_rows(SampleList([torch.zeros(12), torch.zeros(12), torch.zeros(12)]))
+    3
+    """
+
+
+class SampleTuple(tuple[Any, ...]):
+    """A tuple with one sample per row."""
+
+
+def holds_samples(batch: Batch) -> bool:
+    """True of a batch that is a list of samples, one per row; an error where it may as well be columns.
+
+    A tuple is read as columns, unless it holds like records, such as (image, label), with numbers in them.
+    """
+    if is_marked(batch):
+        return True
+    if type(batch) not in (list, tuple) or len(batch) == 0 or not has_array(batch) or not are_alike(batch):
+        return False
+    is_record = _is_of_kinds(batch[0])
+    if type(batch) is tuple:
+        return is_record and not _is_collated(batch)
+    if not _is_collated(batch) or (is_record and type(batch[0]) is tuple):
+        return True
+    columns = _rows_as_columns(batch)
+    is_column = is_array(batch[0]) or _is_encoding(batch[0])
+    if columns == 0 and not is_column:
+        return True
+    if columns > 0 and is_column and len(batch) <= 2:
+        return False  # as default_collate makes them of one tensor or encoding per sample, and of pairs of them
+    # tensors of different lengths are refused too: the next two that are equally long would be read as columns
+    sizes = f"of {columns} rows each" if columns else f"that disagree on their rows ({_sizes_in_words(batch)})"
+    raise BatchError(
+        f"this list of {len(batch)} can be read in two ways: {len(batch)} samples, one per row; or {len(batch)} columns "
+        f"{sizes}. For samples, give Rows(n, collate=...) or Tokens(n, collate=...), which collates those of each "
+        "micro-batch, or have the loader say so by collate_fn=anybatch.SampleList. For columns, give a tuple or a dict "
+        "instead of a list: collate_fn=lambda samples: tuple(default_collate(samples))."
+    )
+
+
+def is_marked(sequence: Batch) -> bool:
+    """True of a list or tuple that says itself that it holds one sample per row."""
+    return isinstance(sequence, SampleList | SampleTuple)
+
+
+def holds_objects(sequence: Any) -> bool:
+    """True of a list of strings, numbers or other single objects: one per row, whatever else the batch holds."""
+    has_object = False
+    for item in sequence:
+        if is_array(item) or children(item) is not None:
+            return False
+        has_object = has_object or item is not None
+    return has_object
+
+
+def is_per_row(sequence: Any, count: int) -> bool:
+    """True of a list or tuple that holds one object per row, in a batch of `count` rows."""
+    if is_marked(sequence) or holds_objects(sequence):
+        return True
+    if len(sequence) != count:
+        return False
+    # [[1, 2], [3, 4]] beside two rows: with no tensor inside, one list per row is the likelier meaning
+    return not _are_columns(sequence, count) or (not has_array(sequence) and any(item is not None for item in sequence))
+
+
+def per_row_lists(count: int) -> IsLeaf:
+    """Tell the lists with one object per row from containers, in a batch of `count` rows that is marked if it is samples."""
+
+    def is_leaf(path: str, value: Any) -> bool:
+        # the batch itself may be as long as it has rows, and is columns all the same
+        return is_sequence(value) and (is_per_row(value, count) if path else is_marked(value) or holds_objects(value))
+
+    return is_leaf
+
+
+def as_samples(sequence: Any) -> Any:
+    """The list or tuple, marked as one sample per row: cut into shorter ones, it must not be read anew."""
+    if is_marked(sequence) or not is_sequence(sequence) or holds_objects(sequence):
+        return sequence
+    if type(sequence) is list:
+        return SampleList(sequence)
+    return SampleTuple(sequence) if type(sequence) is tuple else sequence
+
+
+def has_array(batch: Batch) -> bool:
+    """True if there is a tensor or array of one or more dims anywhere inside."""
+    return any(is_array(leaf) and len(leaf.shape) > 0 for _, leaf in leaves(batch))
+
+
+def are_alike(sequence: Any) -> bool:
+    """True of objects of one kind: the same type, keys, dtypes and numbers of dims, whatever their lengths."""
+    return len({_kind(item) for item in sequence}) == 1
+
+
+def _kind(value: Batch) -> object:
+    """A value that is equal for samples of one dataset, whatever their lengths."""
+    if is_array(value):
+        return "array", str(value.dtype), len(value.shape)
+    held = children(value)
+    if held is None:
+        return "object", type(value)
+    if is_sequence(value):
+        return type(value), frozenset(_kind(child) for _, child in held)
+    return type(value), tuple((step, _kind(child)) for step, child in held)
+
+
+def _is_of_kinds(value: Batch) -> bool:
+    """True of a container whose members differ in kind, such as (image, label): a record, not a list of rows."""
+    return len({_kind(child) for _, child in children(value) or ()}) > 1
+
+
+def _is_encoding(value: Batch) -> bool:
+    """True of a mapping of matrices: rows x tokens. A sample by itself has the tokens alone."""
+    return isinstance(value, Mapping) and all(is_array(held) and len(held.shape) > 1 for held in value.values())
+
+
+def _is_collated(batch: Batch) -> bool:
+    """True if all leaves are arrays of one or more dims, or lists of strings: collation leaves no number as it is."""
+    found = (leaf for _, leaf in leaves(batch, lambda _, value: _are_strings(value)))
+    return all(leaf is None or _are_strings(leaf) or (is_array(leaf) and len(leaf.shape) > 0) for leaf in found)
+
+
+def _are_strings(value: Batch) -> bool:
+    return is_sequence(value) and len(value) > 0 and all(isinstance(item, str | bytes) for item in value)
+
+
+def _rows_as_columns(batch: Any) -> int:
+    """The rows that a list of like, collated things has if they are columns; 0 if they cannot be."""
+    sizes = [_leading_sizes(item) for item in batch]
+    if len({size for own in sizes for size in own}) == 1:
+        return sizes[0][0]
+    is_zipped = (
+        all(is_sequence(column) and len(column) > 1 and are_alike(column) for column in batch)
+        and len({len(column) for column in batch}) == 1
+        and (all(own == sizes[0] for own in sizes) or any(len(set(own)) > 1 for own in sizes))
+    )
+    return len(batch[0]) if is_zipped else 0
+
+
+def _leading_sizes(batch: Batch) -> list[int]:
+    """The rows of each leaf of a collated batch."""
+    found = (leaf for _, leaf in leaves(batch, lambda _, value: _are_strings(value)))
+    return [len(leaf) for leaf in found if leaf is not None]
+
+
+def _sizes_in_words(batch: Batch) -> str:
+    sizes = list(dict.fromkeys(size for item in batch for size in _leading_sizes(item)))
+    return ", ".join(map(str, sizes[:4])) + (", ..." if len(sizes) > 4 else "")
+
+
+def _are_columns(batch: Batch, count: int) -> bool:
+    """True if every leaf inside has `count` rows in one of its readings."""
+
+    def is_leaf(path: str, value: Any) -> bool:
+        return is_sequence(value) and (holds_objects(value) or (path != "" and len(value) == count))
+
+    def fits(leaf: Any) -> bool:
+        if is_array(leaf):
+            return len(leaf.shape) == 0 or bool(leaf.shape[0] == count)
+        return not is_sequence(leaf) or len(leaf) in (0, count)
+
+    return all(fits(leaf) for _, leaf in leaves(batch, is_leaf))
+
+
+def check_one_reading(batch: Batch, count: int) -> None:
+    """Refuse lists inside a batch that may be one object per row, though they were read as columns of `count` rows."""
+    if is_marked(batch):
+        return
+    alone = lists_alone(batch)
+    lengths = {length for _, length in alone}
+    # two tensors in each list are pairs of columns; dicts are not, however few
+    if len(lengths) == 1 and lengths != {count} and (max(lengths) > 2 or _has_mappings(batch)):
+        raise _two_readings("the lists of this batch", lengths.pop(), count)
+    is_per_row_list = per_row_lists(count)
+
+    def is_leaf(path: str, value: Any) -> bool:
+        if is_marked(value) or is_per_row_list(path, value):
+            return True
+        if path and is_sequence(value) and len(value) == count > 1 and has_array(value) and _are_columns(value, count):
+            raise _two_readings(f"batch{path}", count, count)
+        return False
+
+    for _ in leaves(batch, is_leaf):
+        pass
+
+
+def _has_mappings(batch: Batch) -> bool:
+    """True if one of the lists in a batch of lists holds mappings, such as the targets of detection."""
+    return any(isinstance(column[0], Mapping) for _, column in children(batch) or ())
+
+
+def _two_readings(what: str, length: int, count: int) -> BatchError:
+    return BatchError(
+        f"{what} can be read in two ways: {length} objects, one per row; or {length} columns of {count} rows each. For one "
+        "object per row, mark it in the collate_fn, as anybatch.SampleList(...); for columns, make it a dict."
+    )
+
+
+def lists_alone(batch: Batch) -> list[tuple[str, int]]:
+    """(path, length) of the lists of a batch that holds two or more of them and nothing else, each of like objects."""
+    held = children(batch) or []
+    is_all = len(held) > 1 and all(is_sequence(child) and child and are_alike(child) for _, child in held)
+    return [(step, len(child)) for step, child in held] if is_all else []
+
 
 RowNumbers = slice | Tensor
 """Rows to take: a slice (tensors become views) or a 1-D integer tensor (rows are copied)."""

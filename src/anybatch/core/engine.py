@@ -1,19 +1,461 @@
 """The engine: a plan in, its gradient in `.grad`, its result out; and the loop that starts again without what is not finite."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain, pairwise
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
 
-from anybatch.core.accumulated import Accumulated, result_of
-from anybatch.core.batch_state import BatchState
-from anybatch.core.buffers import MovingBuffers
-from anybatch.core.nesting import map_tensors
-from anybatch.core.objective import loss_and_metrics
-from anybatch.core.plan import BatchPlan
-from anybatch.core.snapshot import Snapshot
-from anybatch.core.tools import Outcome, Schedule, Tools
-from anybatch.core.written_inputs import WriteWatch
+from anybatch.core.batch import Batch, map_tensors, move, sent, tensors
+from anybatch.core.events import SILENT, Accumulate, Backward, Events, Load
+from anybatch.core.gradients import GradientSum, shares_of, weighted_sum
+from anybatch.core.hooks import NOTHING, PassHook, around
+from anybatch.core.metrics import Metrics, PerRow, by_itself, combine, detached, on_host
+from anybatch.core.objective import PartLoss, loss_and_metrics, part_loss
+from anybatch.core.options import Running
+from anybatch.core.out_of_memory import is_out_of_memory
+from anybatch.core.parallelism import Engine, Needs, Ranks, Sync
+from anybatch.core.plan import BatchPlan, Layout, Pass
+from anybatch.core.snapshot import BatchState, MovingBuffers, Snapshot, WriteWatch, of_statistics
+from anybatch.core.splits import Cut, MicroBatches
+from anybatch.core.torch_private import number_in
+from anybatch.display import facts_table, html_block, one_line
+from anybatch.errors import MemoryLimitError, ParallelError, first_line
+
+
+class Ahead:
+    """While a micro-batch runs, the next one is on its way, on a stream of its own. Two of them take memory at a time."""
+
+    def __init__(self, cut: MicroBatches, order: Sequence[int], stream: torch.Stream) -> None:
+        self._cut = cut
+        self._following = dict(pairwise(order))
+        self._stream = stream
+        self._coming: dict[int, Batch] = {}
+
+    def bring(self, micro_batch: Batch, index: int, device: torch.device) -> Batch:
+        there = self._coming.pop(index, None)
+        if there is None:
+            there = move(micro_batch, device)
+        else:
+            now = torch.accelerator.current_stream(device)
+            now.wait_stream(self._stream)
+            for tensor in tensors(there):
+                tensor.record_stream(now)  # its memory is the other stream's, which must not use it again before
+        following = self._following.get(index)
+        if following is not None and all(tensor.is_pinned() for tensor in tensors(self._cut[following])):
+            with self._stream:
+                self._coming = {following: move(self._cut[following], device)}
+        return there
+
+
+def ahead_of(plan: BatchPlan, device: torch.device | None, running: Running) -> Ahead | None:
+    """Prefetch the micro-batches of this batch, if that was asked for; on the CPU there is nothing to send ahead."""
+    if not running.prefetch or device is None or device.type == "cpu":
+        return None
+    return Ahead(plan.cut, plan.micro_batches, _side_stream(device))
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    """One for each device: torch's allocator keeps apart the memory of every stream that it has seen."""
+    return torch.Stream(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPass:
+    """Brings a micro-batch to the device, and computes something of the model and it: a loss, or representations."""
+
+    model: nn.Module
+    compute: Callable[[nn.Module, Batch], Any]
+    device: torch.device | None = None
+    """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
+    ahead: Ahead | None = None
+    autocast: AbstractContextManager[object] = NOTHING
+    hooks: tuple[PassHook, ...] = ()
+    events: Events = SILENT
+
+    def __call__(self, micro_batch: Batch, index: int = 0) -> Any:
+        """Compute on this micro-batch, which is number `index` of its batch."""
+        there = self.load(micro_batch, index)
+        if not self.hooks and self.autocast is NOTHING and self.events is SILENT:
+            return self.compute(self.model, there)
+        blocks = around([hook.around_forward(index) for hook in self.hooks])
+        with self.events.forward(self.model, index), self.autocast, blocks:
+            return self.compute(self.model, there)
+
+    def load(self, micro_batch: Batch, index: int = 0) -> Batch:
+        """Bring the micro-batch to the model's device."""
+        self.events.begin(Load)
+        there = micro_batch
+        if self.device is not None:
+            there = move(there, self.device) if self.ahead is None else self.ahead.bring(there, index, self.device)
+        self.events.end(Load, micro_batch=index, batch=there)
+        return there
+
+
+def is_there(micro_batch: Batch, device: torch.device | None) -> bool:
+    """True of a micro-batch that need not be brought to `device`; None is no one device."""
+    return device is None or all(tensor.device == device for tensor in tensors(micro_batch))
+
+
+@dataclass(slots=True)
+class Barrier:
+    """Where ranks tell each other, before what cannot be undone, that all of them got there.
+
+    One that failed tells it instead of `hold`: then every rank raises. Out of memory on one rank is out of memory on all,
+    so that all start again. Once it is over, a rank that fails does so alone, and memory that ran out is an error: the others
+    are inside a collective, and would take a new one of this rank's for their own. Nothing is told in one process, nor where
+    passes themselves are collectives, as under `fully_shard`.
+    """
+
+    ranks: Ranks
+    is_over: bool
+    is_known: bool = False
+    """Every rank has heard that one failed."""
+
+    def hold(self, *, is_final: bool = False) -> None:
+        """Wait for all ranks; an error where one has failed."""
+        if not self.is_over:
+            self.is_over = is_final
+            self._hear(0)
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others that this rank failed, before its error goes on its way."""
+        if not self.is_over:
+            self._hear(1 if is_out_of_memory(error) else 2, own=error)
+        elif not self.is_known:
+            with memory_is_final(self.ranks):
+                raise error
+
+    def _hear(self, state: int, own: Exception | None = None) -> None:
+        states = [int(told) for (told,) in self.ranks.gather([float(state)])]
+        if not any(states):
+            return
+        self.is_over = self.is_known = True
+        if state == 2:
+            return
+        worst = max(states)
+        rank = states.index(worst)
+        if worst == 2:
+            raise ParallelError(
+                f"rank {rank} failed while it ran its micro-batches (its own error says why); no rank adds to its gradients."
+            ) from own
+        if own is None:
+            raise MemoryError(f"on rank {rank}")
+
+
+@contextmanager
+def memory_is_final(ranks: Ranks) -> Iterator[None]:
+    """The block in which memory that runs out on one of several ranks is an error, because the others cannot be told of it."""
+    try:
+        yield
+    except Exception as error:
+        if ranks.size == 1 or not is_out_of_memory(error):
+            raise
+        raise MemoryLimitError(
+            f"memory ran out on rank {ranks.rank} ({first_line(error)}) where the {ranks.size} ranks could no longer agree to "
+            "start again. No rank adds to its gradients; let this process end, and the others end with it. Use a smaller "
+            "micro-batch, or start all ranks again from the last checkpoint."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class StartGradient:
+    """What backward passes start from: share x ranks x loss scale. The only place of the engine that knows the scale.
+
+    It goes in as the gradient of the loss: no multiplication in the graph, which is 15 % of a tiny step.
+    """
+
+    factor: float
+    """What shares are multiplied by: the number of ranks, where gradients are averaged over them."""
+    scaler: GradScaler | None
+
+    def each(self, plan: BatchPlan, loss: Tensor) -> tuple[Tensor, ...]:
+        """One for each pass, for losses like `loss`: computed in fp32 or better, and rounded once."""
+        dtype = torch.float32 if loss.itemsize < 4 else loss.dtype
+        weights = sent(plan.weights(self.factor), loss.device, dtype)
+        return self._scaled(weights).to(loss.dtype).unbind()
+
+    def multiplier(self) -> float:
+        """What every share is multiplied by. Reading the loss scale waits for the device."""
+        return self.factor if self.scaler is None else self.factor * self.scaler.get_scale()
+
+    def whole(self, loss: Tensor) -> Tensor:
+        """The one for a loss over all rows of all ranks."""
+        return self._scaled(torch.full_like(loss, self.factor))
+
+    def _scaled(self, weights: Tensor) -> Tensor:
+        return weights if self.scaler is None else self.scaler.scale(weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropping:
+    """Leaves micro-batches out that are not finite. Looking at one waits for the device."""
+
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    """Those that keep running statistics."""
+
+    def accepts(self, value: Batch) -> bool:
+        """True if every number in `value` is finite."""
+        return all(number_in(tensor.isfinite().all()) for tensor in tensors(value))
+
+    def before_pass(self) -> Snapshot:
+        """Snapshot the running statistics, which a pass that is dropped must not have changed."""
+        return of_statistics(self.layers)
+
+    def before_all(self) -> Snapshot:
+        """Snapshot all buffers, for passes that may have to run again without one of them."""
+        return MovingBuffers([self.model]).snapshot()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one micro-batch left, or all of them together."""
+
+    micro_batch: int | None
+    """None of a loss that saw the rows of all micro-batches, on all ranks, at once."""
+    units: float
+    """What the loss averaged over."""
+    loss: Tensor | None
+    """Without its graph; None where there is none, because the mean is over nothing."""
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the passes of a batch left beside its gradient."""
+
+    parts: Sequence[Part] = ()
+    dropped: Sequence[int] = ()
+    """Micro-batches that were not finite, and have no part in the gradient."""
+    spoilt: Sequence[int] = ()
+    """Micro-batches that were not finite, and spoilt the others: all passes have to run again without them."""
+    dtype: torch.dtype = field(default=torch.float32)
+    """That of the losses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What a schedule works with, made once per attempt."""
+
+    forward: ForwardPass
+    gradients: GradientSum
+    sync: Sync
+    hooks: tuple[PassHook, ...]
+    start: StartGradient
+    events: Events
+    dropping: Dropping | None
+    """None where nobody looks at single micro-batches: what is not finite shows in the gradient."""
+    barrier: Barrier
+    ranks: Ranks
+    is_even: bool = False
+    """True where every pass is a collective, so that none can run on one rank alone."""
+
+    def accepts(self, value: Batch) -> bool:
+        """False of a value that is not finite, where micro-batches are dropped for that."""
+        return self.dropping is None or self.dropping.accepts(value)
+
+    def loss_of(self, plan: BatchPlan, one: Pass) -> PartLoss:
+        """The loss of one pass, checked to be a single differentiable number, and its metrics."""
+        index = one.micro_batch
+        part = part_loss(self.forward(plan.cut[index], index), plan.place(index))
+        self.events.end_loss(part.loss, micro_batch=index, units=part.units, share=one.share)
+        return part
+
+    def quiet_forward(self) -> ForwardPass:
+        """The same forward, of which nobody is told."""
+        return replace(self.forward, events=SILENT)
+
+    def backward(
+        self, roots: Tensor | Sequence[Tensor], starts: Tensor | Sequence[Tensor], micro_batch: int | None = None
+    ) -> bool:
+        """Add the gradient of `roots`; False where it was looked at and is not finite."""
+        self.events.begin(Backward)
+        is_finite = self.gradients.backward(roots, starts)
+        self.events.end(Backward, micro_batch=micro_batch)
+        self.events.begin(Accumulate)
+        self.events.end(Accumulate, micro_batch=micro_batch, parameters=self.gradients.parameters)
+        return is_finite
+
+
+def part_of(index: int, units: float, loss: Tensor | None, metrics: Metrics) -> Part:
+    """What micro-batch `index` left, without its graph, which would keep its activations alive."""
+    return Part(
+        micro_batch=index,
+        units=units,
+        loss=None if loss is None else by_itself(loss),
+        metrics=detached(metrics) if metrics else metrics,
+    )
+
+
+class Schedule(Protocol):
+    """How the passes of a batch become its gradient."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which micro-batches run, and in which order."""
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        """What a forward computes: a loss, or representations."""
+
+    @property
+    def hides_parts(self) -> str:
+        """Why no micro-batch's own gradient is ever seen, in words; empty where each is."""
+
+    def needs(self, engine: Engine) -> Needs:
+        """What the synchronisation over ranks has to allow for."""
+
+    def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
+        """Run the passes; after it the sum of their gradients is in `.grad`, on this rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulated:
+    """What one batch left behind, beside its gradient. Reading a tensor waits for the device; nothing else does."""
+
+    loss: Tensor
+    """The loss of the whole batch, detached."""
+    units: float
+    """What the mean loss divided by: rows, target tokens, summed class weights."""
+    micro_batches: int
+    """How many micro-batches the batch was cut into."""
+    metrics: Mapping[str, Tensor]
+    """The objective's metrics, for the whole batch."""
+    dropped: tuple[int, ...] = ()
+    """Numbers of the micro-batches that were not finite and left out."""
+    retries: int = 0
+    """How often memory ran out and the batch was started again, in smaller micro-batches."""
+    is_empty: bool = False
+    """True of a mean over no units: there was nothing to learn, and the gradient is zeros."""
+
+    __repr__ = one_line
+
+    def _repr_html_(self) -> str:
+        facts = {"loss": self.loss, "units": self.units, "micro_batches": self.micro_batches, **self.metrics}
+        return html_block("The gradient of one batch is in .grad", facts_table(facts))
+
+    @property
+    def has_gradient(self) -> bool:
+        """False only where every micro-batch that counts was dropped."""
+        return not self.dropped or self.units > 0
+
+
+def result_of(plan: BatchPlan, outcome: Outcome, tools: Tools) -> Accumulated:
+    """The result of a batch, from what its passes left on this rank and on the others."""
+    loss, ranks = _loss_of(plan, outcome), tools.ranks
+    own = [hook.numbers(plan.cut, [part.units for part in outcome.parts]) for hook in tools.hooks]
+    totals = list(chain.from_iterable(own))
+    if all(part.micro_batch is None for part in outcome.parts) and outcome.parts:
+        rows = _rows_of_all(plan, outcome, ranks)
+        result = _result(plan, outcome, loss, rows, [0])
+    elif ranks.size == 1:
+        result = _result(plan, outcome, loss, plan.cut, [part.micro_batch or 0 for part in outcome.parts])
+    else:
+        result, totals = _over_ranks(plan, outcome, loss, ranks, totals)
+    units, summed = result.units, iter(totals)
+    for hook, numbers in zip(tools.hooks, own, strict=True):
+        if numbers:
+            sums = [next(summed) for _ in numbers]
+            hook.receive(sums, units, lambda: plan.left_over(units) / tools.start.multiplier())
+    return result
+
+
+def _result(
+    plan: BatchPlan, outcome: Outcome, loss: Tensor, rows: MicroBatches | None, kept: Sequence[int]
+) -> Accumulated:
+    units = [part.units for part in outcome.parts]
+    return Accumulated(
+        loss=loss,
+        units=sum(units),
+        micro_batches=plan.num_micro_batches,
+        metrics=combine([part.metrics for part in outcome.parts], units, rows, kept),
+        dropped=tuple(outcome.dropped),
+        is_empty=plan.is_empty,
+    )
+
+
+def _loss_of(plan: BatchPlan, outcome: Outcome) -> Tensor:
+    """The loss of this rank's rows: 0 for a batch of no units; nan where all that counts was dropped."""
+    if plan.is_empty:
+        return torch.zeros(())
+    counted = [(part.loss, part.units) for part in outcome.parts if part.loss is not None]
+    if not counted:
+        return torch.tensor(torch.nan)
+    return weighted_sum([loss for loss, _ in counted], shares_of([units for _, units in counted], plan.reduction))
+
+
+def _rows_of_all(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> MicroBatches | None:
+    """Whose row is whose for a loss that saw the rows of all ranks joined: those it saw, in order, then those it did not."""
+    has_rows = any(isinstance(metric, PerRow) for part in outcome.parts for metric in part.metrics.values())
+    if not has_rows or (ranks.size == 1 and not outcome.dropped):
+        return None
+    joined: list[int] = []
+    unseen: list[int] = []
+    offset = 0
+    for rows in ranks.gather_objects(plan.cut.row_numbers):
+        for index, numbers in enumerate(rows):
+            (unseen if index in outcome.dropped else joined).extend(offset + row for row in numbers)
+        offset += sum(map(len, rows))
+    return MicroBatches((plan.cut, None), Cut(rows=(tuple(sorted(joined)), tuple(unseen)), lengths=(0, 0)))
+
+
+def _over_ranks(
+    plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks, more: list[float]
+) -> tuple[Accumulated, list[float]]:
+    """The result, and the numbers in `more`, summed over ranks.
+
+    One small collective for loss, units and these; one more only if there are metrics, or micro-batches that were dropped.
+
+    `PerRow` metrics have the rows of rank 0 first, then those of rank 1, and so on.
+    """
+    units = sum(part.units for part in outcome.parts)
+    is_mean = plan.reduction == "mean"
+    has_loss = units > 0 if is_mean else plan.num_own > len(outcome.dropped)
+    own = float(loss) * (units if is_mean else 1.0) if has_loss else 0.0
+    has_more = any(part.metrics for part in outcome.parts) or bool(outcome.dropped)
+    # reading the loss waits for the device, as the units of the next batch will
+    totals = ranks.sum([units, own, float(has_more), *more])
+    value = totals[1]
+    if is_mean:
+        value = totals[1] / totals[0] if totals[0] else 0.0 if plan.is_empty else torch.nan
+    metrics, dropped = _gathered(plan, outcome, ranks) if totals[2] else ({}, ())
+    result = Accumulated(
+        loss=torch.tensor(value, dtype=loss.dtype if has_loss else outcome.dtype, device=loss.device),
+        units=totals[0],
+        micro_batches=plan.num_micro_batches,
+        metrics=metrics,
+        dropped=dropped,
+        is_empty=plan.is_empty,
+    )
+    return result, totals[3:]
+
+
+def _gathered(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """The metrics of all ranks' micro-batches put together, and the numbers of all that were dropped."""
+    held = [replace(part, loss=None, metrics=on_host(part.metrics)) for part in outcome.parts]
+    has_rows = any(isinstance(metric, PerRow) for part in held for metric in part.metrics.values())
+    every = ranks.gather_objects((held, outcome.dropped, plan.cut.row_numbers if has_rows else ()))
+    parts: list[Part] = []
+    placed: list[tuple[int, ...]] = []
+    kept: list[int] = []
+    dropped: list[int] = []
+    offset = 0
+    for rank, (told, left_out, rows) in enumerate(every):
+        indices = [part.micro_batch or 0 for part in told]
+        kept += [len(placed) + index for index in indices]
+        parts += told
+        placed += [tuple(row + offset for row in numbers) for numbers in rows] or [()] * (1 + max(indices, default=0))
+        dropped += [plan.number(rank, index) for index in left_out]
+        offset += sum(map(len, rows))
+    cut = MicroBatches((None,) * len(placed), Cut(rows=tuple(placed), lengths=(0,) * len(placed)))
+    metrics: list[Metrics] = [part.metrics for part in parts]
+    return combine(metrics, [part.units for part in parts], cut, kept), tuple(dropped)
 
 
 def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], None]) -> Accumulated:

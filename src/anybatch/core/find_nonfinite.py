@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from anybatch.core.accumulator import Accumulator
+from anybatch.core.batch import Batch
+from anybatch.core.engine import Tools
 from anybatch.core.gradients import GradientSum, all_finite
 from anybatch.core.hooks import NOTHING
-from anybatch.core.nesting import Batch
 from anybatch.core.plan import BatchPlan, Pass
 from anybatch.core.schedules import OneByOne
-from anybatch.core.tools import Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

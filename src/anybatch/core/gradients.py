@@ -3,13 +3,31 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
+from torch.nn.utils import get_total_norm
 
-from anybatch.core.low_precision import is_low, number_in
-from anybatch.core.torch_private import is_sharded, multiply_each_, own_part, run_engine
-from anybatch.errors import WindowError
+from anybatch.core.batch import sent
+from anybatch.core.metrics import Number, by_itself
+from anybatch.core.options import Reduction
+from anybatch.core.torch_private import (
+    STEPPED_IN_BACKWARD,
+    at_least_fp32,
+    gradient_hooks_of,
+    is_low,
+    is_sharded,
+    leaves_of,
+    lower_each_,
+    multiply_each_,
+    norm_of_each,
+    number_in,
+    own_part,
+    raise_each_,
+    run_engine,
+)
+from anybatch.errors import LossError, UnitsError, UpdateError, WindowError
 
 
 class GradientSum:
@@ -207,3 +225,266 @@ def _add_each(sums: list[Tensor | None], terms: Sequence[Tensor | None]) -> None
             sums[index] = term if so_far is None else so_far
         else:
             sums[index] = _added(so_far, term)
+
+
+def shares_of(units: Sequence[float], reduction: Reduction) -> list[float]:
+    """What each mean over `units` weighs in the mean over all of them; sums weigh 1 each.
+
+    >>> shares_of([6, 2], "mean"), shares_of([6, 2], "sum")
+    ([0.75, 0.25], [1.0, 1.0])
+    """
+    if reduction == "sum":
+        return [1.0] * len(units)
+    total = sum(units) or 1.0
+    return [one / total for one in units]
+
+
+def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum_k weight_k * loss_k, in fp32 or better; 0 for no losses."""
+    if not losses:
+        return torch.zeros(())
+    stacked = at_least_fp32(torch.stack(tuple(losses)))
+    return stacked.dot(sent(weights, stacked.device, stacked.dtype))
+
+
+class Window:
+    """Backward passes whose number and weights need not be known ahead; `.grad` is their unit-weighted mean at the close.
+
+        grad += sum_k units_k * d loss_k / sum_k units_k
+
+    The first pass's units serve as a provisional denominator, and the gradients are rescaled once at the close. `.grad` is
+    added to, as `backward()` adds to it. An exception that leaves the block leaves the gradients as they were before it.
+    Only `parameters` are rescaled, so a loss whose gradient reaches any other leaf (a head that was not listed, a criterion's
+    parameters, inputs that require a gradient) is refused before its backward pass. With `drop_nonfinite`, a pass whose loss
+    or gradient is inf or nan adds nothing and counts for nothing; this needs a second set of gradients and waits for the device
+    after each pass.
+
+    >>> weight = nn.Parameter(torch.zeros(1))
+    >>> with Window([weight]) as window:
+    ...     window.backward((weight * 3).mean(), units=1)
+    ...     window.backward((weight * 6).mean(), units=2)
+    True
+    True
+    >>> weight.grad, window.units
+    (tensor([5.]), 3)
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, drop_nonfinite: bool = False, keep_fp32: bool = False
+    ) -> None:
+        if isinstance(parameters, nn.Module):
+            raise WindowError(f"Window({type(parameters).__name__}): expected parameters; give model.parameters().")
+        self._sum = GradientSum(parameters, keep_fp32=keep_fp32, isolate=drop_nonfinite)
+        self._listed = set(self._sum.parameters)
+        self._is_sharded = any(is_sharded(parameter) for parameter in self._listed)
+        self._provisional: float = 0
+        self._losses: list[Tensor] = []
+        self._units: list[float] = []
+        self._is_open = False
+        self.dropped = 0
+        """Passes that were not finite and left out."""
+
+    @property
+    def units(self) -> float:
+        """The units of all passes that count, so far."""
+        return sum(self._units)
+
+    @property
+    def micro_batches(self) -> int:
+        """The passes that count, so far."""
+        return len(self._losses)
+
+    @property
+    def loss(self) -> Tensor:
+        """The unit-weighted mean of the losses, so far; 0 where nothing counts."""
+        return weighted_sum(self._losses, [units / (self.units or 1) for units in self._units])
+
+    def __enter__(self) -> "Window":
+        if self._is_open or self._units:
+            raise WindowError(
+                "this window was entered before; a window serves one block: make a new Window(parameters)."
+            )
+        self._sum.__enter__()
+        self._is_open = True
+        return self
+
+    def backward(self, mean_loss: Tensor, units: Number = 1) -> bool:
+        """Add the gradient of a loss that is a mean over `units`; True if it counts.
+
+        A pass of 0 units is left out without running: a mean over nothing has no gradient.
+        """
+        if not self._is_open:
+            raise WindowError("this window is not open: call backward inside `with Window(parameters) as window:`.")
+        number = units.item() if isinstance(units, Tensor) else units
+        if not 0 <= number < float("inf"):
+            raise UnitsError(f"units={number!r}: give what this mean loss divided by, a finite number, 0 or more.")
+        if not isinstance(mean_loss, Tensor):
+            raise LossError(
+                f"the loss is a {type(mean_loss).__name__}: {mean_loss!r:.60}; expected a tensor with a graph."
+            )
+        if mean_loss.numel() != 1:
+            raise LossError(f"the loss has shape {tuple(mean_loss.shape)}; expected one number: give its mean.")
+        if number == 0:
+            return False
+        self._check_leaves(mean_loss)
+        self._provisional = self._provisional or number
+        loss = by_itself(mean_loss).reshape(())
+        is_counted = not (self._sum.isolate and not bool(loss.isfinite()))
+        if is_counted:
+            is_counted = self._sum.backward(mean_loss, torch.full_like(mean_loss, number / self._provisional))
+        if not is_counted:
+            self.dropped += 1
+            return False
+        self._losses.append(loss)
+        self._units.append(number)
+        return True
+
+    def _check_leaves(self, loss: Tensor) -> None:
+        """Refuse a gradient that would not be rescaled at the close. Of sharded parameters other tensors are in the graph."""
+        for leaf in () if self._is_sharded else leaves_of([loss]):
+            if leaf not in self._listed:
+                what = "a parameter" if isinstance(leaf, nn.Parameter) else "a tensor"
+                raise WindowError(
+                    f"the gradient of this loss reaches {what} of shape {tuple(leaf.shape)} that is not among the "
+                    f"{len(self._listed)} parameters of this window, and would not become their mean. List all that get a "
+                    "gradient: Window([*model.parameters(), *head.parameters()]); or detach it, or requires_grad_(False)."
+                )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        if self._units:
+            self._sum.scale = self._provisional / self.units
+        self._sum.__exit__(kind, error, traceback)
+
+
+TAKE_FP32 = (
+    optim.SGD,
+    optim.Adagrad,
+    optim.RMSprop,
+    optim.Adafactor,
+    optim.Adadelta,
+    optim.Rprop,
+    optim.ASGD,
+    optim.Muon,
+)
+"""Their step promotes; Adam, AdamW, NAdam, RAdam, Adamax and all fused kernels refuse (torch 2.13)."""
+REFUSED_WITH = ("fused", "centered")
+"""Options with which they refuse too: RMSprop's mean of gradients is interpolated, which does not promote."""
+
+
+def takes_fp32_gradients(optimizer: optim.Optimizer) -> bool:
+    """True of optimizers known to take them; others get gradients in the parameter's own dtype, cast once."""
+    is_refused = any(group.get(option) for group in optimizer.param_groups for option in REFUSED_WITH)
+    return type(optimizer) in TAKE_FP32 and not is_refused
+
+
+def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Hand fp32 gradients of bf16 and fp16 parameters over in the parameter's dtype, rounded once."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and grad.dtype != parameter.dtype and is_low(parameter):
+            cast = grad.to(parameter.dtype)  # first, because memory may run out here
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = cast
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The Euclidean norm of all gradients together, on the device; 0 where there are none.
+
+    Of sharded gradients it is the norm of the whole, the same on every rank.
+    """
+    values = _gradient_values(parameters)
+    sharded = [value for value in values if is_sharded(value)]
+    if sharded:
+        parts = [get_total_norm(sharded).full_tensor()]  # type: ignore[attr-defined]
+        parts += [get_total_norm([value]) for value in values if not is_sharded(value)]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(parts))
+        return whole
+    if len({(value.device, value.dtype) for value in values}) != 1:
+        return get_total_norm(values)
+    # what get_total_norm does for one device and dtype, without its grouping: half the time on a tiny model
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norm_of_each(values)))
+    return norm
+
+
+def clip_to_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale all gradients by `min(1, max_norm / (norm + 1e-6))`, as `clip_grad_norm_` does."""
+    values = [own_part(value) for value in _gradient_values(parameters)]
+    if values:
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        multiply_each_(values, coefficient.to(values[0].device))
+
+
+def clip_to_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
+    """Clamp every element of every gradient to [-max_value, max_value], as `clip_grad_value_` does."""
+    values = [own_part(value) for value in _gradient_values(parameters)]
+    if values:
+        raise_each_(values, -max_value)
+        lower_each_(values, max_value)
+
+
+def _gradient_values(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The numbers of every gradient; a sparse one is coalesced first, so that its values share its memory."""
+    values = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and grad.is_sparse:
+            grad = parameter.grad = grad.coalesce()
+            grad = grad.values()
+        if grad is not None:
+            values.append(grad)
+    return values
+
+
+OWN = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.", "anybatch.")
+"""Whose hooks know of micro-batches: DDP's and FSDP's, which we tell when to synchronise, and our own meters."""
+
+
+def check_hooks(
+    parameters: Iterable[nn.Parameter], names: Callable[[], Iterable[tuple[str, nn.Parameter]]], num_passes: int
+) -> None:
+    """Refuse parameters with a hook of the user's, where `num_passes` backward passes would call it.
+
+    Parameters sharded by `fully_shard` are left alone: FSDP2 calls their hooks once, with the whole gradient.
+    """
+    if num_passes < 2:
+        return
+    for parameter in parameters:
+        before, after = gradient_hooks_of(parameter)
+        if before or after or STEPPED_IN_BACKWARD in parameter.__dict__:
+            for how, hook in _foreign(parameter):
+                name = next((name for name, other in names() if other is parameter), None)
+                _refuse(f"shape {tuple(parameter.shape)}" if name is None else repr(name), how, hook, num_passes)
+
+
+def _foreign(parameter: nn.Parameter) -> list[tuple[str, Any]]:
+    """The hooks that are the user's, and how each was set."""
+    if is_sharded(parameter):
+        return []
+    before, after = gradient_hooks_of(parameter)
+    hooks = [("register_hook", hook) for hook in (before or {}).values()]
+    hooks += [("register_post_accumulate_grad_hook", hook) for hook in (after or {}).values()]
+    foreign = [(how, hook) for how, hook in hooks if not _module_of(hook).startswith(OWN)]
+    stepping = parameter.__dict__.get(STEPPED_IN_BACKWARD, ())
+    return foreign + [("an optimizer in backward", optimizer) for optimizer in stepping]
+
+
+def _module_of(hook: Any) -> str:
+    """Where a hook was written: a bound method's function, what a `functools.partial` calls."""
+    inside = getattr(hook, "func", hook)
+    return f"{getattr(inside, '__module__', None) or type(inside).__module__}."
+
+
+def _refuse(name: str, how: str, hook: Any, num_passes: int) -> None:
+    inside = getattr(hook, "func", hook)
+    what = getattr(inside, "__qualname__", type(inside).__name__)
+    raise UpdateError(
+        f"parameter {name} has a hook ({how}: {what}), which backward would call {num_passes} times for this batch, each time "
+        "with one micro-batch's part of the gradient instead of once with all of it. Remove it (handle.remove()) and do the "
+        "same to .grad when all of it is there: accumulator.backward(batch), then your function, then optimizer.step(). "
+        "Update clips by itself (clip_norm=, clip_value=) and steps the optimizer once, after the last micro-batch; an "
+        "optimizer that steps in backward cannot accumulate."
+    )

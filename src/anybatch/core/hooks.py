@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from anybatch.core.micro_batches import MicroBatches
-from anybatch.core.nesting import Batch
+from anybatch.core.batch import Batch
+from anybatch.core.splits import MicroBatches
 
 NOTHING: AbstractContextManager[object] = nullcontext()
 

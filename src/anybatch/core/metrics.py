@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from anybatch.core.batch import sent
-from anybatch.core.low_precision import at_least_fp32
-from anybatch.core.micro_batches import MicroBatches
+from anybatch.core.splits import MicroBatches
+from anybatch.core.torch_private import at_least_fp32
 from anybatch.errors import LossError
 
 Number = float | Tensor

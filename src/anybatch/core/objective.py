@@ -7,14 +7,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.batch import rows
-from anybatch.core.display import called, name_of, short
+from anybatch.core.batch import Batch, rows
 from anybatch.core.metrics import Mean, Metrics, Number
-from anybatch.core.nesting import Batch
-from anybatch.core.option_types import Reduction
+from anybatch.core.options import Reduction
+from anybatch.display import called, name_of, short
 from anybatch.errors import LossError, UnitsError
 
-Loss = Callable[[nn.Module, Batch], "Tensor | tuple[Tensor, Metrics]"]
+LossFunction = Callable[[nn.Module, Batch], "Tensor | tuple[Tensor, Metrics]"]
 Units = Callable[[Batch], Number]
 Encode = Callable[[nn.Module, Batch], Batch]
 CoupledLoss = Callable[[Any], "Tensor | tuple[Tensor, Metrics]"]
@@ -32,7 +31,7 @@ class Objective:
     8
     """
 
-    loss: Loss
+    loss: LossFunction
     units: Units = rows
     reduction: Reduction = "mean"
     units_for: Callable[[nn.Module], Units] | None = None

@@ -1,13 +1,98 @@
 """How the passes of one batch are synchronised over ranks: the protocols, and the engine of one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from anybatch.core.ranks import ONE_PROCESS, Ranks
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes over which one batch is spread. In one process every method answers at once and sends nothing."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    """The process group whose members they are; None for one process."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where numbers that are sent must lie."""
+
+    @staticmethod
+    def of(model: nn.Module) -> "Ranks":
+        """The ranks that a model wrapped in `DistributedDataParallel` or sharded by `fully_shard` is spread over.
+
+        >>> Ranks.of(nn.Linear(2, 2)).size
+        1
+        """
+        from anybatch.core.plugins import group_of
+
+        group = group_of(model)
+        if group is None or dist.get_world_size(group) == 1:
+            return ONE_PROCESS
+        first = next(model.parameters(), None)
+        is_host = first is None or dist.get_backend(group) == "gloo"
+        device = torch.device("cpu") if is_host or first is None else first.device
+        return Ranks(dist.get_rank(group), dist.get_world_size(group), group, device)
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The same few numbers of every rank, by rank: one small collective in float64. Waits for the device."""
+        if self.size == 1:
+            return [list(numbers)]
+        own = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(every, own, group=self.group)
+        listed: list[list[float]] = torch.stack(every).tolist()
+        return listed
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Each number summed over the ranks, always in the order of the ranks."""
+        return [sum(column) for column in zip(*self.gather(numbers), strict=True)]
+
+    def max(self, number: float) -> float:
+        """The largest of every rank's number."""
+        return max(numbers[0] for numbers in self.gather([number]))
+
+    def any(self, flag: bool) -> bool:
+        """True everywhere if it is True on one rank."""
+        return self.max(float(flag)) > 0
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's object, by rank, pickled. Put tensors on the CPU first."""
+        if self.size == 1:
+            return [value]
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, value, group=self.group)
+        return every
+
+    def lend(self, make: Callable[[], T], lender: int) -> T:
+        """What `make` gives on the rank `lender`, on every rank; it is called there alone. Tensors must lie on the CPU."""
+        held = [make() if self.rank == lender else None]
+        if self.size > 1:
+            dist.broadcast_object_list(held, group_src=lender, group=self.group)
+        return held[0]  # type: ignore[return-value]
+
+    def all_rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """Every rank's rows, by rank, where rank r has `counts[r]`; `own` keeps its graph, others' rows have none."""
+        if self.size == 1:
+            return own
+        is_flag = own.dtype is torch.bool
+        sent = own.detach().to(self.device)
+        padded = sent.new_zeros((max(counts), *own.shape[1:]), dtype=torch.uint8 if is_flag else None)
+        padded[: len(own)] = sent
+        every = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(every, padded, group=self.group)
+        parts = [part[:count].to(own.device, own.dtype) for part, count in zip(every, counts, strict=True)]
+        parts[self.rank] = own
+        return torch.cat(parts)
+
+
+ONE_PROCESS = Ranks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

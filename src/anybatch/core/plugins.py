@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from anybatch.core.batch import Batch
 from anybatch.core.hooks import PassHook
-from anybatch.core.micro_batches import MicroBatches, Split
-from anybatch.core.nesting import Batch
-from anybatch.core.option_types import BatchNorm, Offload
+from anybatch.core.options import BatchNorm, Offload
+from anybatch.core.splits import MicroBatches, Split
 
 if TYPE_CHECKING:
     from anybatch.batch_norm import NormPolicy
-    from anybatch.core.parallelism import Engine
-    from anybatch.core.ranks import Ranks
+    from anybatch.core.parallelism import Engine, Ranks
     from anybatch.dropout import Masks
     from anybatch.noise import NoiseHistory
 

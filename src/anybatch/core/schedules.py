@@ -1,18 +1,25 @@
 """Micro-batches one by one: forward, backward, and its graph is gone before the next begins."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.autograd_graph import leaves_of
+from anybatch.core.batch import Batch, join_rows, map_tensors, reorder_rows, tensors
+from anybatch.core.engine import Outcome, Part, Schedule, Tools, part_of
+from anybatch.core.events import Loss
 from anybatch.core.hooks import around
-from anybatch.core.nesting import Batch
-from anybatch.core.objective import Objective, loss_and_metrics
-from anybatch.core.parallelism import Engine, Needs
+from anybatch.core.metrics import Metrics, detached
+from anybatch.core.objective import Coupled, Objective, checked_loss, loss_and_metrics
+from anybatch.core.options import Running
+from anybatch.core.parallelism import Engine, Needs, Ranks
 from anybatch.core.plan import BatchPlan, Layout, Pass
-from anybatch.core.tools import Outcome, Part, Tools, part_of
+from anybatch.core.plugins import lockstep_schedule
+from anybatch.core.snapshot import MovingBuffers, Snapshot, TensorFile, WriteWatch
+from anybatch.core.torch_private import at_least_fp32, leaves_of
+from anybatch.errors import LossError
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +114,224 @@ def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Para
         if id(parameter) in touched and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
     return part_of(index, plan.units[index], None, metrics)
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """The tensor without what it was cut from: the first position of every row must not keep all positions alive."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """The tensor as the start of a graph of its own."""
+    return alone(tensor.detach()).requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+
+def no_rows(representations: Batch) -> Batch:
+    """The same nesting with no row of its own, and the graph to get zero gradients from."""
+    return map_tensors(representations, lambda tensor: tensor[:0] if tensor.dim() > 0 else tensor)
+
+
+def in_own_order(plan: BatchPlan, joined: Batch) -> Batch:
+    """The joined representations of this rank's rows in the order of its batch, however a split has sorted them.
+
+    Rows that were dropped are left out; a loss may look at places: neighbours, [chosen; rejected], lists of one question.
+    """
+    rows = [row for one in plan.passes if one.reports for row in plan.cut.row_numbers[one.micro_batch]]
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    if plan.cut.cut is None or order == list(range(len(rows))):
+        return joined
+    for tensor in tensors(joined):
+        if tensor.dim() > 0 and len(tensor) != len(rows):
+            raise LossError(
+                f"encode returned {len(tensor)} entries for {len(rows)} rows, which were sorted to be cut: whose they are "
+                "cannot be told, so the loss would not see the batch's own order. Return one entry per row, rows first (rows x "
+                "views x width for several), or cut by Rows(n), which leaves rows in their order."
+            )
+    return reorder_rows(joined, order)
+
+
+def rows_of_all(ranks: Ranks, own: Batch) -> Batch:
+    """The representations of every rank's rows, by rank; gradients reach this rank's own. 0-dim tensors are its own."""
+    if ranks.size == 1:
+        return own
+    _check_tensors(own)
+    counts = ranks.gather([len(tensor) for tensor in tensors(own) if tensor.dim() > 0])
+    columns = iter(list(zip(*counts, strict=True)))
+    return map_tensors(
+        own, lambda tensor: ranks.all_rows(tensor, [int(n) for n in next(columns)]) if tensor.dim() > 0 else tensor
+    )
+
+
+def share_out(ranks: Ranks, parameters: Sequence[nn.Parameter], leaves: Sequence[Batch]) -> None:
+    """Every rank computed the one loss, and so has its own parameters' whole gradient: leave each its part of the sum."""
+    if ranks.size == 1:
+        return
+    held = [tensor.grad for nest in leaves for tensor in tensors(nest) if tensor.dim() == 0]
+    for grad in [*held, *(parameter.grad for parameter in parameters)]:
+        if grad is not None:
+            grad.div_(ranks.size)
+
+
+def roots_of(representations: Batch, leaves: Batch) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that backward starts from, and the gradients that the loss left in their leaves."""
+    chosen = [
+        (root, leaf.grad)
+        for root, leaf in zip(tensors(representations), tensors(leaves), strict=True)
+        if root.requires_grad and leaf.grad is not None
+    ]
+    return [root for root, _ in chosen], [grad for _, grad in chosen if grad is not None]
+
+
+def check_graph(coupled: Coupled, representations: Batch) -> None:
+    """Refuse representations from which no parameter could get a gradient."""
+    held = list(tensors(representations))
+    if not held:
+        raise LossError(
+            f"encode returned {type(representations).__name__} without a tensor; expected representations, rows first: "
+            "a tensor or a nesting of tensors."
+        )
+    if not any(tensor.requires_grad for tensor in held) and not coupled.parameters():
+        raise LossError(
+            "the representations do not depend on any parameter that requires a gradient. Check that the model is not "
+            "frozen whole, and that encode neither detaches its output nor runs under torch.no_grad()."
+        )
+
+
+def check_same_shapes(index: int, first: Batch, again: Batch) -> None:
+    """Refuse an encode whose second forward of the same rows gave other shapes than the first."""
+    for one, other in zip(tensors(again), tensors(first), strict=True):
+        if one.shape != other.shape:
+            raise LossError(
+                f"encode gave shape {tuple(other.shape)} for micro-batch {index}, and {tuple(one.shape)} when it ran "
+                "again. It must depend on the model, the rows and torch's random state only."
+            )
+
+
+def _check_tensors(representations: Batch) -> None:
+    """Lists of strings or numbers, one per row, are not gathered over ranks."""
+    for item in representations if isinstance(representations, list | tuple) else ():
+        if isinstance(item, str | int | float):
+            raise LossError(
+                f"encode returned a list that holds {item!r:.40}; over several ranks only tensors are gathered. Return labels "
+                "and the like as tensors, one entry per row."
+            )
+
+
+@dataclass(slots=True)
+class _Encoded:
+    """One micro-batch between its two passes."""
+
+    one: Pass
+    before: Snapshot | None
+    """Where its first pass started; None for the last one, which does not run again."""
+    representations: Batch
+    """With its graph for the last micro-batch, without for the others."""
+    leaves: Batch = None
+    """The same representations as the start of the loss's graph: their `.grad` is what the second pass starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwoPasses:
+    """For a loss that sees all rows at once. A micro-batch that is not finite spoils the loss of all."""
+
+    coupled: Coupled
+    layout: ClassVar[Layout] = Layout(runs_all=True, repeats_first=True)  # the last one's graph is kept, and it counts
+
+    hides_parts: ClassVar[str] = (
+        "the loss is coupled: its rows look at each other, and no micro-batch has a gradient of its own"
+    )
+
+    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
+        return self.coupled.encode(model, micro_batch)
+
+    def needs(self, engine: Engine) -> Needs:
+        return Needs(even_passes=engine.is_even, own_reduction="the gradient of a coupled loss")
+
+    def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
+        buffers = MovingBuffers([tools.forward.model])
+        buffers.snapshot()  # the first copies: an earlier moment than any that is put back
+        with around([hook.around_batch() for hook in tools.hooks]):
+            with around([hook.around_counted() for hook in tools.hooks]):
+                encoded = [self._first(plan, one, buffers, tools) for one in plan.passes]
+            spoilt = [each.one.micro_batch for each in encoded if not tools.accepts(each.representations)]
+            if spoilt:
+                return Outcome(spoilt=spoilt)
+            loss, metrics, is_finite = self._loss(plan, encoded, tools)
+            if not is_finite:
+                return Outcome(spoilt=plan.micro_batches)
+            after = buffers.snapshot()  # the first pass counts: what the second changes is put back
+            spoilt = self._second(plan, encoded, buffers, tools)
+            buffers.put_back(after)
+        part = Part(micro_batch=None, units=plan.units_seen, loss=loss, metrics=detached(metrics))
+        return Outcome(parts=[part], spoilt=spoilt, dtype=loss.dtype)
+
+    def _first(self, plan: BatchPlan, one: Pass, buffers: MovingBuffers, tools: Tools) -> _Encoded:
+        for hook in tools.hooks:
+            hook.before_pass()
+        before = None if one.is_last else buffers.snapshot()
+        watch = WriteWatch.of(plan.cut[one.micro_batch])
+        with torch.set_grad_enabled(one.is_last and torch.is_grad_enabled()), tools.sync.passing(is_last=False):
+            representations = tools.forward(plan.cut[one.micro_batch], one.micro_batch)
+        watch.check("a coupled loss runs every forward twice, the second time")
+        for hook in () if one.reports else tools.hooks:
+            hook.discard_pass()
+        return _Encoded(one, before, representations if one.is_last else map_tensors(representations, alone))
+
+    def _loss(self, plan: BatchPlan, encoded: list[_Encoded], tools: Tools) -> tuple[Tensor, Metrics, bool]:
+        """The loss of all rows, detached, with its gradient left in the leaves; False where it is not finite."""
+        check_graph(self.coupled, encoded[-1].representations)
+        tools.events.begin(Loss)
+        for each in encoded:
+            each.leaves = map_tensors(each.representations, leaf)
+        tools.barrier.hold()
+        seen = join_rows([each.leaves if each.one.reports else no_rows(each.leaves) for each in encoded])
+        loss, metrics = loss_of_all(self.coupled, in_own_order(plan, seen), tools)
+        tools.events.end_loss(loss, micro_batch=None, units=sum(plan.units), share=1.0)
+        if not tools.accepts(loss):
+            return loss.detach(), metrics, False
+        is_finite = tools.gradients.backward(loss, tools.start.whole(loss))
+        share_out(tools.ranks, tools.gradients.parameters, [each.leaves for each in encoded])
+        return loss.detach(), metrics, is_finite
+
+    def _second(self, plan: BatchPlan, encoded: list[_Encoded], buffers: MovingBuffers, tools: Tools) -> list[int]:
+        """Backward through every micro-batch, the last first, whose graph is there; those that were not finite."""
+        last = encoded.pop()
+        with tools.sync.passing(is_last=not encoded):
+            spoilt = _backward(last, last.representations, tools)
+        last.representations = last.leaves = None  # its graph must not live beside the next one
+        for number, each in enumerate(encoded, start=1):
+            assert each.before is not None
+            buffers.put_back(each.before)
+            index = each.one.micro_batch
+            with tools.sync.passing(is_last=number == len(encoded)):
+                spoilt += _backward(each, tools.forward(plan.cut[index], index), tools)
+        return spoilt
+
+
+def loss_of_all(coupled: Coupled, own: Batch, tools: Tools) -> tuple[Tensor, Metrics]:
+    """The loss over this rank's rows and those of all others, in fp32 or better, and its metrics."""
+    with tools.forward.autocast:
+        loss, metrics = checked_loss(coupled.loss(rows_of_all(tools.ranks, own)))
+    return at_least_fp32(loss), metrics
+
+
+def _backward(encoded: _Encoded, again: Batch, tools: Tools) -> list[int]:
+    check_same_shapes(encoded.one.micro_batch, encoded.leaves, again)
+    roots, grads = roots_of(again, encoded.leaves)
+    is_finite = not roots or tools.backward(roots, grads, encoded.one.micro_batch)
+    return [] if is_finite else [encoded.one.micro_batch]
+
+
+def schedule_for(
+    objective: Objective | Coupled,
+    layers: Mapping[str, nn.Module],
+    averaging: Mapping[str, nn.Module],
+    running: Running,
+    file: TensorFile,
+) -> Schedule:
+    """How to run a batch whose cut touches these BatchNorm and InstanceNorm layers. `file` is for what is kept on disk."""
+    if running.batch_norm == "exact" and layers:
+        return lockstep_schedule(objective, layers, averaging, running.offload, file)  # type: ignore[no-any-return]
+    if isinstance(objective, Coupled):
+        return TwoPasses(objective)
+    return OneByOne(objective, drops=running.drops)

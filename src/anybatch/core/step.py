@@ -1,18 +1,31 @@
 """Optimizer steps: the first ones can be undone, later ones are checked for room before they write anything."""
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from signal import SIGINT, getsignal, signal
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from anybatch.core.nesting import tensors
+from anybatch.core.batch import tensors
 from anybatch.core.out_of_memory import free_memory, is_out_of_memory, once_more
 from anybatch.core.snapshot import of_step
-from anybatch.core.torch_private import FakeTensor, StorageWeakRef, TorchDispatchMode, is_sharded, storage_key
-from anybatch.errors import MemoryLimitError, first_line
+from anybatch.core.torch_private import (
+    FakeTensor,
+    StorageWeakRef,
+    TorchDispatchMode,
+    forget_unscaling,
+    is_sharded,
+    overflows,
+    storage_key,
+)
+from anybatch.errors import MemoryLimitError, NonFiniteError, first_line
 
 Act = Callable[[], object]
 Blocks = tuple[tuple[torch.device, int], ...]
@@ -174,3 +187,86 @@ class _TemporariesMeter(TorchDispatchMode):
 def _has_own_memory(tensor: Tensor) -> bool:
     """False of sparse, sharded and fake tensors, whose storage is not their numbers."""
     return tensor.layout is torch.strided and not is_sharded(tensor) and not isinstance(tensor, FakeTensor)
+
+
+SMALLEST_SCALE = 2.0**-24
+"""A loss scale below this has been halved some 36 times in a row: no overflow, but an inf or nan in the model itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """A `GradScaler` and the optimizer it unscales for: unscale once, step through it, move the scale once."""
+
+    scaler: GradScaler
+    optimizer: Optimizer
+
+    def make(self, device: torch.device) -> None:
+        """Make the scaler's tensors, which it makes at first use: all of them, or none."""
+        # a scaler whose scale is there and whose count of good steps is not would refuse to work for ever
+        before = dict(vars(self.scaler))
+
+        def first_use() -> None:
+            try:
+                self.scaler.scale(torch.zeros((), device=device))
+            except BaseException:
+                vars(self.scaler).update(before)
+                raise
+
+        once_more(first_use)
+
+    def unscale(self) -> None:
+        """Divide the gradients by the scale."""
+        self.scaler.unscale_(self.optimizer)
+
+    def step(self) -> object:
+        """Step the optimizer."""
+        return self.scaler.step(self.optimizer)
+
+    def update(self, *, is_applied: bool) -> None:
+        """Move the scale after an update that was applied or overflowed."""
+        scaler = self.scaler
+        if not is_applied:
+            # of a sharded gradient, a rank looks at its own part and may have seen no overflow
+            for found in overflows(scaler, self.optimizer):
+                found.fill_(1.0)
+        once_more(scaler.update)
+        if not is_applied and scaler.get_scale() < SMALLEST_SCALE:
+            raise NonFiniteError(
+                f"the loss scale has fallen to {scaler.get_scale():.3g} and the gradient is still not finite: this is no "
+                "overflow, but an inf or nan in the data or the model. Run the batch without a scaler to see which "
+                "parameter and micro-batch it comes from."
+            )
+
+    def forget(self) -> None:
+        """Let the next update unscale its own gradients, after one that was not stepped."""
+        forget_unscaling(self.scaler, self.optimizer)
+
+
+class HeldInterrupts:
+    """The block in which SIGINT waits; at its end the handler of before is told. Only the main thread gets signals."""
+
+    __slots__ = ("_before", "_caught")
+
+    def __init__(self) -> None:
+        self._before: object = None
+        self._caught: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            before = getsignal(SIGINT)
+            if callable(before):  # neither ignored, nor the system's own, nor set outside of Python
+                self._before = before
+                signal(SIGINT, self._catch)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self._caught = number, frame
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        before, self._before = self._before, None
+        if callable(before):
+            signal(SIGINT, before)
+            caught, self._caught = self._caught, None
+            if caught is not None:
+                before(*caught)

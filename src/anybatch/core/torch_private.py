@@ -1,8 +1,10 @@
 """Private names of torch outside its wrappers for many ranks, one alias or small function each."""
 
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import get_annotations
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +24,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+
+from anybatch.errors import ParallelError
 
 __all__ = ["FakeTensor", "FakeTensorMode", "StorageWeakRef", "TorchDispatchMode"]  # under torch's own names
 BatchNormLayer = _BatchNorm
@@ -150,3 +154,109 @@ def is_sharded(tensor: Tensor) -> bool:
 def own_part(tensor: Any) -> Tensor:
     """What this rank holds of a tensor, sharing its memory: all of it unless it is sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+
+
+NEWEST = (2, 15)
+"""The newest release that the tests were run with; see docs/versions.md."""
+
+
+def warn_of_newer(version: str = torch.__version__) -> None:
+    """Say once that a release is newer than all that were run: torch may have changed any of the names in this room.
+
+    >>> warn_of_newer("2.15.1+cpu")
+    """
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) > NEWEST:
+        warnings.warn(
+            f"torch {version} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that this anybatch was run with. It uses names "
+            "that torch does not promise: run its tests, or anybatch verify, or install a newer anybatch.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def demand(thing: Any, *names: str, wrapper: str) -> None:
+    """Refuse a release of torch in which `thing` has lost one of these names."""
+    for name in names:
+        if not _has(thing, name):
+            raise ParallelError(
+                f"torch {torch.__version__} has no {type(thing).__name__}.{name}, and without it anybatch cannot synchronise "
+                f"the gradients of {wrapper} once per update. Install torch 2.13 to 2.15, or a newer anybatch."
+            )
+
+
+def _has(thing: Any, name: str) -> bool:
+    """True of an attribute that is there, and of one that the class announces and sets later; properties are not called."""
+    is_there = hasattr(type(thing), name) or name in getattr(thing, "__dict__", ())
+    return is_there or any(name in get_annotations(base) for base in type(thing).__mro__)
+
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def is_low(value: object) -> bool:
+    """True of a bf16 or fp16 tensor, and of nothing else.
+
+    >>> is_low(torch.zeros(1, dtype=torch.bfloat16)), is_low(torch.zeros(1))
+    (True, False)
+    """
+    return isinstance(value, Tensor) and value.dtype in LOW_PRECISION
+
+
+def number_in(value: Tensor) -> float:
+    """The one number of a tensor; 1 where it has none, because a plan runs on tensors without numbers."""
+    return 1.0 if isinstance(value, FakeTensor) else value.item()
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """The tensor itself, or in fp32 where its numbers have fewer than 4 bytes."""
+    return tensor.float() if tensor.itemsize < 4 else tensor
+
+
+def leaves_of(roots: Iterable[Tensor], *, beyond: Collection[Any] = ()) -> Iterator[Tensor]:
+    """Every leaf that backward from `roots` would give a gradient, once; the nodes `beyond` are not passed through.
+
+    What a block under reentrant checkpointing will compute only in backward is not seen.
+    """
+    nodes = []
+    for root in roots:
+        if root.grad_fn is not None:
+            nodes.append(_node_of(root))
+        elif root.requires_grad:
+            yield root
+    yield from (node.variable for node in _nodes(nodes, beyond) if type(node).__name__ == "AccumulateGrad")
+
+
+def nodes_named(root: Tensor, prefix: str) -> Iterator[Any]:
+    """The nodes behind `root` whose name begins with `prefix`."""
+    return (node for node in _nodes([_node_of(root)], ()) if type(node).__name__.startswith(prefix))
+
+
+def places_behind(root: Tensor, nodes: Sequence[Any]) -> list[int]:
+    """Which of `nodes`, by number, a backward pass from `root` would reach."""
+    reached = set(_nodes([_node_of(root)], ()))
+    return [place for place, node in enumerate(nodes) if node in reached]
+
+
+def _node_of(root: Tensor) -> Any:
+    """The node that made `root`. DDP passes all outputs of a module through one node: behind that, the one of this output."""
+    node = root.grad_fn
+    if type(node).__name__ != "_DDPSinkBackward":
+        return node
+    assert node is not None
+    return node.next_functions[root.output_nr][0]
+
+
+def _nodes(start: Iterable[Any], beyond: Collection[Any]) -> Iterator[Any]:
+    waiting = [node for node in start if node is not None]
+    seen = set(beyond)  # holds on to the nodes: torch makes a node's Python object anew where nobody does
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(earlier for earlier, _ in node.next_functions if earlier is not None)
+
+
+warn_of_newer()

@@ -1,37 +1,237 @@
 """The update in its one right order: zero, micro-batches, unscale, clip, step, scaler, scheduler."""
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from anybatch.core.accumulator import Accumulator
-from anybatch.core.callbacks import OnUpdate, callbacks_of, tell
-from anybatch.core.events import Clip, Observer, Step, Zero
+from anybatch.core.accumulator import Accumulator, check_model
+from anybatch.core.batch import Batch
+from anybatch.core.events import Clip, Events, Observer, Step, Zero, events_for
 from anybatch.core.find_nonfinite import find_culprit
-from anybatch.core.fitting_parts import check_loss_parameters, check_parts
-from anybatch.core.framework_wrappers import unwrapped_optimizer, unwrapped_scheduler
-from anybatch.core.held_interrupts import HeldInterrupts
-from anybatch.core.loss_scale import LossScale
-from anybatch.core.low_precision import number_in
-from anybatch.core.micro_batch_option import MicroBatch
-from anybatch.core.nesting import Batch
-from anybatch.core.norm_and_clip import clip_to_norm, clip_to_value, gradient_norm
+from anybatch.core.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.core.objective import Coupled, Objective
-from anybatch.core.option_types import Autocast, BatchNorm, Check, Offload, OnEmpty, OnNonFinite, Sums
-from anybatch.core.options import Option, Running, check_of, in_a_line, says_what_to_write
+from anybatch.core.options import (
+    Autocast,
+    BatchNorm,
+    Check,
+    Offload,
+    OnEmpty,
+    OnNonFinite,
+    Option,
+    Running,
+    Sums,
+    check_of,
+    in_a_line,
+    says_what_to_write,
+)
 from anybatch.core.out_of_memory import once_more
 from anybatch.core.plugins import check_first_batch
-from anybatch.core.precision import cast_gradients, takes_fp32_gradients
-from anybatch.core.result import PENDING, FirstLook, UpdateResult
 from anybatch.core.snapshot import Held, Slot
-from anybatch.core.step import Stepping, change_gradients
-from anybatch.core.telling import Events, events_for
-from anybatch.errors import NonFiniteError
+from anybatch.core.splits import MicroBatch
+from anybatch.core.step import HeldInterrupts, LossScale, Stepping, change_gradients
+from anybatch.core.torch_private import number_in
+from anybatch.display import facts_table, html_block, one_line
+from anybatch.errors import NonFiniteError, UpdateError
+
+if TYPE_CHECKING:
+    from anybatch.noise import NoiseScale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What one update did. Tensors are detached; reading one waits for the device, nothing else does."""
+
+    loss: Tensor
+    """The loss of the whole batch."""
+    grad_norm: Tensor
+    """The norm of the whole batch's gradient, unscaled, before clipping."""
+    units: float
+    """What the mean loss divided by: rows, target tokens, summed class weights."""
+    micro_batches: int
+    """How many micro-batches the batch was cut into."""
+    applied: bool
+    """False where the step was skipped: weights, optimizer and scheduler are as before, and the batch can be given again."""
+    lr: float | Tensor
+    """The learning rate of this update, of the first parameter group."""
+    metrics: Mapping[str, Tensor]
+    """The objective's metrics, for the whole batch."""
+    dropped: tuple[int, ...] = ()
+    """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
+    noise_scale: "NoiseScale | None" = None
+    """How large a batch would have as much noise as signal, in rows, from the latest measured updates (`noise=`)."""
+    noise_reason: str | None = field(default=None, repr=False)
+    """Why there is no noise scale."""
+    retries: int = 0
+    """How often memory ran out: the batch was started again in smaller micro-batches, or the step was."""
+
+    __repr__ = one_line
+
+    def scalars(self) -> dict[str, float]:
+        """What a logger takes, as Python numbers; metrics of more than one number are left out. It waits for the device once.
+
+        >>> import torch
+        >>> told = {"loss": torch.tensor(2.0), "grad_norm": torch.tensor(1.0), "metrics": {"accuracy": torch.tensor(0.5)}}
+        >>> UpdateResult(**told, units=8, micro_batches=2, applied=True, lr=0.25).scalars()
+        {'loss': 2.0, 'grad_norm': 1.0, 'lr': 0.25, 'units': 8.0, 'micro_batches': 2.0, 'accuracy': 0.5}
+        """
+        numbers = {name: metric for name, metric in self.metrics.items() if metric.numel() == 1}
+        own = {name: getattr(self, name) for name in ("loss", "grad_norm", "lr", "units", "micro_batches")}
+        return {name: float(value) for name, value in (own | numbers).items()}
+
+    def _repr_html_(self) -> str:
+        is_applied = "One update" if self.applied else "One update, not applied: the weights are as before"
+        return html_block(is_applied, facts_table(self.scalars()))
+
+
+Finding = Literal["pending", "off", "passed", "not judged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLook:
+    """Result of the check of the first batch: `update.guard`. A loss that does not add up is an error, and is not told here."""
+
+    finding: Finding
+    """`"pending"` until a batch is cut, `"passed"`, `"not judged"`, or `"off"`."""
+    error: float | None = None
+    """How far the losses of the parts were from that of the whole, as a part of it."""
+    reason: str = ""
+    """Why it could not be judged; of one that passed, what its forwards changed outside of the model."""
+
+
+PENDING = FirstLook(finding="pending")
+
+
+UpdateCallback = Callable[[UpdateResult], object]
+OnUpdate = UpdateCallback | Iterable[UpdateCallback] | None
+"""One function of the result, or several in the order in which they are called; None for none. What they return is left."""
+
+
+def callbacks_of(on_update: OnUpdate) -> tuple[UpdateCallback, ...]:
+    """Each of them, checked to be callable.
+
+    >>> callbacks_of(None), callbacks_of(print) == callbacks_of([print])
+    ((), True)
+    """
+    given: tuple[Any, ...]
+    if on_update is None:
+        given = ()
+    elif callable(on_update):
+        given = (on_update,)
+    else:
+        given = tuple(on_update) if isinstance(on_update, Iterable) else (on_update,)
+    for each in given:
+        if not callable(each):
+            raise UpdateError(
+                f"on_update={each!r:.80} is a {type(each).__name__}; expected a function of the result, such as "
+                "lambda result: run.log(result.scalars()), or a list of such functions."
+            )
+    return given
+
+
+def tell(callbacks: Iterable[UpdateCallback], result: UpdateResult) -> UpdateResult:
+    """Call each with the result, where the update was applied; the result itself."""
+    if result.applied:
+        for callback in callbacks:
+            callback(result)
+    return result
+
+
+def check_parts(model: nn.Module, optimizer: Any, scaler: object, scheduler: object) -> None:
+    """Refuse what is no optimizer, scaler or scheduler, or does not belong to the model."""
+    check_model(model)
+    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+        raise UpdateError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+    if isinstance(optimizer, LBFGS):
+        raise UpdateError(
+            "LBFGS evaluates the batch several times per step, through a closure. Use Accumulator: "
+            "optimizer.step(closure), where closure() zeroes the gradients and returns accumulator.backward(batch).loss."
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UpdateError(
+            "ReduceLROnPlateau steps on a validation loss, not once per update. Leave scheduler=None and call "
+            "scheduler.step(validation_loss) yourself."
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise UpdateError(f"scheduler={scheduler!r:.80}: expected one of torch.optim.lr_scheduler, or None.")
+    if scaler is not None and not hasattr(scaler, "unscale_"):
+        raise UpdateError(f"scaler={scaler!r:.80}: expected a torch.amp.GradScaler, or None.")
+    own = set(model.parameters())
+    if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UpdateError(
+            f"the optimizer holds none of the parameters of this {type(model).__name__}, so no update could change it. Make "
+            "the optimizer from model.parameters(), after the model got its final parameters."
+        )
+
+
+def check_loss_parameters(model: nn.Module, objective: Objective | Coupled, stepped: Collection[nn.Parameter]) -> None:
+    """Refuse a loss with a parameter that gets gradients and never moves, because the optimizer does not hold it."""
+    held = {*model.parameters(), *stepped}
+    names = {parameter: name for name, parameter in _named(objective)}
+    for parameter in objective.parameters():
+        if parameter.requires_grad and parameter not in held:
+            raise UpdateError(
+                f"the loss has a learned parameter, {names.get(parameter, '')!r} of shape {tuple(parameter.shape)}, that the "
+                "optimizer does not hold: it would never move, and its gradient would grow from batch to batch. Give it to the "
+                "optimizer, AdamW([*model.parameters(), *objective.parameters()]), or freeze it: info_nce(learned=False), "
+                "requires_grad_(False)."
+            )
+
+
+def _named(objective: Objective | Coupled) -> list[tuple[str, nn.Parameter]]:
+    return list(objective.loss.named_parameters()) if isinstance(objective.loss, nn.Module) else []
+
+
+OPTIMIZERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "optimizer", "_FabricOptimizer": "optimizer"}
+"""By class, where the optimizer is. They step only when their framework's own counter of micro-batches says so."""
+SCHEDULERS = {"AcceleratedScheduler": "scheduler"}
+"""By class, where the scheduler is. Accelerate's steps once per process, and not where it thinks that a step was skipped."""
+REFUSED = ("DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper", "DeepSpeedEngine")
+"""Their step belongs to an engine that accumulates by itself."""
+
+
+def unwrapped_optimizer(optimizer: Any, scaler: GradScaler | None) -> Any:
+    """The optimizer itself. Accelerate's may hold a loss scale, which the update has to know of."""
+    own_scaler = getattr(optimizer, "scaler", None) if _kind(optimizer, OPTIMIZERS) else None
+    if own_scaler is not None and scaler is None:
+        raise UpdateError(
+            f"this {type(optimizer).__name__} scales its loss (mixed_precision='fp16'), and an update has to unscale once, "
+            "after the last micro-batch. Give the scale to Update too: Update(..., scaler=accelerator.scaler)."
+        )
+    return _inside(optimizer, OPTIMIZERS)
+
+
+def unwrapped_scheduler(scheduler: Any) -> Any:
+    """The scheduler itself, which an update steps once, however many processes there are."""
+    return _inside(scheduler, SCHEDULERS)
+
+
+def _inside(wrapped: Any, known: dict[str, str]) -> Any:
+    _check(wrapped)
+    while (kind := _kind(wrapped, known)) is not None:
+        wrapped = getattr(wrapped, known[kind])
+        _check(wrapped)
+    return wrapped
+
+
+def _kind(thing: Any, known: dict[str, str]) -> str | None:
+    """Which of the known classes this is, or is derived from; by name, because none of the frameworks is imported here."""
+    return next((base.__name__ for base in type(thing).__mro__ if base.__name__ in known), None)
+
+
+def _check(thing: Any) -> None:
+    if any(base.__name__ in REFUSED for base in type(thing).__mro__):
+        raise UpdateError(
+            f"{type(thing).__name__} steps when DeepSpeed's engine says so, which accumulates by itself: updates in between "
+            "would do nothing. Give Update a plain torch model and optimizer: "
+            "Update(model, torch.optim.AdamW(model.parameters()), ...)."
+        )
+
 
 if TYPE_CHECKING:
     from anybatch.noise import NoiseHistory

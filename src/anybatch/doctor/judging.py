@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybatch.core import html_block, html_table
+from anybatch.display import html_block, html_table
 from anybatch.doctor.finding import SEVERITIES, Finding, in_order, of_ranks
 from anybatch.doctor.loop_case import LoopCase
 from anybatch.doctor.loops import Lane, Log, LoopUpdate, Lost, WatchedLoop, lanes_of, loop_of, read_logs, weigh

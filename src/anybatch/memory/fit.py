@@ -5,18 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from anybatch.core import (
-    Batch,
-    MicroBatches,
-    Rows,
-    Split,
-    Workload,
-    in_arrival_order,
-    is_sharded,
-    parse_bytes,
-    show_bytes,
-    smaller,
-)
+from anybatch.core import Batch, MicroBatches, Rows, Split, Workload, in_arrival_order, is_sharded, smaller
+from anybatch.display import parse_bytes, show_bytes
 from anybatch.errors import MemoryLimitError, SplitError, first_line, levels_to_the_caller
 from anybatch.memory.fitting import BatchShape, Fitted, Fitting, fitting_within, shape_of
 from anybatch.memory.planning import plan

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from anybatch.batch_norm import uses_batch_statistics
-from anybatch.core import Batch, BatchNormLayer, Rows, Split, num_rows, show_bytes, tensors
+from anybatch.core import Batch, BatchNormLayer, Rows, Split, num_rows, tensors
+from anybatch.display import show_bytes
 from anybatch.memory.predicting import Plan
 from anybatch.ragged import Auto, Choice, Tokens
 

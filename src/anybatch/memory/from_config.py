@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from anybatch.core import Sums, did_you_mean, one_of
+from anybatch.core import Sums
+from anybatch.display import did_you_mean, one_of
 from anybatch.errors import PlanError, first_line
 from anybatch.memory.planning import plan
 from anybatch.memory.predicting import Plan

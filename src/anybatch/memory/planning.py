@@ -22,9 +22,9 @@ from anybatch.core import (
     Running,
     Sums,
     forget_fake_results,
-    parse_bytes,
     tensors,
 )
+from anybatch.display import parse_bytes
 from anybatch.errors import PlanError, levels_to_the_caller
 from anybatch.memory.predicting import (
     Breakdown,

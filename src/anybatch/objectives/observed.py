@@ -1,8 +1,8 @@
 """Units that nobody counts: what the means in a loss divided by is seen while it runs.
 
-`ObservedMeans` is the one function mode that sees them, by the table in `anybatch.core.loss_units`. `huggingface()` checks its own
-count against it, `observed(loss)` weighs every micro-batch by it, and `learned(loss)` finds out in the first batch how to count
-ahead.
+`ObservedMeans` is the one function mode that sees them, by the table in `anybatch.core.criteria`. `huggingface()` checks its
+own count against it, `observed(loss)` weighs every micro-batch by it, and `learned(loss)` finds out in the first batch how
+to count ahead.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.core import (
     FUNCTIONAL_RULES,
     Batch,
-    Loss,
+    LossFunction,
     Number,
     Objective,
     Rule,
@@ -131,7 +131,7 @@ def _reduction(given: Mapping[str, Any]) -> str:
     return "none" if reduce is False else "sum" if average is False else "mean"
 
 
-def observed(loss: Loss) -> Objective:
+def observed(loss: LossFunction) -> Objective:
     """The objective of a mean loss whose units are seen while it runs: nothing is counted by the user.
 
     What torch's mean-reducing loss functions divided by is seen (ignored targets, class weights, elements), and so is a plain
@@ -157,7 +157,7 @@ def observed(loss: Loss) -> Objective:
 class WatchedLoss:
     """A loss whose means are watched while it runs."""
 
-    loss: Loss
+    loss: LossFunction
     ratios: list[float] = field(default_factory=list)
     """How the means in it relate, from the first pass in which all had something to average; it changes no result."""
 
@@ -205,7 +205,7 @@ SHIFTS: Mapping[Shift, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def learned(loss: Loss) -> Objective:
+def learned(loss: LossFunction) -> Objective:
     """The objective of a mean loss whose units are watched in its first batch, as `observed` does, and then counted.
 
     Where the one mean in the loss is one of torch's loss functions, and its target is a tensor of the batch, or that moved on
@@ -235,7 +235,7 @@ class Counter:
 class LearnedUnits:
     """The state of `learned`: whether the batch at hand is watched. It changes no result."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
         self._ratios: list[float] = []
         self._places: list[int] | None = None

@@ -26,12 +26,12 @@ from anybatch.core import (
     has_counters,
     num_rows,
     outer_random,
-    parse_bytes,
     profiler_events,
     take_rows,
     with_peak,
     without_op_names,
 )
+from anybatch.display import parse_bytes
 from anybatch.errors import VerifyError
 from anybatch.parallel import unwrapped
 from anybatch.verification.case import Case, make_case

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from anybatch.core import html_block, html_table
-from anybatch.core import sentences as html_sentences
+from anybatch.display import html_block, html_table
+from anybatch.display import sentences as html_sentences
 from anybatch.verification.compared_precision import ComparedPrecision
 from anybatch.verification.floor import ParameterDeviation
 

@@ -8,7 +8,7 @@ import typer
 
 from anybatch.app.training.settings import Decay, LRRule, MemoryLimit, Parallel, Precision, parse_micro_batch
 from anybatch.app.training.tasks.lookup import BUILT_IN
-from anybatch.core import parse_bytes
+from anybatch.display import parse_bytes
 from anybatch.errors import SettingsError
 
 TASK_HELP = "A built-in task (textbook, digits, stdlib, pairs), or a Python file with a function task()."

@@ -12,7 +12,7 @@ from anybatch.app.records.comparison import ArmEpoch, Comparison, at_epoch, over
 from anybatch.app.records.tolerant_reading import plain
 from anybatch.app.training.settings import Settings
 from anybatch.app.training.tasks.lookup import check_task_exists, find_task
-from anybatch.core import show_bytes
+from anybatch.display import show_bytes
 from anybatch.errors import SettingsError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from anybatch import __version__
 from anybatch.app.cli.screen import say
 from anybatch.app.lessons.pages.see_lessons import lesson_of_finding, see
 from anybatch.app.records.tolerant_reading import plain
-from anybatch.core import did_you_mean
+from anybatch.display import did_you_mean
 from anybatch.doctor import SEVERITIES, Diagnosis, as_github, as_sarif, describe, judge_folder, run_watched
 from anybatch.errors import DoctorError
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from anybatch.app.cli.screen import printable
 from anybatch.app.training.launch.torchrun import find_launch
-from anybatch.core import did_you_mean
+from anybatch.display import did_you_mean
 from anybatch.errors import AnybatchError, NonFiniteError, first_line
 
 MOST_FRAMES = 4

@@ -15,7 +15,8 @@ from anybatch.app.records.schema import PlanRecord
 from anybatch.app.records.tolerant_reading import read
 from anybatch.app.training.settings import Settings
 from anybatch.app.training.tasks.lookup import check_task_exists, find_task
-from anybatch.core import free_on_host, parse_bytes, show_bytes
+from anybatch.core import free_on_host
+from anybatch.display import parse_bytes, show_bytes
 from anybatch.errors import SettingsError
 
 if TYPE_CHECKING:

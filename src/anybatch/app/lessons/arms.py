@@ -19,7 +19,8 @@ from anybatch.app.training.loop import MEMORY_AT, Loop, judging_number, validate
 from anybatch.app.training.measure import profiled
 from anybatch.app.training.settings import LRRule, Settings
 from anybatch.app.training.tasks.task import Task
-from anybatch.core import Batch, ForwardPass, checked_loss, count_units, num_rows, show_bytes, windows
+from anybatch.core import Batch, ForwardPass, checked_loss, count_units, num_rows, windows
+from anybatch.display import show_bytes
 from anybatch.errors import SettingsError
 from anybatch.memory import bytes_of, drop_gradients, optimizer_tensors
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from anybatch.core import html_block, html_table, sentences, short
+from anybatch.display import html_block, html_table, sentences, short
 
 RunKind = Literal["train", "compare", "trace", "plan", "verify"]
 Scalar = str | int | float | bool | None

@@ -12,17 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anybatch.core import (
-    Accumulator,
-    Coupled,
-    Objective,
-    Update,
-    free_memory,
-    free_on_device,
-    has_counters,
-    show_bytes,
-    supervised,
-)
+from anybatch.core import Accumulator, Coupled, Objective, Update, free_memory, free_on_device, has_counters, supervised
+from anybatch.display import show_bytes
 from anybatch.errors import first_line
 from anybatch.memory import MARGIN, Fit, measure_peak, plan
 from anybatch.objectives import info_nce

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from anybatch.app.training.settings import Decay, LRRule
-from anybatch.core import one_of
+from anybatch.display import one_of
 from anybatch.errors import SettingsError
 from anybatch.noise import NoiseScale
 

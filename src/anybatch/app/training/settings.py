@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from anybatch.core import one_of, parse_bytes
+from anybatch.display import one_of, parse_bytes
 from anybatch.errors import SettingsError
 
 LRRule = Literal["none", "linear", "sqrt"]

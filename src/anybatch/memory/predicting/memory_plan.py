@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from anybatch.core import facts_table, html_block, html_table, sentences, show_bytes
+from anybatch.display import facts_table, html_block, html_table, sentences, show_bytes
 from anybatch.memory.predicting.envelope import Peaks
 from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from anybatch.core import Batch, BatchNormLayer, free_bytes, show_bytes
+from anybatch.core import Batch, BatchNormLayer, free_bytes
+from anybatch.display import show_bytes
 from anybatch.errors import PlanError, first_line
 from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope
 from anybatch.memory.predicting.memory_plan import Method

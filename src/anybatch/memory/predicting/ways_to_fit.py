@@ -6,7 +6,8 @@ from functools import reduce
 from itertools import combinations
 from typing import Any
 
-from anybatch.core import is_low, show_bytes
+from anybatch.core import is_low
+from anybatch.display import show_bytes
 from anybatch.memory.predicting.checkpointing import repeated_blocks
 from anybatch.memory.tracing import Moment, Moments, Parts, highest, optimizer_tensors
 

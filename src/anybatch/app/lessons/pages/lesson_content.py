@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from anybatch.core import did_you_mean
+from anybatch.display import did_you_mean
 from anybatch.errors import LessonError
 
 ORDER = ("trace", "zero", "rows", "units", "memory", "rate", "limits", "write", "recall")

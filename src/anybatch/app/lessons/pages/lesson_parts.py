@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from anybatch.app.lessons.pages.lesson_content import Claim, Lesson, LessonPart, inline, memory_table, to_html
-from anybatch.core import show_bytes
+from anybatch.display import show_bytes
 
 Claims = Mapping[str, Claim]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybatch.core import did_you_mean
+from anybatch.display import did_you_mean
 from anybatch.errors import TaskError
 
 if TYPE_CHECKING:

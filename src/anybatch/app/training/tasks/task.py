@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.app.training.settings import Decay, LRRule
-from anybatch.core import BatchNorm, Coupled, Objective, Split, one_of
+from anybatch.core import BatchNorm, Coupled, Objective, Split
+from anybatch.display import one_of
 from anybatch.errors import TaskError
 
 

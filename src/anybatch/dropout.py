@@ -1,19 +1,139 @@
 """`row_dropout`: dropout whose masks depend on the row of the batch, and on neither the cut nor the ranks."""
 
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from anybatch.core import DropoutLayer, children_of, is_in_backward, random_state, sent, without_dynamo
-from anybatch.dropout.draw_finder import DrawFinder
-from anybatch.dropout.row_masks import keep_mask, key_of
+from anybatch.core import (
+    Batch,
+    Dealt,
+    DropoutLayer,
+    MicroBatches,
+    PassHook,
+    Ranks,
+    children_of,
+    is_in_backward,
+    num_rows,
+    random_state,
+    sent,
+    without_dynamo,
+)
 from anybatch.errors import DropoutError
+
+_WORD = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15
+"""2**64 over the golden ratio: what splitmix64 adds from one number to the next."""
+
+
+def key_of(*numbers: int) -> int:
+    """64 well-mixed bits of some whole numbers, whose order counts.
+
+    >>> key_of(0, 1) != key_of(1, 0)
+    True
+    """
+    key = 0
+    for number in numbers:
+        key = (key ^ number) + _STEP & _WORD
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & _WORD
+        key ^= key >> 31
+    return key
+
+
+def keep_mask(key: int, row_numbers: Tensor, shape: Sequence[int], keep: float) -> Tensor:
+    """True with probability `keep`, to 32 bits, for each of `shape` entries of each row.
+
+    An entry depends on the key, the number of its row and its coordinates within the row, not on how many rows there are nor on
+    how long they were padded: of a longer row, the first part is the shorter one's.
+    """
+    if keep <= 0 or keep >= 1:
+        return torch.full((len(row_numbers), *shape), keep >= 1, device=row_numbers.device)
+    sizes = (len(row_numbers), *shape)
+    first, second = (_per_row(key_of(key, half), row_numbers, len(sizes)) for half in (0, 1))
+    bits = first
+    for dim, size in enumerate(shape):
+        bits = bits + _per_place(dim, size, len(shape), row_numbers.device)
+    # a hash of 32 bits with few passes over them (lowbias32); the second key makes it one of 64 bits by row
+    spare = torch.empty_like(bits)
+    _fold(bits, 16, spare).mul_(0x7FEB352D).bitwise_xor_(second)
+    _fold(bits, 15, spare).mul_(_signed(0x846CA68B))
+    _fold(bits, 16, spare)
+    return bits < _signed(round(keep * 2**32) + 2**31)
+
+
+def _per_row(key: int, row_numbers: Tensor, dims: int) -> Tensor:
+    return _scrambled(row_numbers, key).reshape(-1, *[1] * (dims - 1))
+
+
+def _per_place(dim: int, size: int, dims: int, device: torch.device) -> Tensor:
+    """A random number for each coordinate along one dim of a row; their sums tell places apart."""
+    return _scrambled(torch.arange(size, device=device), key_of(dim)).reshape(-1, *[1] * (dims - 1 - dim))
+
+
+def _scrambled(numbers: Tensor, key: int) -> Tensor:
+    """32 bits of splitmix64 of each whole number."""
+    bits = numbers.to(torch.int64) * _signed(_STEP, 64) + _signed(key, 64)
+    bits = (bits ^ (bits >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9, 64)
+    bits = (bits ^ (bits >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB, 64)
+    return (bits >> 32).to(torch.int32)
+
+
+def _fold(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
+    """bits ^= bits >> shift, the shift without the sign, in place."""
+    torch.bitwise_right_shift(bits, shift, out=spare)
+    return bits.bitwise_xor_(spare.bitwise_and_(2 ** (32 - shift) - 1))
+
+
+def _signed(number: int, width: int = 32) -> int:
+    """The number with these bits in two's complement."""
+    number &= 2**width - 1
+    return number - 2**width if number >= 2 ** (width - 1) else number
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+
+
+class DrawFinder(TorchFunctionMode):
+    """Watches every torch function in its block; slow, for a block that runs once."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        super().__init__()
+        self._devices = tuple(devices)
+        self.found: str | None = None
+        """The function and where it was called; None while nobody drew."""
+
+    @without_dynamo
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        before = random_state(self._devices) if self.found is None else None
+        result = func(*args, **(kwargs or {}))
+        if before is not None and not before.is_now():
+            self.found = f"{getattr(func, '__name__', func)} {_caller()}"
+        return result
+
+
+def _caller() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((_TORCH, _OWN)):
+            return f"in {frame.name}, {Path(frame.filename).name}:{frame.lineno}"
+    return "somewhere in torch"
+
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -254,3 +374,36 @@ def _check(model: nn.Module) -> None:
             fix = "is a dropout of its own kind. Replace it by torch's"
         if fix:
             raise DropoutError(f"row_dropout cannot be exact here: {name or 'the model'} ({kind}) {fix}.")
+
+
+@dataclass(frozen=True)
+class NumberedRows(PassHook):
+    """The rows of each micro-batch of one batch, by their numbers in the whole of it."""
+
+    masks: Masks
+    row_numbers: tuple[tuple[int, ...], ...]
+    devices: set[torch.device]
+
+    def around_forward(self, micro_batch: int) -> AbstractContextManager[object]:
+        return self.masks.at(self.row_numbers[micro_batch], self.devices)
+
+    def for_lent(self, lent: Batch) -> "NumberedRows":
+        return replace(self, row_numbers=(tuple(range(num_rows(lent))),))
+
+
+def number_rows(masks: Masks, model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> NumberedRows:
+    """Which rows of the whole batch each micro-batch holds.
+
+    On several ranks they are as `Dealt` says, else the ranks' rows follow one another, which takes a small collective. A
+    micro-batch that counts for nothing, because this rank has no row, may have any numbers.
+    """
+    own = [row for rows in cut.row_numbers for row in rows]
+    if isinstance(batch, Dealt) and not batch.is_stand_in:
+        numbers: Sequence[int] = batch.row_numbers
+    else:
+        counts = [] if isinstance(batch, Dealt) else ranks.gather([len(own)])[: ranks.rank]
+        offset = int(sum(count for (count,) in counts))
+        numbers = range(offset, offset + len(own))
+    placed = [tuple(numbers[row] for row in rows) for rows in cut.row_numbers]
+    parts = tuple(rows or tuple(range(num_rows(part))) for rows, part in zip(placed, cut, strict=True))
+    return NumberedRows(masks, parts, {parameter.device for parameter in model.parameters()})

@@ -1,0 +1,190 @@
+"""Objects in one line: what they were made with, or what they found, without tensors poured out."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import partial
+from html import escape
+from typing import Any
+
+from anybatch.errors import SettingsError
+
+LONGEST = 60
+"""Characters of one value."""
+MOST = 6
+"""Members of one container."""
+
+
+def called(name: str, *parts: str, **options: Any) -> str:
+    """`Name(part, part, option=value)`.
+
+    >>> called("Update", "Linear", "SGD", clip_norm=1.0)
+    'Update(Linear, SGD, clip_norm=1)'
+    """
+    return f"{name}({', '.join([*parts, *(f'{key}={short(value)}' for key, value in options.items())])})"
+
+
+def name_of(value: Any) -> str:
+    """A function by its name, anything else by its class.
+
+    >>> name_of(len), name_of(lambda x: x), name_of({})
+    ('len', '<lambda>', 'dict')
+    """
+    if isinstance(value, partial):
+        return f"partial({name_of(value.func)})"
+    name = getattr(value, "__qualname__", None) or type(value).__qualname__
+    return str(name).replace("<locals>.", "")
+
+
+def one_line(value: Any) -> str:
+    """A dataclass in a line: its fields, but for empty ones and those that are what they are by default.
+
+    It can stand as `__repr__` in a class. Reading a tensor of one number waits for the device.
+    """
+    shown = {
+        field.name: held
+        for field in fields(value)
+        if field.repr and not _goes_without_saying(held := getattr(value, field.name), field.default)
+    }
+    return called(type(value).__name__, **shown)
+
+
+def short(value: Any) -> str:
+    """One value, in a few characters: numbers with six digits, tensors by their shape.
+
+    >>> short(0.123456789), short((1, 2)), short({"a": 1.0}), short("x" * 100)[-4:]
+    ('0.123457', '(1, 2)', "{'a': 1}", 'x...')
+    """
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if hasattr(value, "shape") and hasattr(value, "numel"):
+        return f"{value.item():.6g}" if value.numel() == 1 else f"{type(value).__name__}{tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + _few([f"{key!r}: {short(held)}" for key, held in value.items()]) + "}"
+    if isinstance(value, tuple | list):
+        inside = _few([short(held) for held in value])
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    own: Any = type(value).__repr__
+    if own is object.__repr__ or callable(value):
+        return name_of(value)
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def _few(written: list[str]) -> str:
+    return ", ".join([*written[:MOST], *([f"... {len(written) - MOST} more"] if len(written) > MOST else [])])
+
+
+def _goes_without_saying(held: Any, default: Any) -> bool:
+    is_default = default is not MISSING and isinstance(held, type(default)) and bool(held == default)
+    return is_default or (isinstance(held, Mapping | tuple) and not held)
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """The end of a sentence: which of `known` was meant; nothing where none of them is near.
+
+    >>> did_you_mean("Updtae", ["Update", "Window"]), did_you_mean("banana", ["Update"])
+    ('; did you mean Update?', '')
+    """
+    from difflib import get_close_matches  # loaded where somebody erred, and not by `import anybatch`
+
+    names = {name.lower(): name for name in known}
+    near = get_close_matches(str(word).lower(), names, n=1)
+    return f"; did you mean {names[near[0]]}?" if near else ""
+
+
+def one_of(value: object, choices: Iterable[str], *, or_none: bool = False) -> str:
+    """What was expected instead of `value`.
+
+    >>> one_of("drpo", ("raise", "drop")), one_of(3, ("host", "disk"), or_none=True)
+    ('expected one of raise, drop; did you mean drop?', 'expected one of host, disk, or None.')
+    """
+    known = list(choices)
+    text = f"expected one of {', '.join(known)}{', or None' if or_none else ''}"
+    return text + (did_you_mean(value, known) or ".")
+
+
+_CELL = "text-align:left;padding:2px 12px 2px 0"
+
+
+def html_block(title: str, *parts: str) -> str:
+    """One result: its title in words, and parts that the other functions of this module made."""
+    return f"<div><strong>{escape(title)}</strong>{''.join(parts)}</div>"
+
+
+def sentences(texts: Iterable[str]) -> str:
+    """A paragraph each."""
+    return "".join(f"<p>{escape(text)}</p>" for text in texts)
+
+
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table with a head; strings as they are, other values in short.
+
+    >>> html_table(["a<b"], [["<script>"]])[-40:]
+    '&lt;script&gt;</td></tr></tbody></table>'
+    """
+    head = "".join(f'<th scope="col" style="{_CELL}">{escape(column)}</th>' for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{_CELL}">{escape(_written(cell))}</td>' for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def facts_table(facts: Mapping[str, Any]) -> str:
+    """Names and values, a row each."""
+    body = "".join(
+        f'<tr><th scope="row" style="{_CELL}">{escape(name)}</th><td style="{_CELL}">{escape(_written(value))}</td></tr>'
+        for name, value in facts.items()
+    )
+    return f"<table><tbody>{body}</tbody></table>"
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else short(value)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)", re.IGNORECASE)
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes of a size with its unit; a whole number is bytes already.
+
+    >>> parse_bytes("1.5GiB"), parse_bytes("800MB"), parse_bytes(4096)
+    (1610612736, 800000000, 4096)
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found is not None:
+        number, unit = float(found[1]), found[2].upper()
+        base = 1024 if "I" in unit else 1000
+        limit = number * base ** " KMGT".index(unit[0].replace("B", " "))
+        if 1 <= limit < float("inf"):
+            return int(limit)
+    raise SettingsError(f"{size!r} is no memory size: expected a number above 0 with its unit, such as 6GiB or 800MB.")
+
+
+def show_bytes(number: float) -> str:
+    """Bytes in the unit that reads best.
+
+    >>> show_bytes(900), show_bytes(5_033_165)
+    ('900 B', '4.8 MiB')
+    """
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Seconds in the unit that reads best.
+
+    >>> show_seconds(0.0421), show_seconds(1e-05), show_seconds(0)
+    ('42.1 ms', '10.0 us', '0')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds * 1e9:.0f} ns" if seconds > 0 else "0"
