@@ -14,8 +14,8 @@ import re
 from xdist.scheduler import LoadScopeScheduling
 
 SINGLE = {
-    "tests/cli/test_kill_resume.py",
-    "tests/cli/test_torchrun.py",
+    "tests/app/cli/test_kill_resume.py",
+    "tests/app/cli/test_torchrun.py",
     "tests/house/test_lint.py",
     "tests/integrations/test_launchers.py",
     "tests/integrations/test_ray.py",
@@ -28,27 +28,27 @@ LONG = [
     "tests/integrations/test_launchers.py",
     "tests/integrations/",
     "tests/test_examples.py",
-    "tests/cli/test_torchrun.py",
-    "tests/training/test_ranks.py",
-    "tests/report/test_page.py",
-    "tests/lessons/test_learn_page.py",
-    "tests/lessons/test_engine.py",
-    "tests/cli/test_kill_resume.py",
+    "tests/app/cli/test_torchrun.py",
+    "tests/app/training/test_ranks.py",
+    "tests/app/report/test_page.py",
+    "tests/app/lessons/test_learn_page.py",
+    "tests/app/lessons/test_engine.py",
+    "tests/app/cli/test_kill_resume.py",
     "tests/house/test_lint.py",
     "tests/dropout/test_row_dropout.py",
-    "tests/cli/test_train_command.py",
+    "tests/app/cli/test_train_command.py",
     "tests/memory/test_real_limit.py",
     "tests/test_benchmarks.py",
     "tests/test_site.py",
     "tests/doctor/test_doctor_command.py",
     "tests/test_install.py",
-    "tests/passes/test_out_of_memory.py",
+    "tests/core/test_out_of_memory.py",
     "tests/parallel/",
     "tests/benchmarks/test_table.py",
     "tests/memory/",
-    "tests/training/",
-    "tests/proof/",
-    "tests/update/",
+    "tests/app/training/",
+    "tests/verification/",
+    "tests/core/",
     "tests/accelerator/",
 ]
 """The longest first; what is not listed comes last."""
@@ -61,7 +61,7 @@ def unit(test: str) -> str:
         return test
     if file.startswith("tests/integrations/"):
         return "tests/integrations/"  # transformers takes longer to load than most tests
-    if file == "tests/training/test_ranks.py":
+    if file == "tests/app/training/test_ranks.py":
         found = re.search(r"\[(stdlib|pairs|digits)\b", test)
         return f"{file}, {found[1] if found else 'textbook'}"
     return file

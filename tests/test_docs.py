@@ -12,7 +12,7 @@ from tests.processes.ranks import on_ranks
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
 ELSEWHERE = {"train.md", "huggingface.md", "lightning.md", "accelerate.md", "loaders.md"}
-"""Blocks of the first are task files, trained by tests/cli/test_docs.py; the others need frameworks: tests/integrations."""
+"""Blocks of the first are task files, trained by tests/app/cli/test_docs.py; the others need frameworks: tests/integrations."""
 PAGES = sorted(
     str(path.relative_to(DOCS))
     for path in DOCS.rglob("*.md")

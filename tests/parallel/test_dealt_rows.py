@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import Accumulator, Coupled, Tokens
-from tests.guards.test_batches_not_misread import FINE, Normed, Reader, listwise, ragged, read
+from tests.core.test_batches_not_misread import FINE, Normed, Reader, listwise, ragged, read
 from tests.processes.ranks import on_ranks
 from tests.reference import gradient
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch import torch_inside as inside
 from anybatch.core import torch_private as releases
 from anybatch.core.torch_private import leaves_of
 from anybatch.errors import ParallelError
-from anybatch.parallel import wrapping_of
+from anybatch.parallel import torch_private_ddp, torch_private_fsdp, wrapping_of
+
+inside = SimpleNamespace(**{**vars(releases), **vars(torch_private_ddp), **vars(torch_private_fsdp)})
 
 
 @pytest.fixture(scope="module", autouse=True)

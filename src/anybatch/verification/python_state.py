@@ -164,7 +164,9 @@ class PythonState:
                 ]
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        if (function.__module__ or "").startswith(("torch.", "anybatch.batches.", "transformers.")):
+        if (function.__module__ or "").startswith(
+            ("torch.", "anybatch.core.batch", "anybatch.core.splits", "anybatch.ragged", "transformers.")
+        ):
             return
         is_ours = (function.__module__ or "").startswith(
             "anybatch."
