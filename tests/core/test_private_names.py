@@ -1,4 +1,4 @@
-"""The private names of torch that we use: they are there, each has a test of what it does, and only the three modules `torch_private*` use them.
+"""The private names of torch that we use: they are there, each has a test, and only `torch_private*.py` use them.
 
 A new release of torch fails here with the list of names that it moved. Names are read from the source, because importing
 them stops at the first that is gone.

@@ -168,9 +168,7 @@ class PythonState:
             ("torch.", "anybatch.core.batch", "anybatch.core.splits", "anybatch.ragged", "transformers.")
         ):
             return
-        is_ours = (function.__module__ or "").startswith(
-            "anybatch."
-        )  # what `huggingface()` remembers is no state of the user's
+        is_ours = home.startswith("anybatch.")  # what `huggingface()` remembers is no state of the user's
         self._add(lambda: _variables(function), _variables(function), "", depth, is_ours)
         attributes = vars(function)
         self._add(lambda: attributes, dict(attributes), function.__name__, depth, False, known=frozenset(attributes))
