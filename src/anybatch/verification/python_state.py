@@ -164,7 +164,8 @@ class PythonState:
                 ]
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        if (function.__module__ or "").startswith(
+        home = function.__module__ or ""
+        if home.startswith(
             ("torch.", "anybatch.core.batch", "anybatch.core.splits", "anybatch.ragged", "transformers.")
         ):
             return
