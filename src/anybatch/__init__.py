@@ -40,7 +40,7 @@ __all__ = [
 _HOMES = {
     "core": (
         "Accumulated Accumulator Batch Coupled Dealt Mean MicroBatches Objective PerRow Ranks Rows SampleList "
-        "Split Stacked Sum Update UpdateResult Window Windows num_rows rows supervised take_rows windows"
+        "Split Stacked Sum Update UpdateOptions UpdateResult Window Windows num_rows rows supervised take_rows windows"
     ),
     "ragged": "Auto Choice Cost Tokens",
     "parallel": "GlobalBatches repeated_rows",

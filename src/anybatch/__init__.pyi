@@ -68,6 +68,9 @@ from anybatch.core import (
     Update as Update,
 )
 from anybatch.core import (
+    UpdateOptions as UpdateOptions,
+)
+from anybatch.core import (
     UpdateResult as UpdateResult,
 )
 from anybatch.core import (
@@ -76,6 +79,7 @@ from anybatch.core import (
 from anybatch.core import (
     Windows as Windows,
 )
+from anybatch.core import events as _events
 from anybatch.core import (
     num_rows as num_rows,
 )
@@ -254,6 +258,7 @@ from anybatch.verification import (
     verify as verify,
 )
 
+stages = _events
 __version__: str
 __all__ = [
     "Accumulator",

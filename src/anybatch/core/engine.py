@@ -17,7 +17,6 @@ from anybatch.core.gradients import GradientSum, shares_of, weighted_sum
 from anybatch.core.hooks import NOTHING, PassHook, around
 from anybatch.core.metrics import Metrics, PerRow, by_itself, combine, detached, on_host
 from anybatch.core.objective import PartLoss, loss_and_metrics, part_loss
-from anybatch.core.options import Running
 from anybatch.core.out_of_memory import is_out_of_memory
 from anybatch.core.parallelism import Engine, Needs, Ranks, Sync
 from anybatch.core.plan import BatchPlan, Layout, Pass
@@ -29,12 +28,12 @@ from anybatch.errors import MemoryLimitError, ParallelError, first_line
 
 
 class Ahead:
-    """While a micro-batch runs, the next one is on its way, on a stream of its own. Two of them take memory at a time."""
+    """Prefetching: the next micro-batch is copied on a stream of its own while one runs. Two take memory at a time."""
 
-    def __init__(self, cut: MicroBatches, order: Sequence[int], stream: torch.Stream) -> None:
-        self._cut = cut
-        self._following = dict(pairwise(order))
-        self._stream = stream
+    def __init__(self, plan: BatchPlan, device: torch.device) -> None:
+        self._cut = plan.cut
+        self._following = dict(pairwise(plan.micro_batches))
+        self._stream = _side_stream(device)
         self._coming: dict[int, Batch] = {}
 
     def bring(self, micro_batch: Batch, index: int, device: torch.device) -> Batch:
@@ -51,13 +50,6 @@ class Ahead:
             with self._stream:
                 self._coming = {following: move(self._cut[following], device)}
         return there
-
-
-def ahead_of(plan: BatchPlan, device: torch.device | None, running: Running) -> Ahead | None:
-    """Prefetch the micro-batches of this batch, if that was asked for; on the CPU there is nothing to send ahead."""
-    if not running.prefetch or device is None or device.type == "cpu":
-        return None
-    return Ahead(plan.cut, plan.micro_batches, _side_stream(device))
 
 
 @cache

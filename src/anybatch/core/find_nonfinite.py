@@ -16,7 +16,7 @@ from anybatch.core.schedules import OneByOne
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
+class NonFinite:
     """The first micro-batch whose loss or gradient is not finite, seen when each was run again alone."""
 
     micro_batch: int
@@ -37,7 +37,7 @@ class Culprit:
         )
 
 
-def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Parameter, str]) -> Culprit | None:
+def find_nonfinite(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Parameter, str]) -> NonFinite | None:
     """Run each micro-batch again, alone, until one is not finite; None if all are (a random draw, a sum that overflowed).
 
     `.grad` is left alone. Ranks look together, and all get the same answer. A coupled loss is computed of the rows of each
@@ -47,7 +47,7 @@ def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Param
     gradients = GradientSum(names)
     # sharded gradients can be seen only when they are synchronised, by all ranks at once
     is_seen_together = accumulator.engine.is_even
-    found: Culprit | None = None
+    found: NonFinite | None = None
     with gradients.undone(), NOTHING if accumulator.norms is None else accumulator.norms.alone():
         for one in plan.passes:
             with tools.sync.passing(is_last=is_seen_together):
@@ -59,8 +59,8 @@ def find_culprit(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Param
                 break
             gradients.zero()
     tools.sync.forget()  # nothing of this is summed over ranks
-    culprits = [culprit for culprit in tools.ranks.gather_objects(found) if culprit is not None]
-    return min(culprits, key=lambda culprit: (culprit.micro_batch, culprit.rank is None)) if culprits else None
+    every = [one for one in tools.ranks.gather_objects(found) if one is not None]
+    return min(every, key=lambda one: (one.micro_batch, one.rank is None)) if every else None
 
 
 def _look(
@@ -71,12 +71,12 @@ def _look(
     names: Mapping[nn.Parameter, str],
     *,
     is_seen_together: bool,
-) -> Culprit | None:
+) -> NonFinite | None:
     bad = next((name for parameter, name in names.items() if not all_finite([parameter.grad])), None)
     if bad is None and math.isfinite(loss):
         return None
     is_known = tools.ranks.size > 1 and not (is_seen_together and math.isfinite(loss))
-    return Culprit(
+    return NonFinite(
         micro_batch=one.micro_batch,
         num_micro_batches=plan.num_own,
         loss=loss,

@@ -1,15 +1,16 @@
-"""How updates run: the options that `Update`, `Accumulator`, `plan`, `verify` and `Fit` have in common, as one value."""
+"""`UpdateOptions`: the options that `Update`, `Accumulator`, `plan` and `verify` share, as one value."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from inspect import signature
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Any, Literal, ParamSpec, TypedDict, get_args
 
 import torch
 
+from anybatch.core.events import Observer
 from anybatch.core.splits import Split
 from anybatch.display import called, did_you_mean, name_of, one_of
 from anybatch.errors import ArgumentsError, UpdateError
@@ -43,8 +44,30 @@ Arguments = ParamSpec("Arguments")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """The options of an update. They are explained in `Update` and `Accumulator`."""
+class UpdateOptions:
+    """How an update runs, as one value that `Update`, `Accumulator`, `plan` and `verify` share.
+
+    Args:
+        autocast: A dtype to autocast the forward to, such as torch.bfloat16, or a `torch.autocast` of your own.
+        batch_norm: What BatchNorm layers in training see: "exact", the whole batch; "micro", each micro-batch, with running
+            statistics merged to one update; "frozen", the running statistics. None is "micro" with one warning.
+        offload: Where "exact" keeps what its graphs save: "host" memory, "disk", None for in place, or "auto": in place up to
+            half of the free memory, then out.
+        reshard: False keeps FSDP2 parameters gathered from one micro-batch to the next: fewer all-gathers, more memory.
+        prefetch: Copy the next micro-batch from pinned memory to the accelerator while one runs.
+        on_nonfinite: What an inf or nan in the gradient does: "raise" names parameter and micro-batch, "skip" leaves the
+            update out, "drop" leaves the micro-batch out and renormalises the rest, "ignore" never looks.
+        on_empty: "skip": a batch without targets is no update. "step": it steps with zeros, which decays weights.
+        clip_norm: Clip the gradient to this norm.
+        clip_value: Clamp every entry of the gradient to this size; not together with `clip_norm`.
+        noise: Measure the gradient noise scale in one update of this many.
+        sums: What gradients of bf16 and fp16 parameters are summed in: "fp32", "param" (their own dtype: half the memory, and
+            an error), or "auto" (what `Fit` chooses).
+
+    Example:
+        >>> UpdateOptions(clip_norm=1.0, noise=8).given()
+        {'clip_norm': 1.0, 'noise': 8}
+    """
 
     autocast: Autocast = None
     batch_norm: BatchNorm | None = None
@@ -67,20 +90,20 @@ class Running:
         if self.batch_norm is not None and self.batch_norm not in get_args(BatchNorm):
             choices = one_of(self.batch_norm, get_args(BatchNorm), or_none=True)
             raise UpdateError(f"batch_norm={self.batch_norm!r}: {choices}")
-        check_offload(self.offload)
-        if self.on_nonfinite not in get_args(OnNonFinite):
-            raise UpdateError(f"on_nonfinite={self.on_nonfinite!r}: {one_of(self.on_nonfinite, get_args(OnNonFinite))}")
-        if self.on_empty not in get_args(OnEmpty):
-            raise UpdateError(f"on_empty={self.on_empty!r}: {one_of(self.on_empty, get_args(OnEmpty))}")
-        if self.sums not in get_args(Sums):
-            raise UpdateError(f"sums={self.sums!r}: {one_of(self.sums, get_args(Sums))}")
+        if self.offload is not None and self.offload not in get_args(get_args(Offload)[0]):
+            hint = did_you_mean(self.offload, ("auto", "host", "disk")) or "."
+            raise UpdateError(f"offload={self.offload!r}: expected 'auto', 'host', 'disk' or None{hint}")
+        for name, kind in (("on_nonfinite", OnNonFinite), ("on_empty", OnEmpty), ("sums", Sums)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise UpdateError(f"{name}={value!r}: {one_of(value, get_args(kind))}")
         if self.clip_norm is not None and self.clip_value is not None:
             raise UpdateError(
                 f"clip_norm={self.clip_norm} and clip_value={self.clip_value} are both given; choose one."
             )
-        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
-            if value is not None and (not isinstance(value, int | float) or not value > 0):
-                raise UpdateError(f"{name}={value!r}: expected a number above 0, or None for no clipping.")
+        for name, size in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if size is not None and (not isinstance(size, int | float) or not size > 0):
+                raise UpdateError(f"{name}={size!r}: expected a number above 0, or None for no clipping.")
         if self.noise is not None and (
             isinstance(self.noise, bool) or not isinstance(self.noise, int) or self.noise < 1
         ):
@@ -89,25 +112,45 @@ class Running:
             )
 
     def sums_fp32(self, split: Split) -> bool:
-        """True where gradients are summed in fp32; "auto" is what a split that knows the memory has chosen, else fp32."""
+        """True if gradients are summed in fp32. A split that knows the memory chooses for "auto"."""
         return (split.sums if self.sums == "auto" else self.sums) == "fp32"
 
     @property
     def drops(self) -> bool:
-        """True where single micro-batches that are not finite are left out."""
+        """True if single micro-batches that are not finite are left out."""
         return self.on_nonfinite == "drop"
 
     def given(self) -> dict[str, Any]:
-        """The options that are not what they are by default."""
+        """Return the options that differ from their defaults."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return {field.name: held[field.name] for field in fields(self) if held[field.name] != field.default}
 
 
-def check_offload(offload: object) -> None:
-    """Refuse what is no place."""
-    if offload is not None and offload not in get_args(get_args(Offload)[0]):
-        hint = did_you_mean(offload, ("auto", "host", "disk")) or "."
-        raise UpdateError(f"offload={offload!r}: expected 'auto', 'host', 'disk' or None{hint}")
+Running = UpdateOptions
+"""The name of `UpdateOptions` before it was public."""
+
+
+class MoreOptions(TypedDict, total=False):
+    """Keywords that `Update` and `Accumulator` take beside those that they spell out: fields of `UpdateOptions`, and others."""
+
+    clip_value: float | None
+    offload: Offload
+    on_empty: OnEmpty
+    reshard: bool
+    prefetch: bool
+    noise: int | None
+    sums: Sums
+    observer: Observer | None
+    running: UpdateOptions | None
+
+
+def options_of(options: UpdateOptions | None, spelled: Mapping[str, Any], more: Mapping[str, Any]) -> UpdateOptions:
+    """Join `options=` with single keywords, which win: those spelled out where they are not None, all of `more`."""
+    base = options or more.get("running") or UpdateOptions()
+    known = {field.name for field in fields(UpdateOptions)}
+    given = {name: value for name, value in spelled.items() if value is not None}
+    given |= {name: value for name, value in more.items() if name in known}
+    return replace(base, **given) if given else base
 
 
 def check_of(check: Check | Literal["full"] | bool) -> Check:
@@ -127,9 +170,12 @@ def check_of(check: Check | Literal["full"] | bool) -> Check:
     return check
 
 
-def says_what_to_write(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """The `__init__` of what runs in micro-batches: an argument that it misses, or does not know, is told with the fix."""
-    known = signature(init).parameters
+def checks_arguments(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Decorate the `__init__` of `Update` or `Accumulator`: a missing or unknown argument is an error that names the fix."""
+    spelled = signature(init).parameters
+    known = [name for name in spelled if name != "more"] + [
+        name for name in MoreOptions.__annotations__ if name not in spelled
+    ]
 
     @wraps(init)
     def checked(*args: Arguments.args, **options: Arguments.kwargs) -> None:
@@ -148,20 +194,20 @@ def says_what_to_write(init: Callable[Arguments, None]) -> Callable[Arguments, N
     return checked
 
 
-def in_a_line(runs: Any, name: str = "Accumulator", optimizer: Any = None) -> str:
-    """`Accumulator(Net, Objective(loss), micro_batch=Rows(size=16))`: what it was made of, and cuts by now."""
+def repr_of(runs: Any, name: str = "Accumulator", optimizer: Any = None) -> str:
+    """Write `Accumulator(Net, Objective(loss), micro_batch=Rows(size=16))`: what it was made of, and cuts by now."""
     named = [name_of(runs.model), *([] if optimizer is None else [name_of(optimizer)]), repr(runs.objective)]
-    return called(name, *named, micro_batch=runs.split, **runs.running.given())
+    return called(name, *named, micro_batch=runs.split, **runs.options.given())
 
 
 class Option:
-    """An attribute of an object that has `running`: that option of it, read and set."""
+    """An attribute of an object that has `options`: that option of it, read and set."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else getattr(instance.running, self._name)
+        return self if instance is None else getattr(instance.options, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        instance.running = replace(instance.running, **{self._name: value})
+        instance.options = replace(instance.options, **{self._name: value})

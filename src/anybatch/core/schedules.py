@@ -13,7 +13,7 @@ from anybatch.core.events import Loss
 from anybatch.core.hooks import around
 from anybatch.core.metrics import Metrics, detached
 from anybatch.core.objective import Coupled, Objective, checked_loss, loss_and_metrics
-from anybatch.core.options import Running
+from anybatch.core.options import UpdateOptions
 from anybatch.core.parallelism import Engine, Needs, Ranks
 from anybatch.core.plan import BatchPlan, Layout, Pass
 from anybatch.core.plugins import lockstep_schedule
@@ -326,12 +326,12 @@ def schedule_for(
     objective: Objective | Coupled,
     layers: Mapping[str, nn.Module],
     averaging: Mapping[str, nn.Module],
-    running: Running,
+    options: UpdateOptions,
     file: TensorFile,
 ) -> Schedule:
     """How to run a batch whose cut touches these BatchNorm and InstanceNorm layers. `file` is for what is kept on disk."""
-    if running.batch_norm == "exact" and layers:
-        return lockstep_schedule(objective, layers, averaging, running.offload, file)  # type: ignore[no-any-return]
+    if options.batch_norm == "exact" and layers:
+        return lockstep_schedule(objective, layers, averaging, options.offload, file)  # type: ignore[no-any-return]
     if isinstance(objective, Coupled):
         return TwoPasses(objective)
-    return OneByOne(objective, drops=running.drops)
+    return OneByOne(objective, drops=options.on_nonfinite == "drop")

@@ -1,9 +1,9 @@
-"""The update in its one right order: zero, micro-batches, unscale, clip, step, scaler, scheduler."""
+"""`Update`: zero, accumulate, unscale, clip, step, schedule, each once per batch and in this order."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -13,26 +13,24 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from anybatch.core.accumulator import Accumulator, check_model
 from anybatch.core.batch import Batch
 from anybatch.core.events import Clip, Events, Observer, Step, Zero, events_for
-from anybatch.core.find_nonfinite import find_culprit
+from anybatch.core.find_nonfinite import find_nonfinite
 from anybatch.core.gradients import cast_gradients, clip_to_norm, clip_to_value, gradient_norm, takes_fp32_gradients
 from anybatch.core.objective import Coupled, Objective
 from anybatch.core.options import (
     Autocast,
     BatchNorm,
     Check,
-    Offload,
-    OnEmpty,
+    MoreOptions,
     OnNonFinite,
     Option,
-    Running,
-    Sums,
+    UpdateOptions,
     check_of,
-    in_a_line,
-    says_what_to_write,
+    checks_arguments,
+    options_of,
+    repr_of,
 )
 from anybatch.core.out_of_memory import once_more
 from anybatch.core.plugins import check_first_batch
-from anybatch.core.snapshot import Held, Slot
 from anybatch.core.splits import MicroBatch
 from anybatch.core.step import HeldInterrupts, LossScale, Stepping, change_gradients
 from anybatch.core.torch_private import number_in
@@ -40,7 +38,9 @@ from anybatch.display import facts_table, html_block, one_line
 from anybatch.errors import NonFiniteError, UpdateError
 
 if TYPE_CHECKING:
-    from anybatch.noise import NoiseScale
+    from anybatch.noise import NoiseHistory, NoiseScale
+
+NOT_MEASURED = "not measured: Update(..., noise=8) measures one update in 8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +112,286 @@ OnUpdate = UpdateCallback | Iterable[UpdateCallback] | None
 """One function of the result, or several in the order in which they are called; None for none. What they return is left."""
 
 
+class Update:
+    """One optimizer update per batch, with exactly that batch's gradient.
+
+    Each call is equivalent to this program on the whole batch, in the memory of one micro-batch:
+
+        optimizer.zero_grad()
+        objective.loss(model, batch).backward()
+        clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        scheduler.step()
+
+    On several ranks (`DistributedDataParallel`, `fully_shard`) the batch is what all ranks give together, and they take every
+    decision together. An optimizer or scheduler prepared by Accelerate is taken as the one inside it.
+
+    Args:
+        model: The model, plain, compiled, in `DistributedDataParallel` or sharded by `fully_shard`.
+        optimizer: A torch optimizer that holds the model's parameters, and those of the loss if it has any.
+        objective: The loss and what it averages over: `supervised(criterion)`, `huggingface()`, `Objective(loss, units)` or
+            `Coupled(encode, loss)`.
+        micro_batch: What one forward and backward holds in memory: a number of rows, a split such as `Rows(16)`,
+            `Tokens(8192)` or `Fit("6GiB")`, or "auto" for the fastest that fits.
+        clip_norm: Clip the gradient of the whole batch to this norm.
+        scheduler: A learning-rate scheduler, stepped once after each update that was applied.
+        scaler: A `torch.amp.GradScaler`. An overflow skips the update, whatever `on_nonfinite` says.
+        autocast: A dtype to autocast the forward to, such as torch.bfloat16, or a `torch.autocast` of your own.
+        batch_norm: What BatchNorm layers see: "exact", "micro" or "frozen"; see `UpdateOptions`.
+        on_nonfinite: What an inf or nan in the gradient does: "raise" (the default), "skip", "drop" or "ignore".
+        check: "first" checks, before anything is learnt from the first batch that is cut, that the losses of a few rows add
+            up; `guard` has the result. "off" does not. `verify` compares gradients.
+        on_update: A function, or a list of them, called with the result after each update that was applied.
+        options: All options as one value; keywords that are given win. The rarer ones (`clip_value`, `offload`, `on_empty`,
+            `reshard`, `prefetch`, `noise`, `sums`) may be given as keywords too.
+
+    Raises:
+        ExactnessError: If the loss of the whole batch is not the weighted mean of its parts. Nothing was changed.
+        NonFiniteError: If the gradient is not finite and `on_nonfinite` is "raise". Nothing was changed.
+
+    Example:
+        >>> import torch
+        >>> from anybatch import supervised
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> update = Update(model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=16)
+        >>> result = update((torch.randn(40, 4), torch.randint(0, 2, (40,))))
+        >>> result.micro_batches, result.units, result.applied
+        (3, 40, True)
+    """
+
+    clip_norm = Option()
+    clip_value = Option()
+    on_nonfinite = Option()
+    on_empty = Option()
+
+    @checks_arguments
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        objective: Objective | Coupled,
+        *,
+        micro_batch: MicroBatch,
+        clip_norm: float | None = None,
+        scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+        autocast: Autocast = None,
+        batch_norm: BatchNorm | None = None,
+        on_nonfinite: OnNonFinite | None = None,
+        check: Check | Literal["full"] | bool = "first",
+        on_update: "OnUpdate" = None,
+        options: UpdateOptions | None = None,
+        **more: Unpack[MoreOptions],
+    ) -> None:
+        optimizer, scheduler = unwrapped_optimizer(optimizer, scaler), unwrapped_scheduler(scheduler)
+        check_parts(model, optimizer, scaler, scheduler)
+        spelled = {"clip_norm": clip_norm, "autocast": autocast, "batch_norm": batch_norm, "on_nonfinite": on_nonfinite}
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scheduler = scheduler
+        self.on_update = callbacks_of(on_update)
+        self.accumulator = Accumulator(
+            model,
+            objective,
+            micro_batch=micro_batch,
+            parameters=self.parameters,
+            keep_fp32=True,
+            observer=more.get("observer"),
+            options=options_of(options, spelled, more),
+            optimizer=optimizer,
+        )
+        self._scale = None if self.scaler is None else LossScale(self.scaler, optimizer)
+        self._stepping = Stepping(optimizer)
+        self._is_checked = check_of(check) == "off"
+        self.guard = FirstLook(finding="off") if self._is_checked else PENDING
+        """The result of the check of the first batch."""
+        self._is_first = True
+
+    def __repr__(self) -> str:
+        return repr_of(self.accumulator, "Update", self.optimizer)
+
+    @property
+    def noise(self) -> "NoiseHistory | None":
+        """The record of gradient noise; None without `noise=`."""
+        return self.accumulator.noise
+
+    @property
+    def options(self) -> UpdateOptions:
+        """The options of this update, as one value."""
+        return self.accumulator.options
+
+    @options.setter
+    def options(self, options: UpdateOptions) -> None:
+        self.accumulator.options = options
+
+    running = options
+
+    @property
+    def observer(self) -> Observer | None:
+        """The function that is called with the stages of an update."""
+        return self.accumulator.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self.accumulator.observer = observer
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients this update clears and fills: the model's and the optimizer's."""
+        stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return list(dict.fromkeys([*self.model.parameters(), *stepped]))
+
+    def __call__(self, batch: Batch) -> UpdateResult:
+        """Learn from one batch.
+
+        An exception before the step is done leaves weights, optimizer, scheduler, scaler and buffers as they were; Ctrl-C in
+        the step waits until all of it is done. An update that is not applied leaves them so too.
+
+        Args:
+            batch: Any nesting of tensors that share their first dimension, or `MicroBatches`.
+
+        Returns:
+            The loss, gradient norm, units and metrics of the whole batch, and whether the step was applied.
+        """
+        if self._is_first or not self._is_checked:
+            self._begin(batch)
+        accumulator = self.accumulator
+        events = events_for(accumulator.observer)
+        before = accumulator.before_batch()
+        buffers = before.buffers
+        lr = self.optimizer.param_groups[0].get("lr", float("nan"))
+        lr = lr.detach().clone() if isinstance(lr, Tensor) else lr
+        is_applied = False
+        try:
+            self._zero(events)
+            accumulated = accumulator.backward(batch, scaler=self.scaler, before=before)
+            del before  # its random state need not lie beside the step
+            retries = accumulated.retries
+            stepped = self._stepped()
+            is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.options.on_empty == "skip")
+            if is_learnable and self._scale is not None:
+                change_gradients(self._scale.unscale, "unscaled")
+            grad_norm = once_more(lambda: gradient_norm(stepped))
+            is_finite = is_learnable and self._is_finite(grad_norm)
+            if is_learnable and not is_finite and self._raises():
+                accumulator.forget_batch(buffers)  # buffers may hold the nan that is looked for
+                raise NonFiniteError(self._explain(batch, grad_norm))
+            if is_finite:
+                self._clip(stepped, grad_norm, events)
+            events.begin(Step)
+            with HeldInterrupts():
+                if is_finite:
+                    retries += self._step(stepped)
+                    is_applied = not getattr(self.optimizer, "step_was_skipped", False)
+                self._follow_step(is_learnable=is_learnable, is_finite=is_finite, is_applied=is_applied)
+            events.end(Step, applied=is_applied)
+        finally:
+            events.close()
+            if not is_applied:
+                self._forget(buffers)
+        noise = accumulator.end_update(grad_norm, applied=is_applied)
+        result = UpdateResult(
+            loss=accumulated.loss,
+            grad_norm=grad_norm,
+            units=accumulated.units,
+            micro_batches=accumulated.micro_batches,
+            applied=is_applied,
+            lr=lr,
+            metrics=accumulated.metrics,
+            dropped=accumulated.dropped,
+            noise_scale=None if noise is None else noise.scale,
+            noise_reason=NOT_MEASURED if noise is None else noise.reason,
+            retries=retries,
+        )
+        for callback in self.on_update if is_applied else ():
+            callback(result)
+        return result
+
+    def _begin(self, batch: Batch) -> None:
+        """Check the parts before the first batch, and the loss before the first batch that is cut."""
+        if self._is_first:
+            self._is_first = False
+            check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
+            if self._scale is not None:
+                self._scale.make(self._stepped()[0].device)
+        if not self._is_checked:
+            self.guard = check_first_batch(self.accumulator, batch)
+            self._is_checked = self.guard is not PENDING
+
+    def _forget(self, buffers: Mapping[Any, Any]) -> None:
+        """Undo what a batch changes beside gradients, because its update was not applied."""
+        if self._scale is not None:
+            self._scale.forget()
+        self.accumulator.forget_batch(buffers)
+
+    def _stepped(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _zero(self, events: Events) -> None:
+        events.begin(Zero)
+        parameters = self.parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        events.end(Zero, parameters=tuple(parameters))
+
+    def _is_finite(self, grad_norm: Tensor) -> bool:
+        if self.options.on_nonfinite == "ignore" and self.scaler is None:
+            return True
+        return math.isfinite(once_more(lambda: number_in(grad_norm)))
+
+    def _raises(self) -> bool:
+        """True if a gradient that is not finite is an error. With a scaler it is an overflow, which is none."""
+        return self.options.on_nonfinite == "raise" and self.scaler is None
+
+    def _clip(self, stepped: list[nn.Parameter], grad_norm: Tensor, events: Events) -> None:
+        clip_norm, clip_value = self.options.clip_norm, self.options.clip_value
+        if clip_norm is None and clip_value is None:
+            return
+        events.begin(Clip)
+        if clip_norm is not None:
+            change_gradients(lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
+        if clip_value is not None:
+            once_more(lambda: clip_to_value(stepped, clip_value))  # clamping twice is clamping once
+        events.end(Clip, grad_norm=grad_norm)
+
+    def _step(self, stepped: list[nn.Parameter]) -> int:
+        """Step the optimizer; return how often memory ran out in it."""
+        if not takes_fp32_gradients(self.optimizer):
+            once_more(lambda: cast_gradients(stepped))
+        return self._stepping.step(self.optimizer.step if self._scale is None else self._scale.step)
+
+    def _follow_step(self, *, is_learnable: bool, is_finite: bool, is_applied: bool) -> None:
+        """Move the loss scale and the learning rate."""
+        if is_learnable and self._scale is not None:
+            self._scale.update(is_applied=is_finite)
+        if is_applied and self.scheduler is not None:
+            self.scheduler.step()
+
+    def _explain(self, batch: Batch, grad_norm: Tensor) -> str:
+        names = {parameter: f"optimizer parameter {index}" for index, parameter in enumerate(self._stepped())}
+        names |= {parameter: name for name, parameter in self.model.named_parameters()}
+        found = find_nonfinite(self.accumulator, batch, names)
+        where = (
+            f"the norm of the gradient is {grad_norm.item()}, but no micro-batch shows it when run again alone: a "
+            "random draw, such as dropout, or a sum that overflowed"
+            if found is None
+            else found.where()
+        )
+        return (
+            f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
+            "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
+        )
+
+
 def callbacks_of(on_update: OnUpdate) -> tuple[UpdateCallback, ...]:
-    """Each of them, checked to be callable.
+    """Return the callbacks as a tuple, each checked to be callable.
 
     >>> callbacks_of(None), callbacks_of(print) == callbacks_of([print])
     ((), True)
     """
-    given: tuple[Any, ...]
-    if on_update is None:
-        given = ()
-    elif callable(on_update):
-        given = (on_update,)
-    else:
-        given = tuple(on_update) if isinstance(on_update, Iterable) else (on_update,)
+    is_several = isinstance(on_update, Iterable) and not callable(on_update)
+    given: tuple[Any, ...] = () if on_update is None else tuple(on_update) if is_several else (on_update,)  # type: ignore
     for each in given:
         if not callable(each):
             raise UpdateError(
@@ -132,14 +399,6 @@ def callbacks_of(on_update: OnUpdate) -> tuple[UpdateCallback, ...]:
                 "lambda result: run.log(result.scalars()), or a list of such functions."
             )
     return given
-
-
-def tell(callbacks: Iterable[UpdateCallback], result: UpdateResult) -> UpdateResult:
-    """Call each with the result, where the update was applied; the result itself."""
-    if result.applied:
-        for callback in callbacks:
-            callback(result)
-    return result
 
 
 def check_parts(model: nn.Module, optimizer: Any, scaler: object, scheduler: object) -> None:
@@ -172,7 +431,8 @@ def check_parts(model: nn.Module, optimizer: Any, scaler: object, scheduler: obj
 def check_loss_parameters(model: nn.Module, objective: Objective | Coupled, stepped: Collection[nn.Parameter]) -> None:
     """Refuse a loss with a parameter that gets gradients and never moves, because the optimizer does not hold it."""
     held = {*model.parameters(), *stepped}
-    names = {parameter: name for name, parameter in _named(objective)}
+    named = objective.loss.named_parameters() if isinstance(objective.loss, nn.Module) else ()
+    names = {parameter: name for name, parameter in named}
     for parameter in objective.parameters():
         if parameter.requires_grad and parameter not in held:
             raise UpdateError(
@@ -181,10 +441,6 @@ def check_loss_parameters(model: nn.Module, objective: Objective | Coupled, step
                 "optimizer, AdamW([*model.parameters(), *objective.parameters()]), or freeze it: info_nce(learned=False), "
                 "requires_grad_(False)."
             )
-
-
-def _named(objective: Objective | Coupled) -> list[tuple[str, nn.Parameter]]:
-    return list(objective.loss.named_parameters()) if isinstance(objective.loss, nn.Module) else []
 
 
 OPTIMIZERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "optimizer", "_FabricOptimizer": "optimizer"}
@@ -231,274 +487,3 @@ def _check(thing: Any) -> None:
             "would do nothing. Give Update a plain torch model and optimizer: "
             "Update(model, torch.optim.AdamW(model.parameters()), ...)."
         )
-
-
-if TYPE_CHECKING:
-    from anybatch.noise import NoiseHistory
-
-NOT_MEASURED = "not measured: Update(..., noise=8) measures one update in 8"
-
-
-class Update:
-    """One batch, one update.
-
-    `on_nonfinite` says what an inf or nan in the gradient does: `"raise"` names the parameter and the micro-batch, `"skip"`
-    leaves the update out, `"drop"` leaves the bad micro-batch out and renormalises the rest, `"ignore"` does not look (and so
-    never waits for the device). With a `scaler`, an overflow skips the update, as it is meant to, whatever `on_nonfinite`. A
-    batch without any target is no update, unless `on_empty="step"`: then it steps with zeros, which decays weights.
-    An optimizer or scheduler prepared by Accelerate is taken as the one inside it.
-    `batch_norm`, `offload`, `reshard` and `prefetch` are those of `Accumulator`, and so is what it says of models on many
-    ranks: the decisions of an update are taken by all ranks together. `running` gives the options as one value instead.
-
-    `check` is what is looked at before anything is learnt from the first batch that is cut. `"first"`: whether the losses of a
-    few rows add up, by forwards alone, for less than one micro-batch takes; `guard` tells what was found. Where they do not,
-    `ExactnessError` names the cause, and nothing was changed. `"off"`: nothing. `verify` compares gradients. True and `"full"`
-    are deprecated names of `"first"`.
-
-    `noise=8` measures in one update of 8 how much the gradients of its micro-batches differ: `noise_scale` of a result says how
-    large a batch has as much noise as signal. In those updates rows are cut as they came; gradients stay what they are.
-    `sums="param"` adds gradients of bf16 and fp16 parameters up in their own dtype: half the memory, and an error.
-
-    `on_update` is called with the result after each update that was applied, when the weights are new and the scheduler has
-    moved: a function for a logger or an average of the weights, or a list of them. What one of them raises comes out; the
-    update stays done.
-
-    >>> import torch
-    >>> from anybatch import supervised
-    >>> model = nn.Linear(4, 2)
-    >>> update = Update(model, torch.optim.SGD(model.parameters(), lr=0.1), supervised(nn.CrossEntropyLoss()), micro_batch=16)
-    >>> result = update((torch.randn(40, 4), torch.randint(0, 2, (40,))))
-    >>> result.micro_batches, result.units, result.applied
-    (3, 40, True)
-    """
-
-    clip_norm = Option()
-    clip_value = Option()
-    on_nonfinite = Option()
-    on_empty = Option()
-
-    @says_what_to_write
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        objective: Objective | Coupled,
-        *,
-        micro_batch: MicroBatch,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        scaler: GradScaler | None = None,
-        scheduler: LRScheduler | None = None,
-        autocast: Autocast = None,
-        batch_norm: BatchNorm | None = None,
-        offload: Offload = "auto",
-        on_nonfinite: OnNonFinite = "raise",
-        on_empty: OnEmpty = "skip",
-        reshard: bool = True,
-        prefetch: bool = False,
-        noise: int | None = None,
-        sums: Sums = "fp32",
-        check: Check | bool = "first",
-        observer: Observer | None = None,
-        on_update: OnUpdate = None,
-        running: Running | None = None,
-    ) -> None:
-        optimizer, scheduler = unwrapped_optimizer(optimizer, scaler), unwrapped_scheduler(scheduler)
-        check_parts(model, optimizer, scaler, scheduler)
-        running = running or Running(
-            autocast=autocast,
-            batch_norm=batch_norm,
-            offload=offload,
-            reshard=reshard,
-            prefetch=prefetch,
-            on_nonfinite=on_nonfinite,
-            on_empty=on_empty,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            noise=noise,
-            sums=sums,
-        )
-        self.model = model
-        self.optimizer = optimizer
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.scheduler = scheduler
-        self.on_update = callbacks_of(on_update)
-        self.accumulator = Accumulator(
-            model,
-            objective,
-            micro_batch=micro_batch,
-            parameters=self.parameters,
-            keep_fp32=True,
-            observer=observer,
-            running=running,
-            optimizer=optimizer,
-        )
-        self._scale = None if self.scaler is None else LossScale(self.scaler, optimizer)
-        self._stepping = Stepping(optimizer)
-        self._is_checked = check_of(check) == "off"
-        self.guard = FirstLook(finding="off") if self._is_checked else PENDING
-        """What the look at the first batch found."""
-        self._is_first = True
-
-    def __repr__(self) -> str:
-        return in_a_line(self.accumulator, "Update", self.optimizer)
-
-    @property
-    def noise(self) -> "NoiseHistory | None":
-        """The record of the noise of its gradients; None without `noise=`."""
-        return self.accumulator.noise
-
-    @property
-    def running(self) -> Running:
-        """The options of this update."""
-        return self.accumulator.running
-
-    @running.setter
-    def running(self, running: Running) -> None:
-        self.accumulator.running = running
-
-    @property
-    def observer(self) -> Observer | None:
-        """Who is told of the stages of an update."""
-        return self.accumulator.observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self.accumulator.observer = observer
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients this update clears and fills: the model's and the optimizer's."""
-        return list(dict.fromkeys([*self.model.parameters(), *self._stepped()]))
-
-    def __call__(self, batch: Batch) -> UpdateResult:
-        """Learn from one batch: zero, accumulate, unscale, clip, step, schedule, each once.
-
-        An exception before the step is done, whatever it is, leaves weights, optimizer, scheduler, scaler and buffers as they
-        were; Ctrl-C in the step waits until all of it is done. An update that is not applied leaves them so too.
-        """
-        if self._is_first:
-            self._begin()
-        if not self._is_checked:
-            self._look_at_first(batch)
-        events = events_for(self.observer)
-        before = self.accumulator.before_batch()
-        buffers = before.buffers
-        lr = _value(self.optimizer.param_groups[0].get("lr", float("nan")))
-        is_applied = False
-        try:
-            self._zero(events)
-            accumulated = self.accumulator.backward(batch, scaler=self.scaler, before=before)
-            del before  # its random state need not lie beside the step
-            stepped = self._stepped()
-            is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.running.on_empty == "skip")
-            if is_learnable and self._scale is not None:
-                change_gradients(self._scale.unscale, "unscaled")
-            grad_norm = once_more(lambda: gradient_norm(stepped))
-            is_finite = is_learnable and self._is_finite(grad_norm)
-            if is_learnable and not is_finite and self._raises():
-                self.accumulator.forget_batch(buffers)  # buffers may hold the nan that is looked for
-                raise NonFiniteError(self._explain(batch, grad_norm))
-            if is_finite:
-                self._clip(stepped, grad_norm, events)
-            events.begin(Step)
-            with HeldInterrupts():
-                retries = accumulated.retries
-                if is_finite:
-                    retries += self._step(stepped)
-                    is_applied = not getattr(self.optimizer, "step_was_skipped", False)
-                if is_learnable and self._scale is not None:
-                    self._scale.update(is_applied=is_finite)
-                if is_applied and self.scheduler is not None:
-                    self.scheduler.step()
-            events.end(Step, applied=is_applied)
-        finally:
-            events.close()
-            if not is_applied:
-                self._forget(buffers)
-        noise = self.accumulator.end_update(grad_norm, applied=is_applied)
-        result = UpdateResult(
-            loss=accumulated.loss,
-            grad_norm=grad_norm,
-            units=accumulated.units,
-            micro_batches=accumulated.micro_batches,
-            applied=is_applied,
-            lr=lr,
-            metrics=accumulated.metrics,
-            dropped=accumulated.dropped,
-            noise_scale=None if noise is None else noise.scale,
-            noise_reason=NOT_MEASURED if noise is None else noise.reason,
-            retries=retries,
-        )
-        return tell(self.on_update, result)
-
-    def _begin(self) -> None:
-        self._is_first = False
-        check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
-        if self._scale is not None:
-            self._scale.make(self._stepped()[0].device)
-
-    def _forget(self, buffers: Mapping[Slot, Held]) -> None:
-        """Undo what a batch changes beside gradients, because its update was not applied."""
-        if self._scale is not None:
-            self._scale.forget()
-        self.accumulator.forget_batch(buffers)
-
-    def _look_at_first(self, batch: Batch) -> None:
-        self.guard = check_first_batch(self.accumulator, batch)
-        self._is_checked = self.guard is not PENDING
-
-    def _stepped(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def _zero(self, events: Events) -> None:
-        events.begin(Zero)
-        parameters = self.parameters()
-        for parameter in parameters:
-            parameter.grad = None
-        events.end(Zero, parameters=tuple(parameters))
-
-    def _is_finite(self, grad_norm: Tensor) -> bool:
-        if self.running.on_nonfinite == "ignore" and self.scaler is None:
-            return True
-        return math.isfinite(once_more(lambda: number_in(grad_norm)))
-
-    def _raises(self) -> bool:
-        """True where a gradient that is not finite is an error: with a scaler it is an overflow, as it is meant to be."""
-        return self.running.on_nonfinite == "raise" and self.scaler is None
-
-    def _clip(self, stepped: list[nn.Parameter], grad_norm: Tensor, events: Events) -> None:
-        clip_norm, clip_value = self.running.clip_norm, self.running.clip_value
-        if clip_norm is None and clip_value is None:
-            return
-        events.begin(Clip)
-        if clip_norm is not None:
-            change_gradients(lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
-        if clip_value is not None:
-            once_more(lambda: clip_to_value(stepped, clip_value))  # clamping twice is clamping once
-        events.end(Clip, grad_norm=grad_norm)
-
-    def _step(self, stepped: list[nn.Parameter]) -> int:
-        """The optimizer's step; how often memory ran out in it."""
-        if not takes_fp32_gradients(self.optimizer):
-            once_more(lambda: cast_gradients(stepped))
-        return self._stepping.step(self.optimizer.step if self._scale is None else self._scale.step)
-
-    def _explain(self, batch: Batch, grad_norm: Tensor) -> str:
-        names = {parameter: f"optimizer parameter {index}" for index, parameter in enumerate(self._stepped())}
-        names |= {parameter: name for name, parameter in self.model.named_parameters()}
-        culprit = find_culprit(self.accumulator, batch, names)
-        if culprit is None:
-            where = (
-                f"the norm of the gradient is {grad_norm.item()}, but no micro-batch shows it when run again alone: a "
-                "random draw, such as dropout, or a sum that overflowed"
-            )
-        else:
-            where = culprit.where()
-        return (
-            f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
-            "use on_nonfinite='skip' to leave such updates out, 'drop' to leave only such micro-batches out."
-        )
-
-
-def _value(lr: float | Tensor) -> float | Tensor:
-    return lr.detach().clone() if isinstance(lr, Tensor) else lr

@@ -1,0 +1,243 @@
+"""Cutting batches: by the split that was asked for, smaller after memory ran out, and larger again after that."""
+
+import warnings
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from anybatch.core.batch import Batch, check_row_dim
+from anybatch.core.events import Events, Resize
+from anybatch.core.hooks import PassHook
+from anybatch.core.parallelism import Ranks
+from anybatch.core.splits import (
+    AsGiven,
+    Dealt,
+    Learn,
+    MicroBatches,
+    Split,
+    Workload,
+    in_arrival_order,
+    size_that_ran,
+    smaller,
+)
+from anybatch.errors import BatchError, MemoryLimitError, levels_to_the_caller
+
+EVERY = 10
+"""After this many batches that went well, micro-batches double; after half as many, once the size that failed may be tried."""
+WAIT = 20
+"""After this many, the size that failed is tried again; each time that it fails again, this doubles."""
+FREE = 1.5
+"""With this many times the memory free that there was when it failed, the size that failed is not waited for."""
+
+
+class Regrowth:
+    """Decides when micro-batches grow again after memory ran out, and how far.
+
+    >>> growth = Regrowth()
+    >>> growth.fail(8, free=None)
+    >>> [growth.succeed(4, lambda: None) for _ in range(20)][9::10]
+    [7, 8]
+    """
+
+    def __init__(self) -> None:
+        self.highest = 0
+        """The largest size that failed since the last time that all was well."""
+        self._failed = 0
+        self._free: int | None = None
+        self._num_good = 0
+        self._wait = WAIT
+        self._tried_again: set[int] = set()
+
+    def fail(self, size: int, free: int | None) -> None:
+        """Note that micro-batches of this size did not fit, and how many bytes were free then."""
+        if size in self._tried_again:
+            self._wait *= 2
+        self.highest = max(self.highest, size)
+        self._failed, self._free, self._num_good = size, free, 0
+
+    def succeed(self, size: int, free: Callable[[], int | None]) -> int:
+        """Note that this size fitted, and return the size for the next batch, which is the same most of the time."""
+        self._num_good += 1
+        if self._num_good % (EVERY if self._failed else EVERY // 2):
+            return size
+        if self._failed and (self._num_good >= self._wait or self._is_freer(free())):
+            self._tried_again.add(self._failed)
+            self._failed = 0
+        return min(2 * size, self._failed - 1) if self._failed else 2 * size
+
+    def arrive(self) -> None:
+        """Note that the size is back to what was asked for. The wait after the next failure is kept."""
+        self.highest = self._failed = 0
+
+    def _is_freer(self, free: int | None) -> bool:
+        return free is not None and self._free is not None and free > FREE * self._free
+
+
+class Cutting:
+    """Cuts one batch after another, smaller after memory ran out. Batches that come cut stay so until memory runs out."""
+
+    def __init__(self, split: Split, free: Callable[[], int | None] = lambda: None) -> None:
+        self.split = split
+        self._free = free
+        """Returns the free bytes where the model is; None if they are not known."""
+        self._given: Split = AsGiven()
+        self._asked: Split | None = None
+        """The split before memory ran out; None if it is still in use."""
+        self._bound = 0
+        """The largest micro-batch that it allowed then, if an even cut to it may have made the size that failed; else 0."""
+        self._regrowth = Regrowth()
+        self._has_warned = False
+        self._is_row_dim_known = False
+
+    def cut(self, batch: Batch, workload: Callable[[], Workload], *, as_they_came: bool = False) -> MicroBatches:
+        """Cut `batch`; a split that chooses by the workload is given it first."""
+        if isinstance(batch, MicroBatches):
+            return self._given.cut(batch)
+        choose_for = self.split.choose_for
+        if choose_for is not None:
+            choose_for(workload(), batch)
+        cut = self.split.cut(batch)
+        if as_they_came:
+            cut = in_arrival_order(self.split, batch, cut)
+        if not self._is_row_dim_known and len(cut) > 1:
+            self._is_row_dim_known = True
+            if self.split.reads_dim_0:
+                check_row_dim(workload().model, batch)
+        return cut
+
+    def again(self, batch: Batch, ranks: Ranks) -> Callable[[MicroBatches | None, str], None]:
+        """What is called, with what ran and why it failed, each time that this batch has to start again.
+
+        It makes micro-batches smaller. Where none can be, they are tried once more as they are, because it may have been
+        somebody else's memory; then it is an error, and the next batch is cut as this one was at first.
+        """
+        split, first, is_last = self.split, None, False
+
+        def start_again(ran: MicroBatches | None, reason: str) -> None:
+            nonlocal first, is_last
+            first = first or ran
+            try:
+                is_last = not self._shrink(batch, ran, ranks, reason, free=self._free(), is_last=is_last)
+            except MemoryLimitError:
+                self._as_before(split, first)
+                raise
+
+        return start_again
+
+    def _shrink(
+        self, batch: Batch, ran: MicroBatches | None, ranks: Ranks, reason: str, *, free: int | None, is_last: bool
+    ) -> bool:
+        """Cut in smaller micro-batches than `ran` from now on; where no rank can, False, or an error if `is_last`."""
+        is_given = isinstance(batch.batch if isinstance(batch, Dealt) else batch, MicroBatches)
+        before, size = self.split, None if ran is None or is_given else _size(self.split, ran)
+        bound = 0 if size is None else before.bound
+        found = None if ran is None else smaller(self._given if is_given else self.split, ran)
+        if not ranks.any(found is not None):
+            if not is_last:
+                return False
+            where = "before the first micro-batch ran" if ran is None else _least(ran)
+            need = self.split.need
+            predicted = "" if need is None else f" An update with one row needs {need}, as predicted."
+            raise MemoryLimitError(
+                f"memory ran out {where} ({reason}).{predicted} Gradients, buffers and random state are as they were. Use "
+                "shorter rows, autocast=torch.bfloat16, torch.utils.checkpoint inside the model, or a smaller model."
+            )
+        if found is None:
+            return True  # other ranks can make theirs smaller
+        if is_given:
+            self._given = found
+            return True
+        self.split = found
+        if size is not None:
+            if self._asked is None:
+                self._asked, self._bound = before, bound if bound < 2 * size else 0
+            self._regrowth.fail(size, free)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"memory ran out ({reason}), and the batch started again in smaller micro-batches: {self.split!r} from now on. "
+                "They grow again after batches that go well. Nothing is lost; this is said once.",
+                stacklevel=levels_to_the_caller(),
+            )
+        return True
+
+    def went_well(self, ran: MicroBatches | None, events: Events) -> None:
+        """A batch fitted at once; where memory had run out before, the next one may be cut larger, and that is told."""
+        if self._asked is None or ran is None or len(ran) == 1:
+            return
+        # a split that tunes may have run less than it was allowed
+        size = self.split.bound or _size(self.split, ran)
+        following = 0 if size is None else self._regrowth.succeed(size, self._free)
+        if size is not None and following > size and self._grow(self._asked, following):
+            events.begin(Resize)
+            events.end(Resize, split=repr(self.split))
+
+    def _grow(self, asked: Split, size: int) -> bool:
+        """Cut in micro-batches of up to `size`, or as was asked where that is as much; False of a split that knows no sizes."""
+        resized = self.split.resized
+        if size < self._regrowth.highest:
+            self.split = self.split if resized is None else resized(size)
+            return resized is not None
+        self.split = asked if asked is not self.split or resized is None else resized(max(size, self._bound))
+        self._asked = None
+        self._regrowth.arrive()
+        return True
+
+    def _as_before(self, split: Split, ran: MicroBatches | None) -> None:
+        """Cut by `split` again, which cut `ran`: what did not fit in any size says nothing of sizes."""
+        size = None if ran is None else _size(split, ran)
+        resized = split.resized
+        # a split that changes itself is told the size that it had
+        self.split = resized(size) if split is self.split and resized is not None and size is not None else split
+        if self._asked is split:
+            self._asked = None
+            self._regrowth.arrive()
+
+
+def _size(split: Split, ran: MicroBatches) -> int | None:
+    try:
+        return size_that_ran(split, ran)
+    except BatchError:
+        return None  # micro-batches of the user's own making, whose rows nobody can count
+
+
+def _least(ran: MicroBatches) -> str:
+    """Why micro-batches that ran cannot be made smaller."""
+    if ran.whole:
+        return "in micro-batches that must stay whole (MicroBatches(whole=True))"
+    if ran.together > 1:
+        return f"in micro-batches of {ran.together} rows that belong together (groups=), which are never torn"
+    return "with a single row in each micro-batch"
+
+
+class Stopwatch(PassHook):
+    """Times each micro-batch for a split that learns from it; on a device by events, which are read once per batch."""
+
+    def __init__(self, learn: Learn, ran: MicroBatches, device: torch.device | None) -> None:
+        self._learn = learn
+        self._ran = ran
+        self._device = None if device is None or device.type == "cpu" else device
+        self._laps: list[tuple[int, Any]] = [(-1, self._now())]
+
+    def after_pass(self, micro_batch: int, *, is_kept: bool, reports: bool) -> None:
+        if reports:
+            self._laps.append((micro_batch, self._now()))
+
+    def finish(self) -> None:
+        if len(self._laps) == 1:
+            return
+        if self._device is not None:
+            self._laps[-1][1].synchronize()
+        seconds: list[float | None] = [None] * len(self._ran)
+        for (_, before), (index, after) in zip(self._laps, self._laps[1:], strict=False):
+            seconds[index] = after - before if self._device is None else before.elapsed_time(after) / 1000
+        self._learn(self._ran, seconds)
+
+    def _now(self) -> Any:
+        if self._device is None:
+            return perf_counter()
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record()
+        return event
