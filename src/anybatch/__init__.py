@@ -25,6 +25,7 @@ __all__ = [
     "Terms",
     "Tokens",
     "Update",
+    "UpdateOptions",
     "Window",
     "huggingface",
     "info_nce",

@@ -257,7 +257,7 @@ class Accumulator:
             if ranks.size == 1:
                 raise
             own, error = OwnRows(), raised  # the other ranks are told before it is raised
-        is_cut = ranks.size > 1 or own.num_micro_batches > 1
+        is_cut = ranks.size > 1 or own.cut is None or len(own.cut.micro_batches) > 1
         norms = self.norms
         layers = {} if norms is None else norms.touched(is_cut=is_cut)
         averaging = {} if norms is None else norms.averaging(is_cut=is_cut)

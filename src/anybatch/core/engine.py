@@ -73,9 +73,9 @@ class ForwardPass:
 
     def __call__(self, micro_batch: Batch, index: int = 0) -> Any:
         """Compute on this micro-batch, which is number `index` of its batch."""
+        if self.events is SILENT and self.device is None and self.autocast is NOTHING and not self.hooks:
+            return self.compute(self.model, micro_batch)
         there = self.load(micro_batch, index)
-        if not self.hooks and self.autocast is NOTHING and self.events is SILENT:
-            return self.compute(self.model, there)
         blocks = around([hook.around_forward(index) for hook in self.hooks])
         with self.events.forward(self.model, index), self.autocast, blocks:
             return self.compute(self.model, there)
@@ -171,7 +171,8 @@ class StartGradient:
         """One for each pass, for losses like `loss`: computed in fp32 or better, and rounded once."""
         dtype = torch.float32 if loss.itemsize < 4 else loss.dtype
         weights = sent(plan.weights(self.factor), loss.device, dtype)
-        return self._scaled(weights).to(loss.dtype).unbind()
+        weights = weights if self.scaler is None else self.scaler.scale(weights)
+        return weights.to(loss.dtype).unbind()
 
     def multiplier(self) -> float:
         """What every share is multiplied by. Reading the loss scale waits for the device."""
@@ -179,10 +180,8 @@ class StartGradient:
 
     def whole(self, loss: Tensor) -> Tensor:
         """The one for a loss over all rows of all ranks."""
-        return self._scaled(torch.full_like(loss, self.factor))
-
-    def _scaled(self, weights: Tensor) -> Tensor:
-        return weights if self.scaler is None else self.scaler.scale(weights)
+        start = torch.full_like(loss, self.factor)
+        return start if self.scaler is None else self.scaler.scale(start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +255,7 @@ class Tools:
     def loss_of(self, plan: BatchPlan, one: Pass) -> PartLoss:
         """The loss of one pass, checked to be a single differentiable number, and its metrics."""
         index = one.micro_batch
-        part = part_loss(self.forward(plan.cut[index], index), plan.place(index))
+        part = part_loss(self.forward(plan.cut.micro_batches[index], index), plan.place(index))
         self.events.end_loss(part.loss, micro_batch=index, units=part.units, share=one.share)
         return part
 

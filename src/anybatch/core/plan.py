@@ -1,8 +1,8 @@
-"""`BatchPlan`: everything about a batch that is decided before its first forward."""
+"""`BatchPlan`: everything about a batch that is decided before its first forward, in agreement with all ranks."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,11 +20,11 @@ class Pass:
     """One forward and backward."""
 
     micro_batch: int
-    """Its number in the cut of this rank."""
+    """Its number among the micro-batches of this rank."""
     share: float
-    """What its loss weighs in the batch's loss; 0.0: it runs for others, because other ranks run or its rows are looked at."""
+    """The weight of its loss in the batch's loss; 0.0 if it only keeps collectives matched or feeds batch statistics."""
     reports: bool
-    """False: its loss and metrics are counted elsewhere, or nowhere."""
+    """False if its loss and metrics do not count on this rank."""
     is_last: bool
 
 
@@ -35,62 +35,60 @@ class BatchPlan:
     cut: MicroBatches
     """This rank's micro-batches; a borrowed one is the last, and holds none of its rows."""
     units: Sequence[float]
-    """What each micro-batch's mean loss divides by."""
+    """The units of each micro-batch: what its mean loss divides by."""
     passes: tuple[Pass, ...]
     left_out: tuple[int, ...]
-    """The micro-batches of this rank that do not run, because they have no units."""
+    """Micro-batches of this rank that do not run, because they have no units."""
     num_left_out: int = 0
-    """The most that any rank has of these."""
+    """The largest number of them on any rank."""
     denominator: float
     """Shares are `units / denominator`."""
     total: float
     """The units of the whole batch, of all ranks."""
     reduction: Reduction
     num_by_rank: tuple[int, ...]
-    """How many micro-batches of its own each rank has; 0 for a rank with no row."""
+    """The number of micro-batches of each rank's own rows; 0 for a rank without rows."""
     rank: int = 0
     is_proven: bool = True
-    """True where each rank's last pass is known to fit, from one that was no smaller."""
+    """True if every rank's last pass is known to fit, because one that was no smaller did."""
     terms: "TermUnits" = field(default_factory=lambda: TermUnits())
 
     @property
     def is_empty(self) -> bool:
-        """True of a mean over 0 units, of all ranks: its gradient is zero."""
+        """True of a mean over 0 units on all ranks: its gradient is zero."""
         return self.reduction == "mean" and self.total == 0
 
     @property
     def num_own(self) -> int:
-        """The micro-batches of this rank's own rows."""
         return self.num_by_rank[self.rank]
 
     @property
     def num_micro_batches(self) -> int:
-        """The micro-batches of all ranks."""
         return sum(self.num_by_rank)
 
     @property
     def micro_batches(self) -> list[int]:
-        """The numbers of the micro-batches that run, each once, in order."""
+        """Numbers of the micro-batches that run, each once, in order."""
         return list(dict.fromkeys(one.micro_batch for one in self.passes))
 
     @property
     def units_seen(self) -> float:
-        """The units of all rows that a loss over all ranks sees: without what was dropped, which only one process does."""
+        """The units of all rows that a coupled loss sees, without dropped ones (one process only)."""
         return self.total if len(self.num_by_rank) > 1 else sum(self.units[index] for index in self.micro_batches)
 
     def number(self, rank: int, micro_batch: int) -> int:
-        """The number of a rank's micro-batch among those of all ranks."""
+        """Return the number of a rank's micro-batch among those of all ranks."""
         return sum(self.num_by_rank[:rank]) + micro_batch
 
     def weights(self, factor: float) -> list[float]:
-        """What each pass's loss is multiplied by, where every share is multiplied by `factor`."""
+        """Return the factor of each pass's loss: its share times `factor`."""
         if self.reduction == "sum":
             return [factor if one.share else 0.0 for one in self.passes]
         denominator = self.denominator or 1.0
         return [factor * self.units[one.micro_batch] / denominator if one.share else 0.0 for one in self.passes]
 
     def place(self, micro_batch: int) -> TermPlace:
-        """What a micro-batch is in the batch."""
+        """Return the units of a micro-batch and of its batch."""
         units = self.units[micro_batch]
         if not self.terms.each:
             return TermPlace(units=units, total=self.total)
@@ -99,11 +97,11 @@ class BatchPlan:
         )
 
     def left_over(self, counted: float) -> float:
-        """What the summed gradient is multiplied by at the close, when only `counted` units, of all ranks, went into it."""
+        """Return the factor of the summed gradient at the close, if only `counted` units of all ranks went into it."""
         return 1.0 if self.reduction == "sum" or counted == 0 else self.denominator / counted
 
     def without(self, micro_batches: Collection[int]) -> "BatchPlan":
-        """The same batch without the passes of these micro-batches; without any, where none is left that counts."""
+        """Return the plan without the passes of these micro-batches; without any pass, if none is left that counts."""
         left = [one for one in self.passes if one.micro_batch not in micro_batches]
         if not any(one.share for one in left):
             left = []
@@ -113,17 +111,17 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermUnits:
-    """The units of a loss of several means, each with its own; none for a loss of one mean."""
+    """The units of each term of a loss of several means; empty for a loss of one mean."""
 
     each: Sequence[Sequence[float]] = ()
-    """For each micro-batch of this rank, what each term divides by."""
+    """The units of each term, for each micro-batch of this rank."""
     totals: Sequence[float] = ()
-    """What each term divides by in the whole batch, over all ranks."""
+    """The units of each term in the whole batch, over all ranks."""
     rows: float = 0.0
     """The rows of the whole batch that count for any term."""
 
     def without(self, micro_batches: Collection[int], units: Sequence[float]) -> "TermUnits":
-        """Where these micro-batches have no part in the batch; each is left out once."""
+        """Return the units without those of these micro-batches."""
         lost = [index for index in micro_batches if self.each and any(self.each[index])]
         each = [() if index in lost else one for index, one in enumerate(self.each)]
         totals = [total - sum(self.each[index][term] for index in lost) for term, total in enumerate(self.totals)]
@@ -135,15 +133,15 @@ class Layout:
     """Which micro-batches a schedule runs, and in which order."""
 
     runs_all: bool = False
-    """Micro-batches of 0 units run too, because other rows look at theirs."""
+    """True if micro-batches of 0 units run too, because other rows depend on theirs."""
     repeats_first: bool = False
-    """What runs only because other ranks run comes first, not last."""
+    """True if passes that only keep collectives matched come first, not last."""
 
 
 def lay_out(
     units: Sequence[float], reduction: Reduction, layout: Layout, *, denominator: float, num_own: int, num_passes: int
 ) -> tuple[Pass, ...]:
-    """The passes of a rank with these micro-batches, of which the first `num_own` are its own; at least `num_passes` of them.
+    """Lay out the passes of a rank with these micro-batches, of which the first `num_own` are its own; at least `num_passes`.
 
     A mean over 0 units has no gradient and may be nan, so it is left out unless the layout runs all. When all have 0 units
     the last one runs even so, for the zero gradients of the parameters that it touches.
@@ -174,43 +172,24 @@ def lay_out(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRows:
-    """What one rank has of a batch: cut, and its units counted."""
+    """The rows of one rank: cut, and their units counted."""
 
     cut: MicroBatches | None = None
-    """None where it has no rows."""
+    """None if the rank has no rows."""
     units: Sequence[float] = ()
     reduction: Reduction = "mean"
     terms: Sequence[Sequence[float]] = ()
-    """What each term of a loss of several means divides by, for each micro-batch."""
-
-    @property
-    def num_micro_batches(self) -> int:
-        """The number of micro-batches of this rank; 0 where it has no rows."""
-        return 0 if self.cut is None else len(self.cut)
+    """The units of each term of a loss of several means, for each micro-batch."""
 
     def counted(self, layout: Layout) -> list[int]:
-        """The micro-batches that count for something, and so run."""
+        """Return the micro-batches that count for something, and so run."""
         if layout.runs_all or self.reduction == "sum":
             return list(range(len(self.units)))
         return [index for index, units in enumerate(self.units) if units > 0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What one rank tells the others of its rows, as numbers that one small collective carries."""
-
-    has_failed: float
-    num_own: float
-    num_counted: float
-    total: float
-    largest: float
-    is_proven: float
-    terms: Sequence[float] = ()
-    """What each term of the loss divides by, on this rank."""
-
-
 def has_rows(batch: Batch) -> bool:
-    """False of None, and of a batch all of whose tensors have 0 rows: what a rank is given when there are too few for all."""
+    """False of None, and of a batch all of whose tensors have 0 rows: a rank gets these if there are too few rows for all."""
     counts = [len(tensor) for tensor in tensors(batch) if tensor.dim() > 0] if batch is not None else [0]
     return not counts or any(counts)
 
@@ -221,8 +200,11 @@ def count_rows(
     """Count the units of this rank's micro-batches. A stand-in for no rows is a mean over nothing, of a sum too."""
     reduction = objective.reduction if objective.reduction_for is None else objective.reduction_for(model)
     if cut is None:
-        return OwnRows(cut=None, units=(), reduction=reduction)
-    units = units_of(objective, model, cut)
+        return OwnRows(reduction=reduction)
+    if objective.units is rows and objective.units_for is None and cut.cut is not None:
+        units: Sequence[float] = [len(numbers) for numbers in cut.cut.rows]  # rows may be in another dim than 0
+    else:
+        units = count_units(objective, model, cut.micro_batches)
     each = [count_terms(objective.terms, part) for part in cut.micro_batches] if objective.terms else []
     if is_stand_in:
         nothing = [[0.0] * len(one) for one in each]
@@ -230,15 +212,8 @@ def count_rows(
     return OwnRows(cut=cut, units=units, reduction=reduction, terms=each)
 
 
-def units_of(objective: Objective | Coupled, model: nn.Module, cut: MicroBatches) -> Sequence[float]:
-    """What each micro-batch's loss averages over; rows as they were cut, in whatever dim micro-batches have them."""
-    if objective.units is rows and objective.units_for is None and cut.cut is not None:
-        return [len(numbers) for numbers in cut.cut.rows]
-    return count_units(objective, model, cut.micro_batches)
-
-
 def size_of(micro_batch: Batch) -> int:
-    """The numbers in its tensors: of two micro-batches of one batch, the one that needs more memory has more."""
+    """Count the numbers in its tensors: of two micro-batches of one batch, the larger needs more memory."""
     return sum(tensor.numel() for tensor in tensors(micro_batch))
 
 
@@ -257,98 +232,96 @@ def plan_batch(
 
     `error` is what cutting or counting raised on this rank: then every rank raises. With `even_passes`, each rank runs as
     many passes as the one with the most. A rank with nothing that counts borrows a micro-batch, to run it with share 0,
-    because it has to take part in what all ranks do.
+    because it has to take part in all collectives.
 
-    Where gradients are fp16 and nothing scales the loss, shares of the whole batch would underflow in backward (measured: 0.23
-    off at 64 micro-batches). There (`underflows`) the largest micro-batch has share 1, and the rest is divided out at the
+    If gradients are fp16 and nothing scales the loss, shares of the whole batch would underflow in backward (measured: 0.23
+    off at 64 micro-batches). Then (`underflows`) the largest micro-batch has share 1, and the rest is divided out at the
     close. A pass no larger than `proven_size` is known to fit.
     """
-    if ranks.size == 1:
-        return _planned(ranks, own, [_told(own, [], is_proven=True)], layout, 0, underflows)
-    told = _ask_all(ranks, own, error, layout, proven_size, num_terms)
-    if not any(one.num_own for one in told):
-        raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
-    own = _with_borrowed(ranks, own, told, layout)
-    num_passes = max(int(one.num_counted) for one in told) if even_passes else 0
-    return _planned(ranks, own, told, layout, num_passes, underflows)
-
-
-def _told(own: OwnRows, counted: list[int], *, is_proven: bool) -> _Told:
-    terms = [sum(column) for column in zip(*own.terms, strict=True)]
-    return _Told(0.0, own.num_micro_batches, len(counted), sum(own.units), max(own.units, default=0), is_proven, terms)
-
-
-def _planned(
-    ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout, num_passes: int, underflows: bool
-) -> BatchPlan:
+    counts = _gather_counts(ranks, own, error, layout, proven_size, num_terms)
+    num_passes = max(int(one.num_counted) for one in counts) if even_passes else 0
+    if ranks.size > 1:
+        own = _with_borrowed(ranks, own, counts, layout)
     assert own.cut is not None
-    total = sum(one.total for one in told)
-    denominator = max(one.largest for one in told) if underflows else total
-    num_by_rank = tuple(int(one.num_own) for one in told)
+    total = sum(one.total for one in counts)
+    denominator = max(one.largest for one in counts) if underflows else total
+    num_by_rank = tuple(int(one.num_own) for one in counts)
     num_own = num_by_rank[ranks.rank]
     passes = lay_out(own.units, own.reduction, layout, denominator=denominator, num_own=num_own, num_passes=num_passes)
     running = {one.micro_batch for one in passes}
+    has_counted = any(one.num_counted for one in counts)  # if no micro-batch counts, a rank runs its last
+    left_out = [one.num_own - (one.num_counted if has_counted else min(one.num_own, 1)) for one in counts]
     return BatchPlan(
         cut=own.cut,
         units=own.units,
         passes=passes,
         left_out=tuple(index for index in range(num_own) if index not in running),
-        num_left_out=max(map(_num_left_out, told, [any(one.num_counted for one in told)] * len(told))),
+        num_left_out=int(max(left_out)),
         denominator=denominator,
         total=total,
         reduction=own.reduction,
         num_by_rank=num_by_rank,
         rank=ranks.rank,
-        is_proven=all(one.is_proven for one in told),
+        is_proven=all(one.is_proven for one in counts),
         terms=TermUnits(
-            each=own.terms, totals=[sum(each) for each in zip(*(one.terms for one in told), strict=True)], rows=total
+            each=own.terms, totals=[sum(each) for each in zip(*(one.terms for one in counts), strict=True)], rows=total
         ),
     )
 
 
-def _num_left_out(one: _Told, has_counted: bool) -> int:
-    """How many micro-batches of its own a rank does not run; where none of any rank counts, it runs its last."""
-    return int(one.num_own - (one.num_counted if has_counted else min(one.num_own, 1)))
+class _RankCounts(NamedTuple):
+    """The numbers that one rank tells the others of its rows."""
+
+    has_failed: float
+    num_own: float
+    num_counted: float
+    total: float
+    largest: float
+    is_proven: float
+    terms: Sequence[float] = ()
+    """The units of each term of the loss, on this rank."""
 
 
-def _ask_all(
+def _gather_counts(
     ranks: Ranks, own: OwnRows, error: Exception | None, layout: Layout, proven_size: int, num_terms: int
-) -> list[_Told]:
-    """Gather what every rank tells of its rows; an error where one failed."""
-    counted = own.counted(layout)
-    facts = _told(own, counted, is_proven=_is_proven(own, counted, proven_size))
-    numbers = [float(error is not None), facts.num_own, facts.num_counted, facts.total, facts.largest, facts.is_proven]
-    numbers += (
-        facts.terms or [0.0] * num_terms
-    )  # a rank with no row has none, and the collective carries as many of each
-    told = [_heard(every) for every in ranks.gather([float(number) for number in numbers])]
+) -> list[_RankCounts]:
+    """All-gather the counts of every rank; raise if one of them failed, or none has rows."""
+    is_alone = ranks.size == 1
+    counted = [] if is_alone else own.counted(layout)
+    terms = [sum(column) for column in zip(*own.terms, strict=True)]
+    num_own = 0 if own.cut is None else len(own.cut.micro_batches)
+    is_proven = is_alone or _is_proven(own, counted, proven_size)
+    total, largest = sum(own.units), max(own.units, default=0)
+    if is_alone:
+        return [_RankCounts(0.0, num_own, 0, total, largest, is_proven, terms)]
+    # a rank without rows has no terms, and the collective carries equally many numbers of each
+    numbers = [error is not None, num_own, len(counted), total, largest, is_proven, *(terms or [0.0] * num_terms)]
+    gathered = ranks.gather([float(number) for number in numbers])
+    counts = [_RankCounts(*every[:6], every[6:]) for every in gathered]  # type: ignore[call-arg, arg-type]
     if error is not None:
         raise error
-    failed = [rank for rank, one in enumerate(told) if one.has_failed]
+    failed = [rank for rank, one in enumerate(counts) if one.has_failed]
     if failed:
         raise ParallelError(
             f"rank {failed[0]} failed before its first forward (its own error says why); no rank ran this batch."
         )
-    return told
-
-
-def _heard(numbers: list[float]) -> _Told:
-    has_failed, num_own, num_counted, total, largest, is_proven, *terms = numbers
-    return _Told(has_failed, num_own, num_counted, total, largest, is_proven, terms)
+    if not any(one.num_own for one in counts):
+        raise BatchError(f"this batch has no rows on any of its {ranks.size} ranks. Give at least one row, or skip it.")
+    return counts
 
 
 def _is_proven(own: OwnRows, counted: list[int], proven_size: int) -> bool:
-    """True where the last pass is no larger than one before it, in this batch or an earlier one."""
+    """True if the last pass is no larger than one before it, in this batch or an earlier one."""
     if own.cut is None or not counted:
         return False
     *earlier, last = [size_of(own.cut[index]) for index in counted]
     return last <= max([proven_size, *earlier])
 
 
-def _with_borrowed(ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout) -> OwnRows:
-    """This rank's rows, and a micro-batch of the rank that has the most, where this one has nothing that counts."""
-    counted = [int(one.num_counted) for one in told]
-    lenders = counted if any(counted) else [int(one.num_own) for one in told]
+def _with_borrowed(ranks: Ranks, own: OwnRows, counts: list[_RankCounts], layout: Layout) -> OwnRows:
+    """Add a micro-batch of the rank that has the most, if this one has nothing that counts."""
+    counted = [int(one.num_counted) for one in counts]
+    lenders = counted if any(counted) else [int(one.num_own) for one in counts]
     if all(lenders):
         return own
 
@@ -359,12 +332,10 @@ def _with_borrowed(ranks: Ranks, own: OwnRows, told: list[_Told], layout: Layout
     lent = ranks.lend(lend, lenders.index(max(lenders)))
     if lenders[ranks.rank]:
         return own
-    terms = (*own.terms, (0.0,) * len(told[0].terms)) if told[0].terms else ()
-    return OwnRows(cut=_joined(own.cut, lent), units=(*own.units, 0.0), reduction=own.reduction, terms=terms)
-
-
-def _joined(own: MicroBatches | None, lent: Batch) -> MicroBatches:
-    """The micro-batches of this rank and a borrowed one, none of whose rows is this rank's."""
-    rows, lengths = ((), ()) if own is None else (own.row_numbers, own.cut.lengths if own.cut else (0,) * len(own))
-    held = () if own is None else own.micro_batches
-    return MicroBatches((*held, lent), Cut(rows=(*rows, ()), lengths=(*lengths, 0)))
+    terms = (*own.terms, (0.0,) * len(counts[0].terms)) if counts[0].terms else ()
+    borrowed = MicroBatches((lent,), Cut(rows=((),), lengths=(0,)))
+    if own.cut is not None:
+        lengths = own.cut.cut.lengths if own.cut.cut else (0,) * len(own.cut)
+        placed = Cut(rows=(*own.cut.row_numbers, ()), lengths=(*lengths, 0))
+        borrowed = MicroBatches((*own.cut.micro_batches, lent), placed)
+    return OwnRows(cut=borrowed, units=(*own.units, 0.0), reduction=own.reduction, terms=terms)

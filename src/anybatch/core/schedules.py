@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anybatch.core.batch import Batch, join_rows, map_tensors, reorder_rows, tensors
 from anybatch.core.engine import Outcome, Part, Schedule, Tools, part_of
 from anybatch.core.events import Loss
-from anybatch.core.hooks import around
+from anybatch.core.hooks import NOTHING, around
 from anybatch.core.metrics import Metrics, detached
 from anybatch.core.objective import Coupled, Objective, checked_loss, loss_and_metrics
 from anybatch.core.options import UpdateOptions
@@ -45,7 +45,8 @@ class OneByOne:
         starts: tuple[Tensor, ...] = ()
         has_metrics = False
         hooks = tools.hooks
-        with around([hook.around_batch() for hook in hooks]), around([hook.around_counted() for hook in hooks]):
+        blocks = [*(hook.around_batch() for hook in hooks), *(hook.around_counted() for hook in hooks)]
+        with around(blocks) if blocks else NOTHING:
             for number, one in enumerate(plan.passes):
                 if one.is_last and tools.sync.is_shared:
                     tools.barrier.hold(is_final=True)
@@ -75,7 +76,9 @@ def _run_pass(
         hook.before_pass()
     root, loss, metrics, units = tools.loss_of(plan, one)
     starts = starts or tools.start.each(plan, loss)
-    is_kept = tools.accepts(loss) and tools.backward(root, starts[number], one.micro_batch)
+    is_kept = (tools.dropping is None or tools.dropping.accepts(loss)) and tools.backward(
+        root, starts[number], one.micro_batch
+    )
     if not is_kept and before is not None:
         before.put_back()
     for hook in tools.hooks if not is_kept or not one.reports else ():
