@@ -18,8 +18,8 @@ OTHER_NAMES = (
     "Accumulated ArgumentsError Auto Batch BatchError Breakdown Cause CheckpointError Checkpointing Choice Cost CutResult "
     "Dealt Diagnosis DoctorError DropoutError ExactnessError Finding Fitted InfoNCE LessonError LockstepError LossError "
     "MemoryLimitError MicroBatches NoiseScale NonFiniteError ParallelError ParameterDeviation ParameterError Plan PlanError "
-    "Ranks Resumed RunError Scaling SettingsError SizePeak Split SplitError Stacked Task TaskError UnitsError UpdateError UpdateResult "
-    "Verdict VerifyError WindowError Windows clip_loss measure_peak num_rows repeated_rows rows scale_lr "
+    "Ranks Resumed RunError Scaling SettingsError SizePeak Split SplitError Stacked Task TaskError UnitsError UpdateError "
+    "UpdateResult Verdict VerifyError WindowError Windows clip_loss measure_peak num_rows repeated_rows rows scale_lr "
     "sentence_transformers stages take_rows warmup"
 )
 """Names that were public once, and stay importable."""

@@ -1,7 +1,8 @@
-"""The rules of the rooms, each a function of a source tree that returns what breaks it, one sentence each.
+"""The rules of the source tree, each a function of a tree that returns what breaks it, one sentence each.
 
-A tree is the folder of one package. Its children are its rooms: folders with an `__init__`, and single files. A room's children
-are its files and the rooms inside it.
+A tree is the folder of one Python package. Its parts are the sub-packages and modules directly below it; the parts of `app` are
+taken one level deeper, because `app` is a collection of programs. Imports below `if TYPE_CHECKING:` name types only and are not
+looked at.
 """
 
 import ast
@@ -9,166 +10,140 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Import(NamedTuple):
+    """One imported name: who imports it, from which module, and whether it happens when the importer is loaded."""
+
+    importer: str
+    module: str
+    name: str
+    is_at_load: bool
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The modules of a package, by dotted name relative to it: `batches.splits.by_rows`; a package is named as its folder."""
+    """The modules of a package, by dotted name relative to it: `core.batch`; a package is named as its folder."""
 
     root: Path
-
-    @property
-    def package(self) -> str:
-        return self.root.name
+    collections: tuple[str, ...] = ("app",)
 
     @cached_property
     def files(self) -> dict[str, Path]:
         return {self._name(path): path for path in sorted(self.root.rglob("*.py"))}
 
     @cached_property
-    def syntax(self) -> dict[str, ast.Module]:
-        return {name: ast.parse(path.read_text()) for name, path in self.files.items()}
+    def imports(self) -> list[Import]:
+        found = []
+        for name, path in self.files.items():
+            for node, is_at_load in _import_nodes(ast.parse(path.read_text())):
+                found += [Import(name, *target, is_at_load) for target in self._targets(node)]
+        return found
 
-    @cached_property
-    def rooms(self) -> set[str]:
-        """Packages below the root."""
-        return {name for name, path in self.files.items() if path.name == "__init__.py" and name}
+    def part(self, module: str) -> str:
+        """The package or module below the root that `module` belongs to; "" for the root itself."""
+        first, _, rest = module.partition(".")
+        return f"{first}.{rest.partition('.')[0]}" if first in self.collections and rest else first
 
-    @cached_property
-    def imports(self) -> list[tuple[str, str]]:
-        """(importing module, imported module) within the tree, wherever in the file the import stands."""
-        return [(name, target) for name, tree in self.syntax.items() for target in self._targets(tree)]
-
-    @cached_property
-    def exports(self) -> dict[str, list[str]]:
-        """`__all__` of each module, empty where there is none."""
-        return {name: _listed(tree) for name, tree in self.syntax.items()}
-
-    def children(self, room: str) -> list[str]:
-        prefix = f"{room}." if room else ""
-        return [name for name in self.files if name.startswith(prefix) and name[len(prefix) :].count(".") == 0 and name]
+    def num_lines(self, part: str) -> int:
+        return sum(
+            len(path.read_text().splitlines()) for name, path in self.files.items() if f"{name}.".startswith(f"{part}.")
+        )
 
     def _name(self, path: Path) -> str:
         parts = path.relative_to(self.root).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
-    def _targets(self, tree: ast.Module) -> Iterator[str]:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                assert node.level == 0, "imports are absolute"
-                module = self._inside(node.module or "")
-                for alias in node.names if module is not None else ():
-                    submodule = f"{module}.{alias.name}".lstrip(".")
-                    is_submodule = submodule in self.files and alias.name not in self.exports[module or ""]
-                    yield submodule if is_submodule else module or ""
-            elif isinstance(node, ast.Import):
-                yield from (name for alias in node.names if (name := self._inside(alias.name)) is not None)
+    def _targets(self, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+        package = self.root.name
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            yield from ((name.removeprefix(f"{package}."), "") for name in names if name.startswith(f"{package}."))
+        elif node.module == package or (node.module or "").startswith(f"{package}."):
+            module = (node.module or "").removeprefix(package).lstrip(".")
+            for alias in node.names:
+                submodule = f"{module}.{alias.name}".lstrip(".")
+                is_module = submodule in self.files and alias.name not in self._names(module)
+                yield (submodule, "") if is_module else (module, alias.name)
 
-    def _inside(self, module: str) -> str | None:
-        if module == self.package:
-            return ""
-        return module.removeprefix(f"{self.package}.") if module.startswith(f"{self.package}.") else None
+    def _names(self, module: str) -> set[str]:
+        """The names that a module imports, which a package of that name hands on."""
+        tree = ast.parse(self.files[module].read_text()) if module in self.files else ast.Module([], [])
+        nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != self.root.name]
+        return {alias.asname or alias.name for node in nodes for alias in node.names}
 
 
-def arrows_between_rooms(
-    tree: Tree, order: Sequence[str], only: Mapping[str, Collection[str]], known: Collection[tuple[str, str]] = ()
+def upward_imports(
+    tree: Tree, order: Sequence[str], loaders: Collection[str] = (), only: Mapping[str, Collection[str]] | None = None
 ) -> list[str]:
-    """A room imports itself and those before it in `order`; `only` says it outright for some, `known` are exceptions."""
-    rooms = {child.split(".")[0] for child in tree.files if child}
-    found = [f"{room} is not in the list of rooms" for room in sorted(rooms - set(order))]
-    found += [
-        f"{name} no longer imports {target}: take it out of the list"
-        for name, target in known
-        if (name, target) not in tree.imports
-    ]
-    for name, target in tree.imports:
-        if (name, target) in known:
+    """A part imports itself and those before it in `order`. `loaders` may import any part inside functions; `only` says it
+    outright for some parts."""
+    parts = {tree.part(name) for name in tree.files} - {"", *tree.collections}
+    found = [f"{part} is not in the list of parts" for part in sorted(parts - set(order))]
+    for one in tree.imports:
+        part, imported = tree.part(one.importer), tree.part(one.module)
+        if part in ("", *tree.collections) or imported in ("", part) or {part, imported} - set(order):
             continue
-        room, imported = name.split(".")[0], target.split(".")[0]
-        if not room or not imported or room not in order or imported not in order:
+        if one.importer in loaders and not one.is_at_load:
             continue
-        allowed = {room, *only[room]} if room in only else order[: order.index(room) + 1]
+        allowed = (only or {}).get(part, order[: order.index(part)])
         if imported not in allowed:
-            found.append(f"{name} imports {target}: {room} lies below {imported}")
-    return found
+            found.append(f"{one.importer} imports {one.module}: {imported} is not below {part}")
+    return sorted(set(found))
 
 
-def circles_inside_rooms(tree: Tree) -> list[str]:
-    """The files and rooms inside a room can be put in an order in which each imports only those before it."""
-    found = []
-    for room in sorted(tree.rooms):
-        graph: dict[str, set[str]] = {child: set() for child in tree.children(room)}
-        reasons: dict[tuple[str, str], str] = {}
-        for name, target in tree.imports:
-            one, other = _child(room, name), _child(room, target)
-            if one in graph and other in graph and one != other:
-                graph[one].add(other)
-                reasons.setdefault((one, other), f"{name} imports {target}")
-        try:
-            TopologicalSorter(graph).prepare()
-        except CycleError as error:
-            circle = error.args[1]  # each is imported by the next
-            ways = [reasons.get((later, earlier), "") for earlier, later in pairwise(circle)]
-            found.append(f"{room} goes round in a circle: {'; '.join(ways)}")
-    return found
+def imports_past_the_init(tree: Tree, modules: Collection[str] = ()) -> list[str]:
+    """A package is imported by its own name, never a module inside it; `modules` may be named outright."""
+    found = set()
+    for one in tree.imports:
+        part, imported = tree.part(one.importer), tree.part(one.module)
+        is_other = imported not in ("", part) and imported.split(".")[0] not in tree.collections
+        if is_other and part and one.module != imported and one.module not in modules:
+            found.add(f"{one.importer} imports {one.module} past {imported}/__init__.py")
+    return sorted(found)
 
 
-def doors_passed_by(tree: Tree, entries: Collection[str]) -> list[str]:
-    """A room is imported as `package.room`, never past its `__init__`; `entries` are modules that may be named outright."""
-    found = []
-    for name, target in tree.imports:
-        if target in entries:
-            continue
-        own = name if name in tree.rooms else name.rpartition(".")[0]
-        if (target == own and name != own) or (target and own.startswith(f"{target}.")):
-            found.append(f"{name} imports {target}, the door of its own room: name the file inside")
-            continue
-        door = _first_room_not_shared(tree, own, target)
-        if door is not None and door != target:
-            found.append(f"{name} imports {target} past the door {door}")
-    return found
-
-
-def exports_named_as_submodules(tree: Tree) -> list[str]:
-    """`from package import name` would give the one or the other, by what was imported before."""
-    found = []
-    for room in sorted(tree.rooms):
-        submodules = {child.rpartition(".")[2] for child in tree.children(room)}
-        found += [
-            f"{room} exports {name}, and has a submodule {name}" for name in tree.exports[room] if name in submodules
-        ]
-    return found
-
-
-def unsorted_exports(tree: Tree) -> list[str]:
-    """`__all__` is sorted as `sorted` sorts, and names each once."""
+def private_imports(tree: Tree) -> list[str]:
+    """No module imports a name that begins with an underscore from another part of the tree."""
     return [
-        f"{name or tree.package} has an __all__ that is not sorted"
-        for name, listed in tree.exports.items()
-        if listed != sorted(set(listed))
+        f"{one.importer} imports {one.module}.{one.name}, which is private"
+        for one in tree.imports
+        if one.name.startswith("_")
+        and not one.name.startswith("__")
+        and tree.part(one.importer) != tree.part(one.module)
     ]
 
 
-def _child(room: str, module: str) -> str:
-    """The child of `room` that `module` is or is in; empty where it is in another room."""
-    prefix = f"{room}."
-    return prefix + module.removeprefix(prefix).split(".")[0] if module.startswith(prefix) else ""
-
-
-def _first_room_not_shared(tree: Tree, own: str, target: str) -> str | None:
-    """The outermost room that `target` is in and `own` is not."""
-    parts = target.split(".")
-    for count in range(1, len(parts) + 1):
-        room = ".".join(parts[:count])
-        if room in tree.rooms and own != room and not own.startswith(f"{room}."):
-            return room
-    return None
-
-
-def _listed(tree: ast.Module) -> list[str]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
-            return [str(value) for value in ast.literal_eval(node.value)]
+def import_cycles(tree: Tree) -> list[str]:
+    """Modules can be put in an order in which each loads only those before it."""
+    graph: dict[str, set[str]] = {name: set() for name in tree.files}
+    for one in tree.imports:
+        if one.is_at_load and one.module in graph and one.module != one.importer:
+            graph[one.importer].add(one.module)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [" is imported by ".join(name or tree.root.name for name in error.args[1])]
     return []
+
+
+def over_budget(tree: Tree, budget: Mapping[str, int]) -> list[str]:
+    """No part has more lines than its budget, and every part has one."""
+    parts = sorted({tree.part(name) for name in tree.files} - {"", *tree.collections})
+    found = [f"{part} has no budget" for part in parts if part not in budget]
+    for part in parts:
+        lines = tree.num_lines(part)
+        if lines > budget.get(part, lines):
+            found.append(f"{part} has {lines} lines, and {budget[part]} are its budget")
+    return found
+
+
+def _import_nodes(node: ast.AST, is_at_load: bool = True) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, is_at_load
+        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from _import_nodes(child, is_at_load and not is_function)
