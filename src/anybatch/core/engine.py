@@ -1,4 +1,4 @@
-"""The engine: a plan in, its gradient in `.grad`, its result out; and the loop that starts again without what is not finite."""
+"""The engine: runs a plan, leaves its gradient in `.grad`, and returns the loss, units and metrics of the whole batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -54,18 +54,18 @@ class Ahead:
 
 @cache
 def _side_stream(device: torch.device) -> torch.Stream:
-    """One for each device: torch's allocator keeps apart the memory of every stream that it has seen."""
+    """Return one stream per device, because torch's allocator keeps the memory of every stream apart."""
     return torch.Stream(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPass:
-    """Brings a micro-batch to the device, and computes something of the model and it: a loss, or representations."""
+    """The only caller of the model: moves a micro-batch to the device and computes a loss, or representations."""
 
     model: nn.Module
     compute: Callable[[nn.Module, Batch], Any]
     device: torch.device | None = None
-    """Where micro-batches are brought; None where they are there, or parameters are spread over devices."""
+    """The device to move micro-batches to; None if they are there, or parameters are spread over devices."""
     ahead: Ahead | None = None
     autocast: AbstractContextManager[object] = NOTHING
     hooks: tuple[PassHook, ...] = ()
@@ -91,33 +91,32 @@ class ForwardPass:
 
 
 def is_there(micro_batch: Batch, device: torch.device | None) -> bool:
-    """True of a micro-batch that need not be brought to `device`; None is no one device."""
+    """True if the micro-batch need not be moved to `device`; None stands for no single device."""
     return device is None or all(tensor.device == device for tensor in tensors(micro_batch))
 
 
 @dataclass(slots=True)
 class Barrier:
-    """Where ranks tell each other, before what cannot be undone, that all of them got there.
+    """The meeting of ranks before anything that cannot be undone: all of them got there, or all raise.
 
-    One that failed tells it instead of `hold`: then every rank raises. Out of memory on one rank is out of memory on all,
-    so that all start again. Once it is over, a rank that fails does so alone, and memory that ran out is an error: the others
-    are inside a collective, and would take a new one of this rank's for their own. Nothing is told in one process, nor where
-    passes themselves are collectives, as under `fully_shard`.
+    A rank that failed calls `fail` instead of `hold`. Out of memory on one rank is out of memory on all, so that all start
+    again. After the final meeting a rank fails alone, and out of memory is an error: the others are inside a collective, and
+    would take a new one of this rank for theirs. One process does not meet, nor do ranks whose passes are collectives.
     """
 
     ranks: Ranks
     is_over: bool
     is_known: bool = False
-    """Every rank has heard that one failed."""
+    """True once every rank knows that one failed."""
 
     def hold(self, *, is_final: bool = False) -> None:
-        """Wait for all ranks; an error where one has failed."""
+        """Wait for all ranks; raise if one has failed."""
         if not self.is_over:
             self.is_over = is_final
             self._hear(0)
 
     def fail(self, error: Exception) -> None:
-        """Tell the others that this rank failed, before its error goes on its way."""
+        """Tell the others that this rank failed, before its error is raised."""
         if not self.is_over:
             self._hear(1 if is_out_of_memory(error) else 2, own=error)
         elif not self.is_known:
@@ -143,7 +142,7 @@ class Barrier:
 
 @contextmanager
 def memory_is_final(ranks: Ranks) -> Iterator[None]:
-    """The block in which memory that runs out on one of several ranks is an error, because the others cannot be told of it."""
+    """Make an out-of-memory on one of several ranks an error, because the others can no longer be told of it."""
     try:
         yield
     except Exception as error:
@@ -158,28 +157,28 @@ def memory_is_final(ranks: Ranks) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StartGradient:
-    """What backward passes start from: share x ranks x loss scale. The only place of the engine that knows the scale.
+    """The gradient that backward starts from: share x ranks x loss scale. Only this part of the engine knows the scale.
 
-    It goes in as the gradient of the loss: no multiplication in the graph, which is 15 % of a tiny step.
+    A multiplication in the graph instead would be 15 % of a tiny step.
     """
 
     factor: float
-    """What shares are multiplied by: the number of ranks, where gradients are averaged over them."""
+    """The factor of all shares: the number of ranks, if gradients are averaged over them."""
     scaler: GradScaler | None
 
     def each(self, plan: BatchPlan, loss: Tensor) -> tuple[Tensor, ...]:
-        """One for each pass, for losses like `loss`: computed in fp32 or better, and rounded once."""
+        """Return one for each pass, for losses like `loss`: computed in fp32 or better, and rounded once."""
         dtype = torch.float32 if loss.itemsize < 4 else loss.dtype
         weights = sent(plan.weights(self.factor), loss.device, dtype)
         weights = weights if self.scaler is None else self.scaler.scale(weights)
         return weights.to(loss.dtype).unbind()
 
     def multiplier(self) -> float:
-        """What every share is multiplied by. Reading the loss scale waits for the device."""
+        """Return the factor of every share. Reading the loss scale waits for the device."""
         return self.factor if self.scaler is None else self.factor * self.scaler.get_scale()
 
     def whole(self, loss: Tensor) -> Tensor:
-        """The one for a loss over all rows of all ranks."""
+        """Return the one for a loss over all rows of all ranks."""
         start = torch.full_like(loss, self.factor)
         return start if self.scaler is None else self.scaler.scale(start)
 
@@ -190,7 +189,7 @@ class Dropping:
 
     model: nn.Module
     layers: Sequence[nn.Module]
-    """Those that keep running statistics."""
+    """Layers that keep running statistics."""
 
     def accepts(self, value: Batch) -> bool:
         """True if every number in `value` is finite."""
@@ -207,33 +206,33 @@ class Dropping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one micro-batch left, or all of them together."""
+    """Loss and metrics of one micro-batch, or of all of them together."""
 
     micro_batch: int | None
-    """None of a loss that saw the rows of all micro-batches, on all ranks, at once."""
+    """None for a loss that saw the rows of all micro-batches of all ranks at once."""
     units: float
-    """What the loss averaged over."""
+    """The number that the loss averaged over."""
     loss: Tensor | None
-    """Without its graph; None where there is none, because the mean is over nothing."""
+    """Detached; None for a mean over nothing."""
     metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the passes of a batch left beside its gradient."""
+    """The result of the passes of a batch, beside its gradient."""
 
     parts: Sequence[Part] = ()
     dropped: Sequence[int] = ()
-    """Micro-batches that were not finite, and have no part in the gradient."""
+    """Micro-batches that were not finite and were left out."""
     spoilt: Sequence[int] = ()
-    """Micro-batches that were not finite, and spoilt the others: all passes have to run again without them."""
+    """Micro-batches that were not finite and affected the others: all passes have to run again without them."""
     dtype: torch.dtype = field(default=torch.float32)
-    """That of the losses."""
+    """The dtype of the losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What a schedule works with, made once per attempt."""
+    """The parts that a schedule works with, made once per attempt."""
 
     forward: ForwardPass
     gradients: GradientSum
@@ -242,31 +241,31 @@ class Tools:
     start: StartGradient
     events: Events
     dropping: Dropping | None
-    """None where nobody looks at single micro-batches: what is not finite shows in the gradient."""
+    """None unless single micro-batches are checked: then an inf shows only in the gradient."""
     barrier: Barrier
     ranks: Ranks
     is_even: bool = False
-    """True where every pass is a collective, so that none can run on one rank alone."""
+    """True if every pass is a collective, so that none can run on one rank alone."""
 
     def accepts(self, value: Batch) -> bool:
-        """False of a value that is not finite, where micro-batches are dropped for that."""
+        """False if micro-batches are dropped for not being finite, and `value` is not."""
         return self.dropping is None or self.dropping.accepts(value)
 
     def loss_of(self, plan: BatchPlan, one: Pass) -> PartLoss:
-        """The loss of one pass, checked to be a single differentiable number, and its metrics."""
+        """Run one forward: its loss, checked to be a single differentiable number, and its metrics."""
         index = one.micro_batch
         part = part_loss(self.forward(plan.cut.micro_batches[index], index), plan.place(index))
         self.events.end_loss(part.loss, micro_batch=index, units=part.units, share=one.share)
         return part
 
     def quiet_forward(self) -> ForwardPass:
-        """The same forward, of which nobody is told."""
+        """Return the same forward without events."""
         return replace(self.forward, events=SILENT)
 
     def backward(
         self, roots: Tensor | Sequence[Tensor], starts: Tensor | Sequence[Tensor], micro_batch: int | None = None
     ) -> bool:
-        """Add the gradient of `roots`; False where it was looked at and is not finite."""
+        """Add the gradient of `roots`; return False if it was checked and is not finite."""
         self.events.begin(Backward)
         is_finite = self.gradients.backward(roots, starts)
         self.events.end(Backward, micro_batch=micro_batch)
@@ -276,7 +275,7 @@ class Tools:
 
 
 def part_of(index: int, units: float, loss: Tensor | None, metrics: Metrics) -> Part:
-    """What micro-batch `index` left, without its graph, which would keep its activations alive."""
+    """Detach loss and metrics of a micro-batch, because the graph would keep its activations alive."""
     return Part(
         micro_batch=index,
         units=units,
@@ -286,44 +285,44 @@ def part_of(index: int, units: float, loss: Tensor | None, metrics: Metrics) -> 
 
 
 class Schedule(Protocol):
-    """How the passes of a batch become its gradient."""
+    """The order in which the passes of a batch run."""
 
     @property
     def layout(self) -> Layout:
         """Which micro-batches run, and in which order."""
 
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
-        """What a forward computes: a loss, or representations."""
+        """Compute a loss, or representations."""
 
     @property
     def hides_parts(self) -> str:
-        """Why no micro-batch's own gradient is ever seen, in words; empty where each is."""
+        """The reason why no micro-batch has a gradient of its own, for a message; empty if each has."""
 
     def needs(self, engine: Engine) -> Needs:
-        """What the synchronisation over ranks has to allow for."""
+        """Say what the synchronisation over ranks has to allow for."""
 
     def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
-        """Run the passes; after it the sum of their gradients is in `.grad`, on this rank."""
+        """Run the passes; afterwards the sum of their gradients is in `.grad` on this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """What one batch left behind, beside its gradient. Reading a tensor waits for the device; nothing else does."""
+    """Loss, units and metrics of one batch. Reading a tensor waits for the device; nothing else does."""
 
     loss: Tensor
     """The loss of the whole batch, detached."""
     units: float
-    """What the mean loss divided by: rows, target tokens, summed class weights."""
+    """The number that the mean loss divided by: rows, target tokens, summed class weights."""
     micro_batches: int
-    """How many micro-batches the batch was cut into."""
+    """The number of micro-batches."""
     metrics: Mapping[str, Tensor]
     """The objective's metrics, for the whole batch."""
     dropped: tuple[int, ...] = ()
     """Numbers of the micro-batches that were not finite and left out."""
     retries: int = 0
-    """How often memory ran out and the batch was started again, in smaller micro-batches."""
+    """The number of times that memory ran out and the batch started again in smaller micro-batches."""
     is_empty: bool = False
-    """True of a mean over no units: there was nothing to learn, and the gradient is zeros."""
+    """True of a mean over no units: the gradient is zeros."""
 
     __repr__ = one_line
 
@@ -333,12 +332,12 @@ class Accumulated:
 
     @property
     def has_gradient(self) -> bool:
-        """False only where every micro-batch that counts was dropped."""
+        """False if every micro-batch that counts was dropped."""
         return not self.dropped or self.units > 0
 
 
 def result_of(plan: BatchPlan, outcome: Outcome, tools: Tools) -> Accumulated:
-    """The result of a batch, from what its passes left on this rank and on the others."""
+    """Join the results of all passes, on this rank and on the others."""
     loss, ranks = _loss_of(plan, outcome), tools.ranks
     own = [hook.numbers(plan.cut, [part.units for part in outcome.parts]) for hook in tools.hooks]
     totals = list(chain.from_iterable(own))
@@ -372,7 +371,7 @@ def _result(
 
 
 def _loss_of(plan: BatchPlan, outcome: Outcome) -> Tensor:
-    """The loss of this rank's rows: 0 for a batch of no units; nan where all that counts was dropped."""
+    """Return the loss of this rank's rows: 0 for a batch of no units, nan if all that counts was dropped."""
     if plan.is_empty:
         return torch.zeros(())
     counted = [(part.loss, part.units) for part in outcome.parts if part.loss is not None]
@@ -382,7 +381,7 @@ def _loss_of(plan: BatchPlan, outcome: Outcome) -> Tensor:
 
 
 def _rows_of_all(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> MicroBatches | None:
-    """Whose row is whose for a loss that saw the rows of all ranks joined: those it saw, in order, then those it did not."""
+    """Return the positions of all ranks' rows in the gathered batch, dropped rows last; None if no metric is per row."""
     has_rows = any(isinstance(metric, PerRow) for part in outcome.parts for metric in part.metrics.values())
     if not has_rows or (ranks.size == 1 and not outcome.dropped):
         return None
@@ -399,9 +398,7 @@ def _rows_of_all(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> MicroBatche
 def _over_ranks(
     plan: BatchPlan, outcome: Outcome, loss: Tensor, ranks: Ranks, more: list[float]
 ) -> tuple[Accumulated, list[float]]:
-    """The result, and the numbers in `more`, summed over ranks.
-
-    One small collective for loss, units and these; one more only if there are metrics, or micro-batches that were dropped.
+    """Sum loss, units and the numbers in `more` over ranks in one small collective; metrics and drops take a second one.
 
     `PerRow` metrics have the rows of rank 0 first, then those of rank 1, and so on.
     """
@@ -428,7 +425,7 @@ def _over_ranks(
 
 
 def _gathered(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """The metrics of all ranks' micro-batches put together, and the numbers of all that were dropped."""
+    """Gather the metrics of all ranks' micro-batches, and the numbers of all that were dropped."""
     held = [replace(part, loss=None, metrics=on_host(part.metrics)) for part in outcome.parts]
     has_rows = any(isinstance(metric, PerRow) for part in held for metric in part.metrics.values())
     every = ranks.gather_objects((held, outcome.dropped, plan.cut.row_numbers if has_rows else ()))
@@ -450,7 +447,7 @@ def _gathered(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> tuple[dict[str
 
 
 def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], None]) -> Accumulated:
-    """Add to `.grad` what the batch's one backward pass would add. An exception leaves `.grad` as it was.
+    """Add to `.grad` what one backward pass over the batch would add. An exception leaves `.grad` as it was.
 
     `look()` is called after the passes, before anything of them is final.
     """
@@ -478,8 +475,8 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], No
 
 
 def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
-    """What the passes leave. Where one that is not finite spoils all, they run again without it: where rows look at each
-    other, and where a loss has terms, each of which has to be divided by what is left of its units."""
+    """Run the passes, again without a micro-batch that is not finite if it affected the others: rows depend on each other,
+    or a loss has terms, each of which is divided by its remaining units."""
     runs_again = schedule.layout.runs_all or bool(plan.terms.each)
     before = None if tools.dropping is None or not runs_again else tools.dropping.before_all()
     watch = WriteWatch.of(plan.cut) if schedule.layout.runs_all else None
@@ -499,7 +496,7 @@ def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
 
 
 def effect_on_loss(plan: BatchPlan, tools: Tools, state: BatchState, before: Snapshot) -> str:
-    """What a batch left in buffers does to the loss of its first micro-batch, in words; none where this cannot be tried."""
+    """Say how far the changed buffers move the loss of the first micro-batch; empty if this cannot be tried."""
     index = plan.passes[0].micro_batch
     after = MovingBuffers([tools.forward.model]).snapshot()
 

@@ -1,4 +1,4 @@
-"""Micro-batches one by one: forward, backward, and its graph is gone before the next begins."""
+"""Schedules: the order in which the passes of a batch run. `OneByOne` for independent rows, `TwoPasses` for coupled ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from anybatch.errors import LossError
 
 @dataclass(frozen=True, slots=True)
 class OneByOne:
-    """For rows that do not look at each other. `grad += sum_k (units_k / units) * d loss(micro_batch_k)`."""
+    """Forward and backward, one micro-batch at a time. `grad += sum_k (units_k / units) * d loss(micro_batch_k)`."""
 
     layout: ClassVar[Layout] = Layout()
     hides_parts: ClassVar[str] = ""
     objective: Objective
     drops: bool = False
-    """Micro-batches that are not finite are left out, so none may be summed over ranks before it was looked at."""
+    """True if micro-batches that are not finite are left out, so that none may be summed over ranks before it was checked."""
 
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
         return self.objective.loss(model, micro_batch)
@@ -70,7 +70,7 @@ class OneByOne:
 def _run_pass(
     plan: BatchPlan, one: Pass, number: int, starts: tuple[Tensor, ...], tools: Tools
 ) -> tuple[Part, bool, tuple[Tensor, ...]]:
-    """What one pass left, and False where it was dropped. Its graph dies here: the next forward must not find it alive."""
+    """Run one pass; False if it was dropped. Its graph dies here: the next forward must not find it alive."""
     before = None if tools.dropping is None else tools.dropping.before_pass()
     for hook in tools.hooks:
         hook.before_pass()
@@ -87,12 +87,11 @@ def _run_pass(
 
 
 def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]:
-    """What micro-batches that have no units, and so no loss, leave all the same, as their rows in the whole batch do.
+    """Run micro-batches without targets, if BatchNorm, metrics or unused parameters need them.
 
-    They are in the statistics of BatchNorm, may have metrics to count, and give zeros to parameters that no other rows use.
-    They run only where one of these asks for it. Where DDP synchronised the last pass, parameters are left alone, because ranks
-    would no longer agree on which have a gradient; where passes are collectives, none runs here but for metrics, and a rank
-    that has fewer than another runs what it ran last, which counts for nothing; zeros are `Sync.give_zeros`.
+    Their rows are in BatchNorm's statistics, may have metrics, and give zeros to parameters that no other rows use. If DDP
+    synchronised the last pass, parameters are left alone, because ranks would no longer agree on which have a gradient. If
+    passes are collectives, they run for metrics only, a rank that has fewer repeats its last, and zeros are `Sync.give_zeros`.
     """
     missing = plan.num_left_out - len(plan.left_out) if tools.is_even else 0
     if not plan.left_out and not missing:
@@ -107,7 +106,7 @@ def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]
 
 
 def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Parameter]) -> Part:
-    """The metrics of a micro-batch without units. Parameters among `bare` that it uses get zeros: its loss may be nan."""
+    """Run a micro-batch without units for its metrics. Parameters among `bare` that it uses get zeros: its loss may be nan."""
     for hook in tools.hooks:
         hook.before_pass()
     with tools.sync.looking(), torch.set_grad_enabled(bool(bare) and torch.is_grad_enabled()):
@@ -120,24 +119,24 @@ def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Para
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """The tensor without what it was cut from: the first position of every row must not keep all positions alive."""
+    """Copy a view, so that the first position of every row does not keep all positions alive."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """The tensor as the start of a graph of its own."""
+    """Return the tensor as the start of a new graph."""
     return alone(tensor.detach()).requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
 def no_rows(representations: Batch) -> Batch:
-    """The same nesting with no row of its own, and the graph to get zero gradients from."""
+    """Return the same nesting with 0 rows, still connected to the graph, which then gives zero gradients."""
     return map_tensors(representations, lambda tensor: tensor[:0] if tensor.dim() > 0 else tensor)
 
 
 def in_own_order(plan: BatchPlan, joined: Batch) -> Batch:
-    """The joined representations of this rank's rows in the order of its batch, however a split has sorted them.
+    """Put the joined representations of this rank's rows in the order of its batch, because a loss may depend on positions.
 
-    Rows that were dropped are left out; a loss may look at places: neighbours, [chosen; rejected], lists of one question.
+    Dropped rows are left out.
     """
     rows = [row for one in plan.passes if one.reports for row in plan.cut.row_numbers[one.micro_batch]]
     order = sorted(range(len(rows)), key=rows.__getitem__)
@@ -154,7 +153,7 @@ def in_own_order(plan: BatchPlan, joined: Batch) -> Batch:
 
 
 def rows_of_all(ranks: Ranks, own: Batch) -> Batch:
-    """The representations of every rank's rows, by rank; gradients reach this rank's own. 0-dim tensors are its own."""
+    """All-gather the representations, rank by rank. Gradients reach this rank's rows only; 0-dim tensors stay its own."""
     if ranks.size == 1:
         return own
     _check_tensors(own)
@@ -166,7 +165,7 @@ def rows_of_all(ranks: Ranks, own: Batch) -> Batch:
 
 
 def share_out(ranks: Ranks, parameters: Sequence[nn.Parameter], leaves: Sequence[Batch]) -> None:
-    """Every rank computed the one loss, and so has its own parameters' whole gradient: leave each its part of the sum."""
+    """Divide gradients by the number of ranks: every rank computed the same loss, and they are summed later."""
     if ranks.size == 1:
         return
     held = [tensor.grad for nest in leaves for tensor in tensors(nest) if tensor.dim() == 0]
@@ -176,7 +175,7 @@ def share_out(ranks: Ranks, parameters: Sequence[nn.Parameter], leaves: Sequence
 
 
 def roots_of(representations: Batch, leaves: Batch) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that backward starts from, and the gradients that the loss left in their leaves."""
+    """Return the tensors that backward starts from, and the gradients that the loss left in their leaves."""
     chosen = [
         (root, leaf.grad)
         for root, leaf in zip(tensors(representations), tensors(leaves), strict=True)
@@ -211,7 +210,7 @@ def check_same_shapes(index: int, first: Batch, again: Batch) -> None:
 
 
 def _check_tensors(representations: Batch) -> None:
-    """Lists of strings or numbers, one per row, are not gathered over ranks."""
+    """Refuse lists of strings or numbers, which are not gathered over ranks."""
     for item in representations if isinstance(representations, list | tuple) else ():
         if isinstance(item, str | int | float):
             raise LossError(
@@ -226,16 +225,23 @@ class _Encoded:
 
     one: Pass
     before: Snapshot | None
-    """Where its first pass started; None for the last one, which does not run again."""
+    """The state at the start of its first pass; None for the last one, which does not run again."""
     representations: Batch
     """With its graph for the last micro-batch, without for the others."""
     leaves: Batch = None
-    """The same representations as the start of the loss's graph: their `.grad` is what the second pass starts from."""
+    """The representations as the start of the loss's graph: the second pass starts from their `.grad`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoPasses:
-    """For a loss that sees all rows at once. A micro-batch that is not finite spoils the loss of all."""
+    """Gradient caching, for a loss that sees all rows at once.
+
+        representations of all micro-batches, without a graph  ->  loss over all rows  ->  its gradient by representation
+        ->  every micro-batch forward again, with the random state of the first time, and backward from that gradient
+
+    This is the chain rule cut at the representations, so it is exact. The last micro-batch's graph is kept from the first
+    pass: one forward saved. A micro-batch that is not finite spoils the loss of all.
+    """
 
     coupled: Coupled
     layout: ClassVar[Layout] = Layout(runs_all=True, repeats_first=True)  # the last one's graph is kept, and it counts
@@ -281,7 +287,7 @@ class TwoPasses:
         return _Encoded(one, before, representations if one.is_last else map_tensors(representations, alone))
 
     def _loss(self, plan: BatchPlan, encoded: list[_Encoded], tools: Tools) -> tuple[Tensor, Metrics, bool]:
-        """The loss of all rows, detached, with its gradient left in the leaves; False where it is not finite."""
+        """Compute the loss of all rows, detached, and leave its gradient in the leaves; False if it is not finite."""
         check_graph(self.coupled, encoded[-1].representations)
         tools.events.begin(Loss)
         for each in encoded:
@@ -297,7 +303,7 @@ class TwoPasses:
         return loss.detach(), metrics, is_finite
 
     def _second(self, plan: BatchPlan, encoded: list[_Encoded], buffers: MovingBuffers, tools: Tools) -> list[int]:
-        """Backward through every micro-batch, the last first, whose graph is there; those that were not finite."""
+        """Run backward through every micro-batch, beginning with the last, whose graph is there; return those not finite."""
         last = encoded.pop()
         with tools.sync.passing(is_last=not encoded):
             spoilt = _backward(last, last.representations, tools)
@@ -312,7 +318,7 @@ class TwoPasses:
 
 
 def loss_of_all(coupled: Coupled, own: Batch, tools: Tools) -> tuple[Tensor, Metrics]:
-    """The loss over this rank's rows and those of all others, in fp32 or better, and its metrics."""
+    """Compute the loss over the rows of all ranks, in fp32 or better, and its metrics."""
     with tools.forward.autocast:
         loss, metrics = checked_loss(coupled.loss(rows_of_all(tools.ranks, own)))
     return at_least_fp32(loss), metrics
@@ -332,7 +338,7 @@ def schedule_for(
     options: UpdateOptions,
     file: TensorFile,
 ) -> Schedule:
-    """How to run a batch whose cut touches these BatchNorm and InstanceNorm layers. `file` is for what is kept on disk."""
+    """Choose the schedule of a batch whose cut touches these BatchNorm and InstanceNorm layers. `file` is for offloading."""
     if options.batch_norm == "exact" and layers:
         return lockstep_schedule(objective, layers, averaging, options.offload, file)  # type: ignore[no-any-return]
     if isinstance(objective, Coupled):
