@@ -250,7 +250,7 @@ def verdict(seen: Any, model: nn.Module, objective: Any, batch: Any) -> None:
 
 def planned(seen: Any, memory: str) -> None:
     model = mlp()
-    found = ab.plan(model, sgd(model), CE, data(64)[0], memory=memory, ranking=False)
+    found = ab.plan(model, sgd(model), CE, data(64)[0], memory=memory)
     seen.say((found.micro_batch, found.micro_batch > 0))
     seen.tensors(model)
 

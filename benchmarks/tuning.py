@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Auto, Batch, Objective, Rows, Split, Tokens, huggingface, supervised
-from anybatch.core import accumulator as timing
+from anybatch.core import cutting as timing
 from anybatch.ragged.tuning import LIMIT, sizes_between
 from benchmarks.gpt import ByteGPTForCausalLM
 from benchmarks.models import SmallTransformer

@@ -402,7 +402,7 @@ class Dropping(Reader):
 def weights_after(monkeypatch, split: Tokens, seconds: Callable[[int], float]) -> Tensor:
     torch.manual_seed(1)
     model = Dropping(seconds)
-    monkeypatch.setattr("anybatch.core.accumulator.perf_counter", lambda: model.now)
+    monkeypatch.setattr("anybatch.core.cutting.perf_counter", lambda: model.now)
     objective = Objective(lambda model, batch: read(model, batch).square().mean())
     update = Update(model, torch.optim.SGD(model.parameters(), lr=0.5), objective, micro_batch=split)
     for _ in range(20):

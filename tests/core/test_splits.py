@@ -72,7 +72,7 @@ def test_a_split_without_the_base_class_is_wrapped_and_keeps_what_it_has():
     split = as_split(own)
     assert isinstance(split, Split)
     assert [len(part) for part in split.cut(torch.zeros(8))] == [4, 4]
-    assert (split.size, split.learn, split.resized, split.bound, split.news()) == (4, None, None, 0, [])
+    assert (split.size, split.learn, split.resized, split.bound, split.need) == (4, None, None, 0, None)
     assert split.shrink(split.cut(torch.zeros(8))) is split, "one that changes itself stays the same split"
     assert own.size == 2
     assert repr(split) == repr(own)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from anybatch import Accumulator, Auto, MicroBatches, Objective, Rows, Tokens
-from anybatch.core import accumulator as timing
+from anybatch.core import cutting as timing
 
 
 class Listening:
@@ -76,11 +76,12 @@ def test_a_batch_that_failed_teaches_nothing():
 
 
 def test_splits_that_do_not_learn_are_not_timed():
-    batch = torch.zeros(4, 2)
-    ran = Rows(2).cut(batch)
-    assert timing.laps_of(Rows(2), batch, ran, None) is timing.UNTIMED
-    assert timing.laps_of(Tokens(2), batch, ran, None) is timing.UNTIMED
-    assert timing.laps_of(Tokens(2, learn=True), batch, ran, None) is not timing.UNTIMED
+    def hooks(split: Rows | Tokens) -> tuple[object, ...]:
+        return Accumulator(nn.Linear(2, 1), objective(), micro_batch=split).prepare(torch.zeros(4, 2))[2].hooks
+
+    assert hooks(Rows(2)) == hooks(Tokens(2, length=lambda batch: torch.ones(4))) == ()
+    (watch,) = hooks(Tokens(2, length=lambda batch: torch.ones(4), learn=True))
+    assert isinstance(watch, timing.Stopwatch)
     assert Rows(2).learn is None
     assert Tokens(2, learn=True).learn is not None
     assert Auto().learn is not None
@@ -111,7 +112,7 @@ def test_on_a_device_events_are_read_once_at_the_end(monkeypatch):
     split, ran = Listening(), Rows(2).cut(torch.zeros(5, 2))
     watch = timing.Stopwatch(split.learn, ran, torch.device("cuda"))
     for index in (0, 2):
-        watch.lap(index)
+        watch.after_pass(index, is_kept=True, reports=True)
     watch.finish()
     assert split.heard[0][1] == [0.5, None, 0.5]
     assert Event.waits == 1
