@@ -7,35 +7,48 @@ The batch is what they collect for one update: `per_device_train_batch_size` tim
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import get_last_checkpoint
 
 from anybatch.core import (
     Accumulator,
     Batch,
     BatchNorm,
+    Coupled,
+    Cut,
+    Dealt,
     MicroBatch,
+    MicroBatches,
+    Number,
     Objective,
     Offload,
+    Rows,
+    SeenLoss,
     Split,
     as_split,
     count_units,
+    join_rows,
     map_tensors,
+    num_rows,
     takes_fp32_gradients,
+    tensors,
 )
-from anybatch.errors import LossError, ParallelError, SplitError, UpdateError
-from anybatch.integrations.same_ranks import check_ranks
-from anybatch.integrations.trainer_loader import dealt_loader, rows_of
-from anybatch.integrations.trainer_units import OF_SENTENCES, PAIRED, is_a, objective_of
-from anybatch.integrations.trainer_window import EachBatch, StandIn, as_pairs, from_pairs, joined
+from anybatch.errors import BatchError, LossError, ParallelError, SplitError, UnitsError, UpdateError
+from anybatch.objectives import WatchedLoss, huggingface, label_units, learned, sentence_transformers
+from anybatch.parallel import GlobalBatches, check_ranks, warn_of_repeated_rows
 from anybatch.ragged import Tokens
 
 SPLIT_FILE = "anybatch_split.json"
@@ -63,7 +76,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     _is_untouched = False
     """Batches were handed out, and no `training_step` of ours has seen one."""
     _accumulator: Accumulator | None = None
-    _shares: "list[float] | None" = None
+    _shares: list[float] | None = None
     _saved_split: Mapping[str, Any] | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +99,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 f"training_step of {type(self).__name__} never reached exact(), which would have run the window. Call "
                 "super().training_step(model, inputs, num_items_in_batch) in yours, or leave the override out."
             )
-        samples = [rows_of(batch) for batch in islice(epoch_iterator, num_batches)]
+        samples = [_rows_of(batch) for batch in islice(epoch_iterator, num_batches)]
         self._is_untouched = bool(samples)
         if self.is_deepspeed_enabled:
             self._shares = _shares_of(self, samples)
@@ -117,13 +130,12 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             (Path(output_dir or self.args.output_dir) / SPLIT_FILE).write_text(json.dumps(state))
 
     def _accumulator_of(self, model: nn.Module) -> Accumulator:
-        """Made for the model as it was wrapped, at the first window."""
         if self._accumulator is None or self._accumulator.model is not model:
             optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
             own = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
             self._accumulator = Accumulator(
                 model,
-                objective_of(self, lambda model, batch: _loss_of(self, model, batch), type(self).units),
+                _objective_of(self),
                 micro_batch=_split_for(self),
                 batch_norm=self.batch_norm,
                 offload=self.offload,
@@ -131,20 +143,20 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 keep_fp32=takes_fp32_gradients(optimizer),
                 optimizer=optimizer,
             )
-            check_ranks(self._accumulator, self.args.world_size)
+            check_ranks(model, self._accumulator.engine.ranks, self.args.world_size)
             _restore(self._accumulator, self._saved_split)
         return self._accumulator
 
     def _batch_of(self, window: Sequence[Any]) -> Batch:
-        """What the window collected, to be cut; None where this rank was dealt no row of it."""
-        rows = tuple(batch for batch in window if not isinstance(batch, StandIn))
+        """Return what the window collected, to be cut; None where this rank was dealt no row of it."""
+        rows = _paired(self, [batch for batch in window if not isinstance(batch, StandIn)])
         if not rows:
             return None
-        if is_a(self, *PAIRED):
-            rows = tuple(as_pairs(batch) for batch in rows)
-        if self.micro_batch is None or isinstance(self.micro_batch, int):
-            return rows
-        return joined(rows, _pad_id(self))
+        return (
+            tuple(rows)
+            if self.micro_batch is None or isinstance(self.micro_batch, int)
+            else _joined(rows, _pad_id(self))
+        )
 
 
 def exact(
@@ -189,23 +201,12 @@ def exact(
 
 
 def _loss_of(trainer: ExactTrainer, model: nn.Module, batch: Batch) -> Tensor:
-    """Their `compute_loss` of one micro-batch, on a copy of the mapping, into which it writes."""
-    own = from_pairs(batch) if is_a(trainer, *PAIRED) else map_tensors(batch, lambda tensor: tensor)
+    """Call their `compute_loss` on a copy of the micro-batch, into which it writes."""
+    own = _from_pairs(batch) if is_a(trainer, *PAIRED) else map_tensors(batch, lambda tensor: tensor)
     with trainer.compute_loss_context_manager():
         # num_items_in_batch would make it divide by another number, and multiply by the number of ranks
         loss: Tensor = trainer.compute_loss(model, own, num_items_in_batch=None)
     return loss
-
-
-def _dealt(trainer: Any, loader: Any) -> Any:
-    args = trainer.args
-    return dealt_loader(
-        loader,
-        rank=args.process_index,
-        ranks=args.world_size,
-        drop_last=args.dataloader_drop_last,
-        is_forced=is_a(trainer, *OF_SENTENCES),
-    )
 
 
 def _split_for(trainer: ExactTrainer) -> Split:
@@ -249,7 +250,7 @@ def _check_setup(trainer: Any) -> None:
 
 
 def _split_of(resume: str | bool | None, folder: str | None) -> Mapping[str, Any] | None:
-    """The state of the split in the checkpoint that is resumed, if there is one."""
+    """Read the state of the split from the checkpoint that is resumed, if there is one."""
     if resume is True and folder is not None and Path(folder).is_dir():
         resume = get_last_checkpoint(folder)
     path = Path(resume) / SPLIT_FILE if isinstance(resume, str) else None
@@ -277,16 +278,15 @@ def _local_gathers(accelerator: Any) -> Iterator[None]:
 
 
 def _shares_of(trainer: Any, samples: list[Any]) -> list[float]:
-    """What each batch counts for in its window over all ranks, times the ranks that DeepSpeed averages over."""
-    objective = objective_of(trainer, lambda model, batch: _loss_of(trainer, model, batch), type(trainer).units)
+    """Count what each batch is of its window over all ranks, times the ranks that DeepSpeed averages over."""
+    objective = _objective_of(trainer)
     is_countable = isinstance(objective, Objective) and (objective.units_for is not None or trainer.units is not None)
     if not is_countable and not is_a(trainer, "SFTTrainer", *PAIRED):
         raise LossError(
             "under DeepSpeed each loss is multiplied by its share, which must be counted before it runs, and what this loss "
             "divides by is only seen while it runs. Give exact(Trainer, units=...), a function of the batch."
         )
-    rows = [as_pairs(batch) for batch in samples] if is_a(trainer, *PAIRED) else samples
-    own = count_units(objective, trainer.model, rows)
+    own = count_units(objective, trainer.model, _paired(trainer, samples))
     own = [0.0 if isinstance(batch, StandIn) else units for batch, units in zip(samples, own, strict=True)]
     mine = torch.tensor(sum(own), dtype=torch.float64, device=trainer.args.device)
     total = float(trainer.accelerator.reduce(mine, reduction="sum"))
@@ -299,8 +299,362 @@ def _shares_of(trainer: Any, samples: list[Any]) -> list[float]:
 
 
 def _step_by_share(trainer: Any, model: nn.Module, inputs: Any, share: float) -> Tensor:
-    rows = as_pairs(inputs) if is_a(trainer, *PAIRED) else inputs
+    (rows,) = _paired(trainer, [inputs])
     loss = _loss_of(trainer, model, map_tensors(rows, lambda tensor: tensor.to(trainer.args.device)))
     loss = (loss if share else torch.nan_to_num(loss)) * share
     trainer.accelerator.backward(loss, scale_wrt_gas=False)
     return loss.detach()
+
+
+# The loader: every row dealt to one rank, none twice and none dropped, in the order it had.
+
+KNOWN_TO_ALL = ("SeedableRandomSampler", "SequentialSampler")
+"""Samplers that give every rank the same rows."""
+MIXED = ("ProportionalBatchSampler", "RoundRobinBatchSampler")
+"""Samplers of sentence-transformers whose every batch is of another dataset."""
+LOADER_OPTIONS = (
+    "num_workers pin_memory worker_init_fn multiprocessing_context prefetch_factor persistent_workers".split()  # noqa: SIM905
+)
+
+
+class EpochLoader(DataLoader[Any]):
+    """A loader that is told which epoch it is; so its batch sampler is."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def _dealt(trainer: Any, loader: Any) -> Any:
+    """Deal the loader that Accelerate prepared by `GlobalBatches` instead: full batches go to the same ranks as before.
+
+    Of the last, which Accelerate fills up with rows that came before, each rank gets its part. A loader that is not one of
+    rows by number (a stream), or that drops its tail, stays as it is. Trainers of sentences drop it on several ranks, for fear
+    of a tail that not all of them have: theirs is dealt.
+    """
+    args = trainer.args
+    rank, ranks = args.process_index, args.world_size
+    shards = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(shards, "batch_sampler", None)
+    is_dropped = args.dataloader_drop_last and not is_a(trainer, *OF_SENTENCES)
+    if isinstance(loader, EpochLoader) or ranks == 1 or is_dropped or type(shards).__name__ != "BatchSamplerShard":
+        warn_of_repeated_rows(loader, rank=rank, ranks=ranks)
+        return loader
+    if args.dataloader_drop_last:
+        batches.drop_last = False
+    if type(batches).__name__ in MIXED:
+        raise ParallelError(
+            f"this loader takes batches from several datasets in turn ({type(batches).__name__}), which exact() cannot deal to "
+            f"{ranks} ranks row by row. Train on one dataset, or on one rank."
+        )
+    size = getattr(batches, "batch_size", None)
+    size = size if isinstance(size, int) else max(len(batch) for batch in batches)
+    dealt = GlobalBatches(loader.dataset, size * ranks, rank=rank, ranks=ranks, order=_Order(batches))
+    options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
+    return dealt.loader(collate_fn=loader.collate_fn, loader=EpochLoader, **options)
+
+
+def _rows_of(batch: Any) -> Any:
+    """Return a batch as a Trainer takes it: what was dealt to this rank, or a stand-in for it."""
+    if not isinstance(batch, Dealt):
+        return batch
+    return StandIn(batch.batch) if batch.is_stand_in else batch.batch
+
+
+class _Order:
+    """The rows of an epoch as a batch sampler gives them, asked for once per epoch."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self._known: tuple[int, list[int]] = (-1, [])
+
+    def __call__(self, epoch: int) -> list[int]:
+        if self._known[0] != epoch:
+            self._known = epoch, self._rows(epoch)
+        return self._known[1]
+
+    def _rows(self, epoch: int) -> list[int]:
+        sampler: Any = getattr(self.batches, "sampler", None)
+        for one in (self.batches, sampler):
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+        if type(sampler).__name__ in KNOWN_TO_ALL:
+            return list(chain.from_iterable(self.batches))
+        drawn = [list(chain.from_iterable(self.batches)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(drawn, src=0)
+        return drawn[0] or []
+
+
+# Units: what the loss of a Trainer averages over.
+
+REFUSED = {
+    "GRPOTrainer": "it makes its batches itself while it trains, from answers that it generates for several windows ahead",
+    "RLOOTrainer": "it makes its batches itself while it trains, from answers that it generates for several windows ahead",
+    "KTOTrainer": "its loss compares each answer with a mean over the batch at hand, which differs from cut to cut",
+}
+COUPLED_PREFERENCES = {
+    "aot": "sorts the pairs of a batch against each other",
+    "aot_unpaired": "sorts the pairs of a batch against each other",
+    "sft": "is a mean over tokens, beside means over pairs",
+}
+"""Losses of DPO that are no mean over pairs."""
+PAIRED = ("DPOTrainer", "RewardTrainer")
+OF_SENTENCES = ("SentenceTransformerTrainer", "SparseEncoderTrainer")
+
+
+LossFunction = Callable[[nn.Module, Batch], Tensor]
+
+
+def is_a(trainer: Any, *names: str) -> bool:
+    """True of an instance of a class of one of these names, which need not be imported here."""
+    return any(base.__name__ in names for base in type(trainer).__mro__)
+
+
+def _objective_of(trainer: Any) -> Objective | Coupled:
+    """Find out what the loss of `trainer` averages over.
+
+    It is known of the trainers that come with transformers, TRL and sentence-transformers, counted on the labels and checked,
+    seen as the loss runs, or refused by name.
+    """
+
+    def compute(model: nn.Module, batch: Batch) -> Tensor:
+        return _loss_of(trainer, model, batch)
+
+    units = type(trainer).units
+    for base in type(trainer).__mro__:
+        if base.__name__ in REFUSED:
+            raise LossError(
+                f"exact({base.__name__}) is not built: {REFUSED[base.__name__]}. Use {base.__name__} as it is."
+            )
+    if is_a(trainer, *OF_SENTENCES):
+        return _of_sentences(trainer)
+    if units is not None:
+        return Objective(compute, units)
+    if is_a(trainer, *PAIRED):
+        _check_preferences(trainer)
+        return Objective(compute, num_rows)
+    if trainer.compute_loss_func is not None:
+        return Objective(FunctionLoss(trainer, compute), lambda batch: 1)  # type: ignore[arg-type]
+    return _by_owner(trainer, compute)
+
+
+def _by_owner(trainer: Any, compute: LossFunction) -> Objective:
+    """Decide by whose `compute_loss` it is: TRL's, transformers' own, or one that is not known and has to be watched."""
+    owner = next(base for base in type(trainer).__mro__ if "compute_loss" in vars(base))
+    if owner.__module__.startswith("trl."):
+        return _of_trl(trainer, owner, compute)
+    if not owner.__module__.startswith("transformers."):
+        _check_uncoupled(trainer)
+        return learned(compute)
+    if trainer.label_smoother is not None:
+        is_shifted = _is_causal(trainer)
+        return Objective(compute, lambda batch: label_units(batch, is_shifted=is_shifted))
+    is_from_transformers = any(base.__name__ == "PreTrainedModel" for base in type(_base_of(trainer.model)).__mro__)
+    is_known = is_from_transformers and not {"labels", "start_positions"}.isdisjoint(trainer.label_names)
+    return huggingface(loss=compute) if is_known else learned(compute)
+
+
+def _check_uncoupled(trainer: Any) -> None:
+    """Refuse a cross-encoder's contest: its scores are of pairs of rows, and no row has a representation to be kept."""
+    name = type(getattr(trainer, "loss", None)).__name__
+    if is_a(trainer, "CrossEncoderTrainer") and "NegativesRanking" in name:
+        raise LossError(
+            f"exact(CrossEncoderTrainer) with {name} is not built: it scores each query with answers of other rows of its "
+            "batch, so that every pair of rows is a forward of its own. Use a loss over rows, such as BinaryCrossEntropyLoss."
+        )
+
+
+class FunctionLoss:
+    """The loss of a Trainer with `compute_loss_func(outputs, labels, num_items_in_batch)`.
+
+    The function is given the labels of the micro-batch for `num_items_in_batch`. One that divides by that number is a mean
+    over it; of one that does not, what its means divide by is seen. Which it is, is tried once, with twice the number.
+    """
+
+    def __init__(self, trainer: Any, compute: LossFunction) -> None:
+        self._trainer = trainer
+        self._compute = compute
+        self._function = trainer.compute_loss_func
+        self._is_divided: bool | None = None
+        self._watched = WatchedLoss(self._with_count)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> SeenLoss:
+        if self._is_divided is None:
+            with torch.no_grad():
+                once, twice = (self._with_count(model, batch, factor) for factor in (1, 2))
+            self._is_divided = bool(torch.isclose(twice, once / 2, rtol=1e-4, atol=0.0))
+            if not self._is_divided and not torch.isclose(twice, once, rtol=1e-4, atol=0.0):
+                raise UnitsError(
+                    f"compute_loss_func gave {once.item():.6g} for num_items_in_batch={self._count(batch)} and "
+                    f"{twice.item():.6g} for twice that: it neither divides by it nor leaves it alone. Give units=, a function "
+                    "of the batch that returns what the loss divides by."
+                )
+        if not self._is_divided:
+            return self._watched(model, batch)
+        return SeenLoss(loss=self._with_count(model, batch), units=float(self._count(batch)), metrics={})
+
+    def _count(self, batch: Batch) -> Number:
+        return label_units(batch, is_shifted=getattr(self._trainer, "_loss_shifts_labels", False))
+
+    def _with_count(self, model: nn.Module, batch: Batch, factor: int = 1) -> Tensor:
+        count = max(int(self._count(batch)), 1) * factor
+        self._trainer.compute_loss_func = lambda outputs, labels, **_: self._function(
+            outputs, labels, num_items_in_batch=count
+        )
+        try:
+            return self._compute(model, batch)
+        finally:
+            self._trainer.compute_loss_func = self._function
+
+
+def _of_trl(trainer: Any, owner: type, compute: LossFunction) -> Objective:
+    if owner.__name__ != "SFTTrainer":
+        raise UnitsError(
+            f"what the loss of {owner.__name__} averages over is not known. Give exact({owner.__name__}, units=...), a "
+            "function of the batch, if it is a mean over something that can be counted on the batch: units=anybatch.rows for "
+            "rows."
+        )
+    if trainer.aux_loss_enabled:
+        raise UnitsError(
+            "this SFTTrainer adds the load-balancing loss of a mixture of experts, which is no mean over tokens. Set "
+            "router_aux_loss_coef=0.0 in its SFTConfig, or balance without it."
+        )
+    return Objective(compute, lambda batch: label_units(batch, is_shifted=True))
+
+
+def _check_preferences(trainer: Any) -> None:
+    for name in getattr(trainer, "loss_types", ()):
+        if name in COUPLED_PREFERENCES:
+            raise LossError(
+                f"exact(DPOTrainer) with loss_type {name!r} is not built: it {COUPLED_PREFERENCES[name]}. Leave it out of "
+                "loss_type, or train with the plain DPOTrainer."
+            )
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise LossError(
+            f"this {type(trainer).__name__} adds the load-balancing loss of a mixture of experts, which is no mean over pairs. "
+            "Set router_aux_loss_coef=0.0 in the model's configuration."
+        )
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _is_causal(trainer: Any) -> bool:
+    """True where the label smoother shifts labels: of causal language models, as transformers lists them."""
+    return type(_base_of(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _of_sentences(trainer: Any) -> Coupled:
+    loss = trainer.loss
+    if isinstance(loss, Mapping):
+        raise LossError(
+            f"this {type(trainer).__name__} has a loss for each of {len(loss)} datasets, and a window mixes them: no one "
+            "contest is over all of it. Train with one loss, or on one dataset after the other."
+        )
+    if getattr(loss, "gather_across_devices", False):
+        raise LossError(
+            f"{type(loss).__name__}(gather_across_devices=True) gathers the rows of all ranks, and so does exact(): each row "
+            "would be there twice. Make the loss with gather_across_devices=False."
+        )
+    whole = sentence_transformers(loss)
+
+    def encode(model: nn.Module, batch: Batch) -> Batch:
+        return whole.encode(model, trainer.collect_features(batch))
+
+    return Coupled(encode, whole.loss, units=lambda batch: 1)  # reported only; rows need not be dim 0 of features
+
+
+# The window: the batches that a Trainer collects for one update, made one batch that can be cut.
+
+IGNORED = -100
+PER_PAIR_ROWS = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "position_ids")
+"""Of preferences, what has a row for the chosen and, below all of them, one for the rejected answer of each pair."""
+
+
+class StandIn(dict[str, Any]):
+    """A row for a rank that was dealt none: it runs where all ranks have to, and counts for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EachBatch(Split):
+    """Cuts a window, which is a tuple of batches: each stays as it is, or becomes micro-batches of at most `size` rows.
+
+    >>> [len(part) for part in EachBatch(2).cut((torch.zeros(3), torch.zeros(2)))]
+    [2, 1, 2]
+    """
+
+    size: int | None = None
+
+    def cut(self, window: Batch) -> MicroBatches:
+        if self.size is None:
+            stops = [0, *accumulate(_rows_in(batch) for batch in window)]
+            rows = tuple(tuple(range(start, stop)) for start, stop in pairwise(stops))
+            return MicroBatches(tuple(window), Cut(rows=rows, lengths=(0,) * len(rows)))
+        return MicroBatches([part for batch in window for part in Rows(self.size).cut(batch)])
+
+    def shrink(self, ran: MicroBatches) -> "EachBatch | None":
+        largest = max(_rows_in(micro_batch) for micro_batch in ran)
+        return EachBatch(largest // 2) if largest > 1 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self.size}
+
+
+def _rows_in(batch: Batch) -> int:
+    """Count rows; where tokens lie in one long row, with an offset for each text, count the offsets."""
+    try:
+        return num_rows(batch)
+    except BatchError:
+        return min(len(tensor) for tensor in tensors(batch) if tensor.dim() > 0)
+
+
+def _joined(window: Sequence[Mapping[str, Any]], pad_id: int) -> Batch:
+    """Join the rows of all batches, padded to the widest on the side that they are padded on.
+
+    Labels are padded with the ignored index, tokens with `pad_id`, all else with 0.
+    """
+    is_left = any(_is_left(batch.get("attention_mask")) for batch in window)
+    widths = {
+        key: max(batch[key].shape[1] for batch in window)
+        for key, value in window[0].items()
+        if isinstance(value, Tensor) and value.dim() > 1
+    }
+
+    def widened(batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: _widened(key, value, widths.get(key), pad_id, is_left) for key, value in batch.items()}
+
+    return join_rows([widened(batch) for batch in window])
+
+
+def _paired(trainer: Any, batches: Sequence[Any]) -> list[Any]:
+    """Give preferences a row per pair."""
+    return [_as_pairs(batch) for batch in batches] if is_a(trainer, *PAIRED) else list(batches)
+
+
+def _as_pairs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the two of each pair, which were [chosen; rejected] rows, into dim 1.
+
+    >>> _as_pairs({"input_ids": torch.tensor([[1], [2], [-1], [-2]])})["input_ids"][:, :, 0].tolist()
+    [[1, -1], [2, -2]]
+    """
+    return {
+        key: value.unflatten(0, (2, -1)).transpose(0, 1) if key in PER_PAIR_ROWS else value
+        for key, value in batch.items()
+    }
+
+
+def _from_pairs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.transpose(0, 1).flatten(0, 1) if key in PER_PAIR_ROWS else value for key, value in batch.items()}
+
+
+def _is_left(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 2 and bool(((mask[:, 0] == 0) & (mask[:, -1] != 0)).any())
+
+
+def _widened(key: str, value: Any, width: int | None, pad_id: int, is_left: bool) -> Any:
+    if width is None or value.shape[1] == width:
+        return value
+    missing = width - value.shape[1]
+    fill = IGNORED if "label" in key else pad_id if key.endswith("input_ids") else 0
+    # F.pad counts dims from the last: the pair for dim 1 comes after one for each dim behind it
+    return F.pad(value, [0, 0] * (value.dim() - 2) + ([missing, 0] if is_left else [0, missing]), value=fill)

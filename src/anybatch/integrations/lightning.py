@@ -31,9 +31,8 @@ from anybatch.core import (
     takes_fp32_gradients,
 )
 from anybatch.errors import LossError, UpdateError
-from anybatch.integrations.same_ranks import check_ranks
 from anybatch.objectives import learned
-from anybatch.parallel import unwrapped, warn_of_repeated_rows
+from anybatch.parallel import check_ranks, unwrapped, warn_of_repeated_rows
 
 SPLIT_KEY = "anybatch_split"
 """In a checkpoint, what was learnt of what fits."""
@@ -160,7 +159,7 @@ class ExactSteps(Strategy):  # type: ignore[misc]
                 optimizer=self.optimizers[0],
             )
             trainer = self.lightning_module.trainer
-            check_ranks(self._accumulator, trainer.world_size)
+            check_ranks(model, self._accumulator.engine.ranks, trainer.world_size)
             warn_of_repeated_rows(trainer.train_dataloader, rank=trainer.global_rank, ranks=trainer.world_size)
             if self._saved_split is not None and hasattr(self._accumulator.split, "load_state_dict"):
                 self._accumulator.split.load_state_dict(self._saved_split)

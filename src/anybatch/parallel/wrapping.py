@@ -9,10 +9,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.core import LOW_PRECISION, inside_compiled
+from anybatch.core import ALONE, LOW_PRECISION, Engine, Ranks, inside_compiled
 from anybatch.errors import ParallelError
+from anybatch.parallel.ddp import Replicated
+from anybatch.parallel.fsdp import Sharded
 from anybatch.parallel.torch_private_ddp import check_ddp
 from anybatch.parallel.torch_private_fsdp import check_fsdp, flat_group, sharded_kind, sharded_parameters
+
+
+def engine_for(model: nn.Module, *, reshard: bool) -> Engine:
+    """Choose what synchronises the gradients of `model`."""
+    ranks = Ranks.of(model)
+    wrapping = wrapping_of(model)
+    if wrapping.sharded:
+        return Sharded(wrapping.sharded, ranks, reshard)
+    return Replicated(wrapping.replicated, ranks) if wrapping.replicated else ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def unreplicated(model: nn.Module) -> nn.Module:
     """The outermost module that is not `DistributedDataParallel`, compiled where it was: what runs without other ranks."""
     return next(module for module in peeled(model) if not isinstance(module, DistributedDataParallel))
+
+
+def check_ranks(model: nn.Module, ranks: Ranks, num_expected: int) -> None:
+    """Refuse a model that is not spread over all ranks of its framework: gradients would not meet."""
+    if ranks.size != num_expected:
+        raise ParallelError(
+            f"{type(model).__name__} is spread over {ranks.size} of {num_expected} ranks, so that gradients would not meet. "
+            "Let the framework wrap all of it in DistributedDataParallel, or shard all of it by fully_shard over one mesh of "
+            "all ranks."
+        )
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
