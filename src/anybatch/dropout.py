@@ -2,7 +2,7 @@
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -31,15 +31,11 @@ from anybatch.errors import DropoutError
 
 _WORD = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
-"""2**64 over the golden ratio: what splitmix64 adds from one number to the next."""
+"""2**64 over the golden ratio: the increment of splitmix64."""
 
 
 def key_of(*numbers: int) -> int:
-    """64 well-mixed bits of some whole numbers, whose order counts.
-
-    >>> key_of(0, 1) != key_of(1, 0)
-    True
-    """
+    """Mix whole numbers, whose order counts, into 64 bits."""
     key = 0
     for number in numbers:
         key = (key ^ number) + _STEP & _WORD
@@ -57,11 +53,10 @@ def keep_mask(key: int, row_numbers: Tensor, shape: Sequence[int], keep: float) 
     """
     if keep <= 0 or keep >= 1:
         return torch.full((len(row_numbers), *shape), keep >= 1, device=row_numbers.device)
-    sizes = (len(row_numbers), *shape)
-    first, second = (_per_row(key_of(key, half), row_numbers, len(sizes)) for half in (0, 1))
-    bits = first
-    for dim, size in enumerate(shape):
-        bits = bits + _per_place(dim, size, len(shape), row_numbers.device)
+    bits, second = (_scrambled(row_numbers, key_of(key, half)).reshape(-1, *[1] * len(shape)) for half in (0, 1))
+    for dim, size in enumerate(shape):  # a random number for each coordinate along a dim; their sums tell places apart
+        along = _scrambled(torch.arange(size, device=row_numbers.device), key_of(dim))
+        bits = bits + along.reshape(-1, *[1] * (len(shape) - 1 - dim))
     # a hash of 32 bits with few passes over them (lowbias32); the second key makes it one of 64 bits by row
     spare = torch.empty_like(bits)
     _fold(bits, 16, spare).mul_(0x7FEB352D).bitwise_xor_(second)
@@ -70,17 +65,8 @@ def keep_mask(key: int, row_numbers: Tensor, shape: Sequence[int], keep: float) 
     return bits < _signed(round(keep * 2**32) + 2**31)
 
 
-def _per_row(key: int, row_numbers: Tensor, dims: int) -> Tensor:
-    return _scrambled(row_numbers, key).reshape(-1, *[1] * (dims - 1))
-
-
-def _per_place(dim: int, size: int, dims: int, device: torch.device) -> Tensor:
-    """A random number for each coordinate along one dim of a row; their sums tell places apart."""
-    return _scrambled(torch.arange(size, device=device), key_of(dim)).reshape(-1, *[1] * (dims - 1 - dim))
-
-
 def _scrambled(numbers: Tensor, key: int) -> Tensor:
-    """32 bits of splitmix64 of each whole number."""
+    """Take 32 bits of splitmix64 of each whole number."""
     bits = numbers.to(torch.int64) * _signed(_STEP, 64) + _signed(key, 64)
     bits = (bits ^ (bits >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9, 64)
     bits = (bits ^ (bits >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB, 64)
@@ -94,7 +80,7 @@ def _fold(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
 
 
 def _signed(number: int, width: int = 32) -> int:
-    """The number with these bits in two's complement."""
+    """Read these bits in two's complement."""
     number &= 2**width - 1
     return number - 2**width if number >= 2 ** (width - 1) else number
 
@@ -113,13 +99,7 @@ class DrawFinder(TorchFunctionMode):
         """The function and where it was called; None while nobody drew."""
 
     @without_dynamo
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = random_state(self._devices) if self.found is None else None
         result = func(*args, **(kwargs or {}))
         if before is not None and not before.is_now():
@@ -128,7 +108,7 @@ class DrawFinder(TorchFunctionMode):
 
 
 def _caller() -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """Name the innermost line that is neither torch's nor ours."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((_TORCH, _OWN)):
             return f"in {frame.name}, {Path(frame.filename).name}:{frame.lineno}"
@@ -137,18 +117,15 @@ def _caller() -> str:
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_KINDS: dict[type[nn.Module], tuple[bool, bool]] = {
-    nn.Dropout: (False, False),
-    nn.Dropout1d: (True, False),
-    nn.Dropout2d: (True, False),
-    nn.Dropout3d: (True, False),
-    nn.AlphaDropout: (False, True),
-    nn.FeatureAlphaDropout: (True, True),
-}
-"""What is swapped; whether it drops whole channels, and whether it keeps mean and variance (SELU)."""
+_FEATURE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
+"""Kinds that drop whole channels."""
+_ALPHA_KINDS = (nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""Kinds that keep mean and variance (SELU)."""
+_KINDS = (nn.Dropout, nn.AlphaDropout, *_FEATURE)
+"""Kinds that are swapped."""
 _TransformerLayer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 _ALPHA = -1.7580993408473766
-"""What SELU tends to on the left; an alpha dropout puts it where others put 0."""
+"""SELU's limit on the left; an alpha dropout puts it where others put 0."""
 
 
 def row_dropout(model: Model, *, seed: int = 0, strict: bool = True) -> Model:
@@ -174,10 +151,10 @@ def row_dropout(model: Model, *, seed: int = 0, strict: bool = True) -> Model:
     """
     _check(model)
     masks = Masks(seed=seed, strict=strict)
-    swapped: dict[nn.Module, RowDropout] = {}
-    for name, module in list(model.named_modules()):
-        if type(module) in _KINDS:
-            swapped[module] = RowDropout(module, masks, number=len(swapped), name=name)
+    stock = [(name, module) for name, module in model.named_modules() if type(module) in _KINDS]
+    swapped = {
+        module: RowDropout(module, masks, number=number, name=name) for number, (name, module) in enumerate(stock)
+    }
     if not swapped:
         raise DropoutError(
             f"this {type(model).__name__} has no dropout layer to swap. Use row_dropout for models with nn.Dropout modules; "
@@ -202,7 +179,6 @@ class RowsNow:
     tensors: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Tensor:
-        """The row numbers as a tensor."""
         if device not in self.tensors:
             self.tensors[device] = sent(self.numbers, device)
         return self.tensors[device]
@@ -210,26 +186,26 @@ class RowsNow:
 
 @dataclass(slots=True, eq=False)
 class Masks:
-    """What all swapped layers of one model share."""
+    """State that all swapped layers of one model share."""
 
     seed: int
     strict: bool
     update: int = 0
     """Batches begun."""
     last: RowsNow | None = None
-    """The rows that ran last: what a checkpointed layer runs again for, inside backward."""
+    """The rows that ran last: a checkpointed layer runs again for them, inside backward."""
     running: list[RowsNow] = field(default_factory=list)
-    """Those whose forward has not ended: several in lockstep."""
+    """Rows whose forward has not ended: several in lockstep."""
     is_watched: bool = False
     """True when a whole forward was watched, function by function, and drew nothing."""
 
     def begin(self) -> None:
-        """A batch begins: before anything that may have to start again, so that it starts with the same masks."""
+        """Count a batch, before anything that may have to start again, so that it starts with the same masks."""
         self.update += 1
 
     @contextmanager
     def at(self, row_numbers: tuple[int, ...], devices: set[torch.device]) -> Iterator[None]:
-        """The block in which the model runs on these rows of the batch."""
+        """Surround a forward on these rows of the batch."""
         before = random_state(devices) if self.strict else None
         finder = DrawFinder(devices) if self.strict and not self.is_watched else None
         rows = self.last = RowsNow(row_numbers)
@@ -262,7 +238,7 @@ class RowDropout(DropoutLayer):
 
     def __init__(self, stock: Any, masks: Masks, *, number: int, name: str) -> None:
         super().__init__(stock.p, stock.inplace)
-        self.is_feature, self.is_alpha = _KINDS[type(stock)]
+        self.is_feature, self.is_alpha = type(stock) in _FEATURE, type(stock) in _ALPHA_KINDS
         self.masks = masks
         self.number = number
         self.name = name
@@ -286,7 +262,6 @@ class RowDropout(DropoutLayer):
         return torch.tensor(self.masks.update)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Go on from there."""
         self.masks.update = int(state)
 
     @without_dynamo  # a compiled forward stops here: compiled in, every update's number would be compiled anew
@@ -301,8 +276,7 @@ class RowDropout(DropoutLayer):
             )
         shape = x.shape[1:2] if self.is_feature else x.shape[1:]
         per_row = x.shape[0] // count
-        masks = self.masks
-        key = key_of(masks.seed, masks.update, self.number, call)
+        key = key_of(self.masks.seed, self.masks.update, self.number, call)
         keep = keep_mask(key, rows.on(x.device), shape if per_row == 1 else (per_row, *shape), 1 - self.p)
         return keep.reshape(x.shape[0], *shape, *[1] * (x.dim() - 1 - len(shape)))
 
@@ -327,37 +301,25 @@ class RowDropout(DropoutLayer):
 
 
 def masks_of(model: nn.Module) -> Masks | None:
-    """What the swapped layers of `model` share; None where there are none."""
+    """Return what the swapped layers of `model` share; None where there are none."""
     return next((module.masks for module in model.modules() if isinstance(module, RowDropout)), None)
 
 
-def hold_numbers(every: Iterable[Masks]) -> Callable[[], None]:
-    """What puts the numbers of updates back to what they are now."""
-    held = [(masks, masks.update) for masks in every]
-
-    def put_back() -> None:
-        for masks, update in held:
-            masks.update = update
-
-    return put_back
-
-
 def rows_running(model: nn.Module, row_numbers: Iterable[int]) -> AbstractContextManager[None]:
-    """The block in which `model` runs on these rows of the batch, for a model with swapped layers."""
+    """Surround a forward of `model` on these rows of the batch."""
     masks = masks_of(model)
     devices = {parameter.device for parameter in model.parameters()}
     return nullcontext() if masks is None else masks.at(tuple(row_numbers), devices)
 
 
 def count_update(model: nn.Module) -> None:
-    """A batch begins, for a model with swapped layers."""
-    masks = masks_of(model)
-    if masks is not None:
+    """Begin a batch, for a model with swapped layers."""
+    if (masks := masks_of(model)) is not None:
         masks.begin()
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse what would go on drawing its own masks, or has rows elsewhere than in dim 0."""
+    """Refuse layers that would go on drawing their own masks, or have rows elsewhere than in dim 0."""
     for name, module in model.named_modules():
         kind, fix = type(module).__name__, ""
         dropout = getattr(module, "dropout", 0)
@@ -392,7 +354,7 @@ class NumberedRows(PassHook):
 
 
 def number_rows(masks: Masks, model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> NumberedRows:
-    """Which rows of the whole batch each micro-batch holds.
+    """Find out which rows of the whole batch each micro-batch holds.
 
     On several ranks they are as `Dealt` says, else the ranks' rows follow one another, which takes a small collective. A
     micro-batch that counts for nothing, because this rank has no row, may have any numbers.

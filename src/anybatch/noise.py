@@ -1,4 +1,4 @@
-"""Which updates are measured, and what those that were say together."""
+"""`noise_scale`: the gradient noise of measured updates, from the norms of their micro-batches."""
 
 import math
 from collections import deque
@@ -15,9 +15,9 @@ from anybatch.core import MicroBatches, PassHook, is_in_arrival_order
 from anybatch.errors import BatchError
 
 FEWEST_WINDOWS = 5
-"""Fewer say too little: the interval of four would be twice as wide as that of eight."""
+"""The interval of four would be twice as wide as that of eight."""
 NORMAL_QUANTILE = 1.6448536269514722
-"""Of 0.95, of the normal distribution: the interval leaves out 5 % on either side."""
+"""0.95 quantile of the normal distribution: the interval leaves out 5 % on either side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class NoiseScale:
 
 @dataclass(frozen=True, slots=True)
 class WindowNoise:
-    """What one batch says, without bias: both are means over the draw of its rows."""
+    """Estimates of one batch, without bias: both are means over the draw of its rows."""
 
     row_noise: float
     """|noise|^2 of the gradient of a single row."""
@@ -44,7 +44,7 @@ class WindowNoise:
 
     @staticmethod
     def of(norm: float, squares: float, share_squares: float, rows: float) -> "WindowNoise":
-        """From `norm`, the batch's |g|, `squares`, sum_k |g_k|^2 of the parts that add up to g, and sum_k (units_k / units)^2.
+        """Estimate from |g| of the batch, sum_k |g_k|^2 of the parts that add up to g, and sum_k (units_k / units)^2.
 
             signal = (|S|^2 - sum_k |S_k|^2) / (U^2 - sum_k U_k^2),  noise = (sum_k |S_k|^2 - signal * sum_k U_k^2) / U^2
 
@@ -56,7 +56,7 @@ class WindowNoise:
 
 
 def noise_scale_of(windows: Sequence[WindowNoise]) -> NoiseScale:
-    """The ratio of means over `windows`, two or more: a mean of their ratios would be biased, and may divide by nearly 0."""
+    """Divide means over `windows`, two or more: a mean of their ratios would be biased, and may divide by nearly 0."""
     noise, signal = [one.row_noise for one in windows], [one.signal for one in windows]
     ratio = _mean(noise) / _mean(signal) if _mean(signal) > 0 else math.inf
     low, high = fieller(noise, signal)
@@ -102,12 +102,8 @@ def student_quantile(freedom: int) -> float:
     (2.13, 1.697)
     """
     z = NORMAL_QUANTILE
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
+    second, third = 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
+    return z + (z**3 + z) / (4 * freedom) + second / (96 * freedom**2) + third / (384 * freedom**3)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -124,18 +120,6 @@ class NormSums:
     """sum_k (units_k / units)^2."""
     rows: float
 
-    def window(self, norm: float) -> WindowNoise:
-        """What the batch says of noise, where `norm` is that of its whole gradient."""
-        return WindowNoise.of(norm, self.squares, self.share_squares, self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class NotMeasured:
-    """A batch whose micro-batches were not measured."""
-
-    reason: str = ""
-    """Why, where it was their turn."""
-
 
 class PassNorms(PassHook):
     """Norms of the passes of one batch, whose rows are cut in the order in which they came.
@@ -150,7 +134,8 @@ class PassNorms(PassHook):
         self._passes: list[list[Tensor]] = []
         self._is_whole = True
         """False once a parameter's gradient came in parts, as reentrant checkpointing has it: the square of none is its own."""
-        self.found: NormSums | NotMeasured = NotMeasured()
+        self.found: NormSums | str = ""
+        """The sums, or why there are none."""
 
     @contextmanager
     def around_counted(self) -> Iterator[None]:
@@ -172,7 +157,9 @@ class PassNorms(PassHook):
         self._seen = {}
 
     def numbers(self, cut: MicroBatches, units: Sequence[float]) -> list[float]:
-        squares = math.fsum(_values([square for squares in self._passes for square in squares]))
+        seen = [square for squares in self._passes for square in squares]
+        is_alike = len({(square.device, square.dtype) for square in seen}) == 1
+        squares = math.fsum(torch.stack(seen).tolist() if is_alike else [square.item() for square in seen])
         is_sound = self._is_whole and is_in_arrival_order(cut)
         try:
             rows = sum(len(numbers) for numbers in cut.row_numbers)
@@ -181,23 +168,21 @@ class PassNorms(PassHook):
         return [squares if is_sound else math.nan, sum(one * one for one in units), rows]
 
     def receive(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> None:
-        self.found = self._found(totals, units, factor)
-
-    def _found(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> NormSums | NotMeasured:
         squares, unit_squares, rows = totals
         squares *= factor() ** 2
+        shares = unit_squares / (units * units) if units else math.nan
         if not math.isfinite(squares):
-            return NotMeasured(
+            self.found = (
                 "the norms of single micro-batches were not to be had: a gradient is not finite, a split of your own moves "
                 "rows, rows cannot be counted, or reentrant checkpointing makes a parameter's gradient in parts (use "
                 "use_reentrant=False)"
             )
-        if not units:
-            return NotMeasured("the batch has no units")
-        shares = unit_squares / (units * units)
-        if shares > 1.0 - 1e-12:
-            return NotMeasured(ONE_MICRO_BATCH)
-        return NormSums(squares=squares, share_squares=shares, rows=rows)
+        elif not units:
+            self.found = "the batch has no units"
+        elif shares > 1.0 - 1e-12:
+            self.found = ONE_MICRO_BATCH
+        else:
+            self.found = NormSums(squares=squares, share_squares=shares, rows=rows)
 
     def _see(self, number: int, grad: Tensor) -> None:
         self._is_whole = self._is_whole and number not in self._seen
@@ -206,7 +191,7 @@ class PassNorms(PassHook):
 
 
 def _square(values: Tensor) -> Tensor:
-    """The sum of squares, in fp32 at least."""
+    """Sum squares in fp32 at least."""
     if values.dtype in (torch.float32, torch.float64):
         flat = values.reshape(-1)
         return torch.dot(flat, flat)
@@ -218,13 +203,6 @@ ONE_MICRO_BATCH = (
     "one micro-batch holds all that counts of a batch, and its gradient alone says nothing of noise: use a smaller "
     "micro_batch"
 )
-
-
-def _values(squares: Sequence[Tensor]) -> list[float]:
-    if len({(square.device, square.dtype) for square in squares}) == 1:
-        values: list[float] = torch.stack(tuple(squares)).tolist()  # one wait for the device
-        return values
-    return [square.item() for square in squares]
 
 
 MOST_WINDOWS = 100
@@ -271,23 +249,21 @@ class NoiseHistory:
 
     def add(self, norm: Any, *, applied: bool) -> None:
         """Count one more update; `norm` is that of its gradient."""
-        found = NotMeasured(self._refusal) if self._hook is None else self._hook.found
+        found = self._refusal if self._hook is None else self._hook.found
         self._hook, self._refusal = None, ""
         self._num_updates += 1
-        if isinstance(found, NotMeasured):
-            self._reason = found.reason or self._reason
+        if isinstance(found, str):
+            self._reason = found or self._reason
         elif applied:
-            self.windows.append(found.window(float(norm)))
+            self.windows.append(WindowNoise.of(float(norm), found.squares, found.share_squares, found.rows))
             self._reason = ""
             self._estimate()
 
     def state_dict(self) -> dict[str, Any]:
-        windows = [(one.row_noise, one.signal) for one in self.windows]
-        return {"updates": self._num_updates, "windows": windows}
+        return {"updates": self._num_updates, "windows": [(one.row_noise, one.signal) for one in self.windows]}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """A checkpoint of a run that was not measured has nothing to go on from."""
-        if state is not None:
+        if state is not None:  # a checkpoint of a run that was not measured has nothing to go on from
             self._num_updates = state["updates"]
             self.windows = deque((WindowNoise(*one) for one in state["windows"]), maxlen=MOST_WINDOWS)
             self._estimate()

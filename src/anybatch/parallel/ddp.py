@@ -1,15 +1,15 @@
 """Models in `DistributedDataParallel`: gradients reduced by DDP in the last backward pass, or summed in buckets after it."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.core import Needs, Ranks, Sync, is_low
+from anybatch.core import Needs, Ranks, Sync, around, is_low
 from anybatch.errors import ParallelError
 from anybatch.parallel.torch_private_ddp import (
     active_ddp_put_back,
@@ -33,9 +33,8 @@ def sum_in_buckets(ranks: Ranks, parameters: Sequence[nn.Parameter], *, divisor:
     """
     if ranks.size == 1:
         return
-    for bucket in _buckets(parameters):
+    for dtype, bucket in _buckets(parameters):
         sizes = [parameter.numel() for parameter in bucket]
-        dtype = _dtype(bucket[0])
         flat = torch.zeros(sum(sizes) + len(bucket), dtype=dtype, device=bucket[0].device)
         *pieces, marks = flat.split([*sizes, len(bucket)])
         for number, (parameter, piece) in enumerate(zip(bucket, pieces, strict=True)):
@@ -46,36 +45,29 @@ def sum_in_buckets(ranks: Ranks, parameters: Sequence[nn.Parameter], *, divisor:
         if divisor != 1.0:
             flat.div_(divisor)
         for parameter, piece, mark in zip(bucket, pieces, marks.tolist(), strict=True):
-            if mark > 0:
-                _set(parameter, piece.view(parameter.shape))
+            total = piece.view(parameter.shape)
+            if mark <= 0:
+                continue
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = total.clone()
+            else:
+                parameter.grad.copy_(total)
 
 
-def _set(parameter: nn.Parameter, total: Tensor) -> None:
-    if parameter.grad is None or parameter.grad.is_sparse:
-        parameter.grad = total.clone()
-    else:
-        parameter.grad.copy_(total)
-
-
-def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    dtype: torch.dtype = parameter.grad_dtype or parameter.dtype
-    return dtype
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype and device, in order, up to the size of a bucket; the same on every rank."""
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[torch.dtype, list[nn.Parameter]]]:
+    """Yield parameters of one dtype and device, in order, up to the size of a bucket; the same on every rank."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
-        kind = (_dtype(parameter), parameter.device)
+        kind = (parameter.grad_dtype or parameter.dtype, parameter.device)
         num_bytes = parameter.numel() * kind[0].itemsize
         if kind in open_buckets and filled[kind] + num_bytes > BUCKET_BYTES:
-            yield open_buckets.pop(kind)
+            yield kind[0], open_buckets.pop(kind)
         if kind not in open_buckets:
             open_buckets[kind], filled[kind] = [], 0
         open_buckets[kind].append(parameter)
         filled[kind] += num_bytes
-    yield from open_buckets.values()
+    yield from ((dtype, bucket) for (dtype, _), bucket in open_buckets.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +99,31 @@ class Replicated:
         return Reduced(self.modules, self.ranks) if is_reduced else Bucketed(self.modules, self.ranks)
 
     def _low_precision(self) -> str | None:
-        """Why DDP's reducer cannot be used for these parameters: it sums in their own dtype."""
+        """Say why DDP's reducer cannot be used for these parameters: it sums in their own dtype."""
         trained = (parameter for module in self.modules for parameter in module.parameters() if parameter.requires_grad)
         return "the fp32 sums of bf16 and fp16 parameters" if any(is_low(parameter) for parameter in trained) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced(Sync):
-    """DDP's reducer averages in the last backward pass, while it runs; the others run in `no_sync`, forward and backward."""
-
+class _OfModules(Sync):
     modules: tuple[DistributedDataParallel, ...]
     ranks: Ranks
+
+    def forget(self) -> None:
+        """Do what DDP does at the end of a synchronised pass, for passes that were not, or died.
+
+        Buffers are sent again on every rank, because a rank that failed in its first forward will send its own again.
+        Parameters that these passes used are not taken for used in the next.
+        """
+        for module in self.modules:
+            sync_buffers_again(module)
+            forget_used_parameters(module)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced(_OfModules):
+    """DDP's reducer averages in the last backward pass, while it runs; the others run in `no_sync`, forward and backward."""
+
     is_shared: bool = True
 
     @property
@@ -143,20 +149,15 @@ class Reduced(Sync):
         return _unsynchronised(self.modules)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        """DDP knows nothing of parameters outside its modules, such as a criterion's: their sum over ranks is taken here."""
+        """Sum over ranks the gradients of parameters outside DDP's modules, such as a criterion's."""
         inside = {parameter for module in self.modules for parameter in module.parameters()}
         sum_in_buckets(self.ranks, [p for p in parameters if p not in inside], divisor=self.factor)
 
-    def forget(self) -> None:
-        _begin_anew(self.modules)
-
 
 @dataclass(frozen=True, slots=True)
-class Bucketed(Sync):
+class Bucketed(_OfModules):
     """DDP synchronises no pass; gradients are summed over ranks in buckets, at the close."""
 
-    modules: tuple[DistributedDataParallel, ...]
-    ranks: Ranks
     factor: float = 1.0
     is_shared: bool = False
 
@@ -172,27 +173,9 @@ class Bucketed(Sync):
         sum_in_buckets(self.ranks, parameters)
         self.forget()
 
-    def forget(self) -> None:
-        _begin_anew(self.modules)
 
-
-def _begin_anew(modules: Sequence[DistributedDataParallel]) -> None:
-    """What DDP does at the end of a synchronised pass, for passes that were not, or died.
-
-    Buffers are sent again on every rank, because a rank that failed in its first forward will send its own again. Parameters
-    that these passes used are not taken for used in the next.
-    """
-    for module in modules:
-        sync_buffers_again(module)
-        forget_used_parameters(module)
-
-
-@contextmanager
-def _unsynchronised(modules: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(module.no_sync())
-        yield
+def _unsynchronised(modules: Sequence[DistributedDataParallel]) -> AbstractContextManager[object]:
+    return around(module.no_sync() for module in modules)
 
 
 def _name(module: DistributedDataParallel) -> str:

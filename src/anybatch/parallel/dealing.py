@@ -8,6 +8,7 @@ from heapq import heapify, heapreplace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, default_collate
 
 from anybatch.core import Batch, Dealt
@@ -30,9 +31,8 @@ def deal_rows(count: int, ranks: int) -> list[tuple[int, ...]]:
 def deal_by_cost(lengths: Sequence[int], ranks: int, cost: Cost) -> list[tuple[int, ...]]:
     """Row numbers for each rank, ascending, so that all ranks have rows of about the same cost.
 
-    Rows are dealt longest first, each to the rank whose rows cost least so far. The sum of `cost.of_row` becomes equal. The
-    padding and the fixed cost of a rank's own cut do not: trading rows until they were equal too gained 0 to 5 %, so it is left
-    out.
+    Rows are dealt longest first, each to the rank whose rows cost least so far. Padding and fixed cost of a rank's own cut do
+    not become equal: trading rows until they were gained 0 to 5 %.
 
     >>> deal_by_cost([9, 1, 1, 2, 5, 1], 2, Cost())
     [(0,), (1, 2, 3, 4, 5)]
@@ -112,9 +112,8 @@ class GlobalBatches(Sampler[list[int]]):
         self._last: _EpochPass | None = None
 
     def __repr__(self) -> str:
-        return called(
-            "GlobalBatches", f"{len(self.dataset)} rows", batch_size=self.batch_size, rank=self.rank, ranks=self.ranks
-        )
+        given = {"batch_size": self.batch_size, "rank": self.rank, "ranks": self.ranks}
+        return called("GlobalBatches", f"{len(self.dataset)} rows", **given)
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""
@@ -127,15 +126,15 @@ class GlobalBatches(Sampler[list[int]]):
         return self._last
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch, from its first batch."""
+        """Make the next pass this epoch, from its first batch."""
         self.epoch, self._begin, self._last = epoch, 0, None
 
     def state_dict(self) -> State:
-        """Where the last pass is: the number of ranks and this one's number are no part of it."""
+        """Say where the last pass is: the number of ranks and this one's number are no part of it."""
         return self._state(self.epoch, self._begin) if self._last is None else self._last.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """The next pass starts where `state` was taken."""
+        """Start the next pass where `state` was taken."""
         self.epoch, self._begin = self._position(state)
         self._last = None
 
@@ -146,41 +145,33 @@ class GlobalBatches(Sampler[list[int]]):
         loader: Callable[..., Any] = DataLoader,
         **options: Any,
     ) -> Any:
-        """A loader of `Dealt`: this rank's part of each batch, and which rows of the batch it is.
+        """Make a loader of `Dealt`: this rank's part of each batch, and which rows of the batch it is.
 
         `loader` is torch's `DataLoader` or torchdata's `StatefulDataLoader`; `options` go to it.
         """
         return loader(_Numbered(self.dataset), batch_sampler=self, collate_fn=_Collate(collate_fn), **options)
 
     def rows_of(self, epoch: int) -> list[int]:
-        """The rows of the dataset in the order that `epoch` learns from them."""
+        """List the rows of the dataset in the order that `epoch` learns from them."""
         if self.order is not None:
             return [int(row) for row in self.order(epoch)]
-        count = len(self.dataset)
         if not self.shuffle:
-            return list(range(count))
+            return list(range(len(self.dataset)))
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        numbers: list[int] = torch.randperm(count, generator=generator).tolist()
-        return numbers
+        return torch.randperm(len(self.dataset), generator=generator).tolist()
 
     def deal(self, batch: Sequence[int]) -> list[tuple[int, ...]]:
-        """Which rows of `batch`, given as rows of the dataset, each rank gets."""
+        """Say which rows of `batch`, given as rows of the dataset, each rank gets."""
         if self.lengths is None:
             return deal_rows(len(batch), self.ranks)
         return deal_by_cost([self.lengths[row] for row in batch], self.ranks, self.cost)
 
     def _state(self, epoch: int, batch: int) -> State:
-        return {
-            "epoch": epoch,
-            "batch": batch,
-            "batch_size": self.batch_size,
-            "rows": len(self.dataset),
-            "seed": self.seed,
-        }
+        own = {"batch_size": self.batch_size, "rows": len(self.dataset), "seed": self.seed}
+        return {"epoch": epoch, "batch": batch, **own}
 
     def _position(self, state: State) -> tuple[int, int]:
-        mine = self._state(state["epoch"], state["batch"])
-        for name, value in mine.items():
+        for name, value in self._state(state["epoch"], state["batch"]).items():
             if state.get(name) != value:
                 raise CheckpointError(
                     f"this position in the data was saved with {name}={state.get(name)!r}, and this run has {value!r}: its "
@@ -244,12 +235,10 @@ class _Collate:
 
 
 def _place(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    """This rank and how many there are: as given, else as torch.distributed has it, else one process."""
-    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if ranks is None:
-        ranks = torch.distributed.get_world_size() if is_running else 1
-    if rank is None:
-        rank = torch.distributed.get_rank() if is_running else 0
+    """Return this rank and how many there are: as given, else as torch.distributed has it, else one process."""
+    is_running = dist.is_available() and dist.is_initialized()
+    ranks = ranks if ranks is not None else dist.get_world_size() if is_running else 1
+    rank = rank if rank is not None else dist.get_rank() if is_running else 0
     if not 0 <= rank < ranks:
         raise BatchError(
             f"rank={rank} of ranks={ranks}: expected a rank from 0 to {max(ranks, 1) - 1}. Give both, or neither once "
@@ -271,9 +260,9 @@ def _lengths(lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None, dat
 
 
 def repeated_rows(loader: Any) -> int:
-    """How many rows of its dataset a loader, or its sampler, deals twice in every epoch over all ranks.
+    """Count the rows of its dataset that a loader, or its sampler, deals twice in every epoch over all ranks.
 
-    Of torch's `DistributedSampler`; every other is taken to deal each row once.
+    Only torch's `DistributedSampler` is known to; every other is taken to deal each row once.
 
     >>> repeated_rows(DistributedSampler(range(1001), num_replicas=4, rank=0))
     3

@@ -1,9 +1,9 @@
 """Models sharded by `fully_shard`: each pass gathers parameters, or one batch does; gradients are reduced once, by FSDP2."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,17 +39,41 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered(Sync):
-    """FSDP2 averages over ranks in the last backward pass; before it each rank adds up whole gradients of its own."""
+class _Averaged(Sync):
+    """FSDP2 averages over ranks, in the last backward pass or after it."""
 
     roots: tuple[Any, ...]
     ranks: Ranks
-    reshard: bool
-    is_shared: bool = True
+    is_shared: ClassVar[bool] = True
 
     @property
     def factor(self) -> float:
         return float(self.ranks.size)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        try:
+            yield
+        finally:  # else the next forward would find the weights of before the step
+            reshard_all(self.roots)
+
+    def close(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average over ranks what `fully_shard` knows nothing of, such as a criterion's parameters."""
+        inside = {parameter for root in self.roots for parameter in root.parameters()}
+        sum_in_buckets(self.ranks, [p for p in parameters if p not in inside], divisor=self.factor)
+
+    def forget(self) -> None:
+        """Free gathered parameters, and drop gradients that were added up and not reduced."""
+        for root in self.roots:
+            root.reset_iter_state()
+        forget_gathered_gradients(self.roots)
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered(_Averaged):
+    """FSDP2 averages over ranks in the last backward pass; before it each rank adds up whole gradients of its own."""
+
+    reshard: bool
 
     @contextmanager
     def passing(self, *, is_last: bool) -> Iterator[None]:
@@ -66,39 +90,21 @@ class Scattered(Sync):
                     root.set_requires_gradient_sync(True)
                     root.set_is_last_backward(True)
 
-    def looking(self) -> AbstractContextManager[object]:
-        return _resharded(self.roots)
-
-    def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        _sum_outside(self.roots, self.ranks, parameters)
-
-    def forget(self) -> None:
-        _forget(self.roots)
-
-    def give_zeros(self, plan: Any, tools: Any) -> None:
-
+    def give_zeros(self, plan: BatchPlan, tools: Tools) -> None:
         give_zeros(plan, tools)
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered(Sync):
+class Gathered(_Averaged):
     """Whole parameters lie on every rank from the first forward of a batch to its end, where FSDP2 averages and frees them.
 
     Forward and backward send nothing in between, so ranks may run as many as they have. Whole gradients add up in the dtype
     that they are reduced in.
     """
 
-    roots: tuple[Any, ...]
-    ranks: Ranks
-    is_shared: bool = True
-
-    @property
-    def factor(self) -> float:
-        return float(self.ranks.size)
-
     @contextmanager
     def passing(self, *, is_last: bool) -> Iterator[None]:
-        """The block around all forwards and backwards of the batch. After an error in it `forget` frees the parameters."""
+        """Surround all forwards and backwards of the batch. After an error in it `forget` frees the parameters."""
         for root in self.roots:
             root.set_requires_gradient_sync(True)
             root.set_is_last_backward(True)
@@ -117,30 +123,6 @@ class Gathered(Sync):
                 parameter.grad = None
                 parameter.grad_dtype = before
 
-    def looking(self) -> AbstractContextManager[object]:
-        return _resharded(self.roots)
-
-    def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        _sum_outside(self.roots, self.ranks, parameters)
-
-    def forget(self) -> None:
-        _forget(self.roots)
-
-
-def _sum_outside(roots: Sequence[Any], ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
-    """Average over ranks what `fully_shard` knows nothing of, such as a criterion's parameters."""
-    inside = {parameter for root in roots for parameter in root.parameters()}
-    sum_in_buckets(ranks, [p for p in parameters if p not in inside], divisor=float(ranks.size))
-
-
-@contextmanager
-def _resharded(roots: Sequence[Any]) -> Iterator[None]:
-    """The block after which nothing is gathered any more: else the next forward would find the weights of before the step."""
-    try:
-        yield
-    finally:
-        reshard_all(roots)
-
 
 def reshard_all(roots: Sequence[Any]) -> None:
     """Free what a forward without a backward has gathered."""
@@ -150,18 +132,8 @@ def reshard_all(roots: Sequence[Any]) -> None:
                 module.reshard()
 
 
-def _forget(roots: Sequence[Any]) -> None:
-    """Free gathered parameters, and drop gradients that were added up and not reduced."""
-    for root in roots:
-        root.reset_iter_state()
-    forget_gathered_gradients(roots)
-
-
-HOST = torch.device("cpu")
-
-
 def give_zeros(plan: BatchPlan, tools: Tools) -> None:
-    """Zeros, as the whole batch would leave them, for sharded parameters that have no gradient and are in a graph left out.
+    """Give zeros, as the whole batch would, to sharded parameters that have no gradient and are in a graph left out.
 
     A forward gathers the units that it runs through, on all ranks at once, and the rows of one rank may run through a unit that
     no rows of another do. So every rank runs every micro-batch that was left out on any.
@@ -171,7 +143,7 @@ def give_zeros(plan: BatchPlan, tools: Tools) -> None:
         return
     for lender, (count,) in enumerate(tools.ranks.gather([len(plan.left_out)])):
         for number in range(int(count)):
-            lent = tools.ranks.lend(lambda: move(plan.cut[plan.left_out[number]], HOST), lender)  # noqa: B023
+            lent = tools.ranks.lend(lambda: move(plan.cut[plan.left_out[number]], torch.device("cpu")), lender)  # noqa: B023
             used = _used(lent, tools)
             for parameter in bare:
                 if parameter in used:
@@ -183,7 +155,7 @@ def give_zeros(plan: BatchPlan, tools: Tools) -> None:
 
 
 def _used(lent: Batch, tools: Tools) -> set[nn.Parameter]:
-    """The sharded parameters in the graph of the loss of this micro-batch."""
+    """Find the sharded parameters in the graph of the loss of this micro-batch."""
     forward = replace(tools.quiet_forward(), hooks=tuple(hook.for_lent(lent) for hook in tools.hooks))
     for hook in tools.hooks:
         hook.before_pass()

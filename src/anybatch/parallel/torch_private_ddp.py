@@ -1,4 +1,4 @@
-"""What we use of DDP that torch promises nowhere."""
+"""Private names of DDP that we use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ def check_ddp(module: DistributedDataParallel) -> None:
 
 
 def comm_hooks(module: DistributedDataParallel) -> list[Any]:
-    """The user's hooks that DDP's reducer calls instead of its all-reduce."""
+    """List the user's hooks that DDP's reducer calls instead of its all-reduce."""
     return [hook for hook, _ in module._comm_hooks]
 
 
@@ -41,13 +41,13 @@ def forget_used_parameters(module: DistributedDataParallel) -> None:
 
 
 def end_reduction(module: DistributedDataParallel) -> None:
-    """What DDP's next forward does first: it raises RuntimeError where the last reduction never ended."""
+    """Do what DDP's next forward does first: raise RuntimeError where the last reduction never ended."""
     module.reducer._rebuild_buckets()
 
 
 @contextmanager
 def active_ddp_put_back() -> Iterator[None]:
-    """The block for forwards under way at the same time, each of which puts back the DDP module that the one before had set."""
+    """Surround forwards under way at the same time, each of which puts back the DDP module that the one before had set."""
     outside = DistributedDataParallel._active_ddp_module
     try:
         yield

@@ -1,4 +1,4 @@
-"""What we use of `fully_shard` that torch promises nowhere."""
+"""Private names of `fully_shard` that we use."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from anybatch.core import demand
 
 
 def sharded_kind() -> type | None:
-    """FSDP2's mark on a module; None where its package was never imported, so that no module can have it."""
+    """Return FSDP2's mark on a module; None where its package was never imported, so that no module can have it."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
@@ -31,39 +31,38 @@ def check_fsdp(root: nn.Module) -> None:
 
 
 def fsdp_state(module: Any) -> Any:
-    """What `fully_shard` keeps for a module that it was called on."""
     demand(module, "_get_fsdp_state", wrapper="fully_shard")
     return module._get_fsdp_state()
 
 
 def fsdp_states(root: nn.Module) -> list[Any]:
-    """What `fully_shard` keeps for a root, the first, and for every unit below it."""
+    """Return the states of a root, the first, and of every unit below it."""
     kind = sharded_kind()
     modules = [module for module in root.modules() if kind is not None and isinstance(module, kind)]
     return list(dict.fromkeys(fsdp_state(module) for module in modules))
 
 
 def fsdp_groups(roots: Sequence[nn.Module]) -> list[Any]:
-    """Every group of parameters that `fully_shard` gathers and reduces at once, in these roots and below."""
+    """List every group of parameters that `fully_shard` gathers and reduces at once, in these roots and below."""
     return [group for root in roots for state in fsdp_states(root) for group in state._fsdp_param_groups]
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[tuple[tuple[int, ...], Any, Any, Any]]:
-    """Of every parameter that `fully_shard` took: the shape of the whole, its DTensor, the mesh and the precision policy."""
+    """Yield the whole shape, DTensor, mesh and precision policy of every parameter that `fully_shard` took."""
     for group in fsdp_groups([root]):
         for taken in group.fsdp_params:
             yield tuple(taken._orig_size), taken.sharded_param, group.mesh_info.mesh, taken.mp_policy
 
 
 def flat_group(mesh: Any) -> Any:
-    """The process group of all ranks of a mesh of several dimensions."""
+    """Return the process group of all ranks of a mesh of several dimensions."""
     demand(mesh, "_flatten", wrapper="fully_shard over a part of the ranks")
     return mesh._flatten().get_group()
 
 
 @contextmanager
 def resharding_put_back(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """The block in which `set_reshard_after_backward` may be called; each group has its own answer again after it."""
+    """Restore each group's `reshard_after_backward` after the block."""
     before = [(group, group.reshard_after_backward) for group in fsdp_groups(roots)]
     try:
         yield
@@ -80,19 +79,19 @@ def gather_for_batch(root: Any) -> None:
 
 
 def gathered_parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Parameter, torch.dtype | None]]:
-    """The whole parameters that lie on every rank, and the dtype in which each gradient is reduced; None for its own."""
+    """List the whole parameters that lie on every rank, and the dtype in which each gradient is reduced; None for its own."""
     return [(taken.unsharded_param, taken.reduce_dtype) for group in fsdp_groups(roots) for taken in group.fsdp_params]
 
 
 def whole_parameters(root: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Of every parameter that was gathered before: this rank's part, and the whole, which is the leaf in a forward's graph."""
+    """Pair this rank's part of each parameter gathered before with the whole, which is the leaf in a forward's graph."""
     every = [taken for group in fsdp_groups([root]) for taken in group.fsdp_params]
     return [(taken.sharded_param, taken._unsharded_param) for taken in every if hasattr(taken, "_unsharded_param")]
 
 
 @contextmanager
 def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """The block in which hooks of `fully_shard` only cast: they know one forward, and the second to end would free a unit."""
+    """Let hooks of `fully_shard` only cast: they know one forward, and the second to end would free a unit."""
     states = [state for root in roots for state in fsdp_states(root)]
     for state in states:
         state._training_state = type(state._training_state)["PRE_BACKWARD"]

@@ -39,10 +39,10 @@ class Wrapping:
 def wrapping_of(model: nn.Module) -> Wrapping:
     """Find DDP modules and FSDP2 roots in `model`, itself among them."""
     modules = list(_outermost(model))
-    replicated = tuple(module for module in modules if isinstance(module, DistributedDataParallel))
-    sharded = tuple(module for module in modules if not isinstance(module, DistributedDataParallel))
     if not modules:
         return Wrapping()
+    replicated = tuple(module for module in modules if isinstance(module, DistributedDataParallel))
+    sharded = tuple(module for module in modules if not isinstance(module, DistributedDataParallel))
     if replicated and sharded:
         raise ParallelError(
             f"{type(model).__name__} holds both DistributedDataParallel and fully_shard modules; wrap all of it in one way: "
@@ -64,7 +64,7 @@ def wrapping_of(model: nn.Module) -> Wrapping:
 
 
 def peeled(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and what is inside each `torch.compile` and `DistributedDataParallel` around it, the innermost last."""
+    """Yield the model, and what is inside each `torch.compile` and `DistributedDataParallel`, the innermost last."""
     inside: nn.Module | None = model
     while inside is not None:
         yield inside
@@ -72,13 +72,13 @@ def peeled(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile` and `DistributedDataParallel`: what the user wrote, under the names it was given."""
+    """Return the module inside `torch.compile` and `DistributedDataParallel`, as the user wrote it."""
     *_, innermost = peeled(model)
     return innermost
 
 
 def unreplicated(model: nn.Module) -> nn.Module:
-    """The outermost module that is not `DistributedDataParallel`, compiled where it was: what runs without other ranks."""
+    """Return the outermost module that is not `DistributedDataParallel`, compiled where it was."""
     return next(module for module in peeled(model) if not isinstance(module, DistributedDataParallel))
 
 
@@ -93,24 +93,20 @@ def check_ranks(model: nn.Module, ranks: Ranks, num_expected: int) -> None:
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
-    """Wrapped modules that are in no other wrapped module."""
+    """Yield wrapped modules that are in no other wrapped module."""
     if not dist.is_available() or not dist.is_initialized():
         return
     sharded = sharded_kind()
-    _check_kind(model)
+    if type(model).__name__ == "FullyShardedDataParallel":
+        raise ParallelError(
+            "this model is wrapped in FullyShardedDataParallel, which torch replaced by fully_shard (FSDP2). Shard it with "
+            "torch.distributed.fsdp.fully_shard(model)."
+        )
     if isinstance(model, DistributedDataParallel) or (sharded is not None and isinstance(model, sharded)):
         yield model
         return
     for child in model.children():
         yield from _outermost(child)
-
-
-def _check_kind(module: nn.Module) -> None:
-    if type(module).__name__ == "FullyShardedDataParallel":
-        raise ParallelError(
-            "this model is wrapped in FullyShardedDataParallel, which torch replaced by fully_shard (FSDP2). Shard it with "
-            "torch.distributed.fsdp.fully_shard(model)."
-        )
 
 
 def _members(group: Any) -> tuple[int, ...]:
@@ -133,7 +129,7 @@ def _check_replicated(module: DistributedDataParallel) -> None:
 
 
 def _data_group(root: nn.Module) -> Any:
-    """The group of all ranks with different rows: the whole mesh, be it 1-D (FSDP) or 2-D (HSDP)."""
+    """Return the group of all ranks with different rows: the whole mesh, be it 1-D (FSDP) or 2-D (HSDP)."""
     meshes = {mesh for _, _, mesh, _ in sharded_parameters(root)}
     if len(meshes) != 1:
         raise ParallelError(
