@@ -1,4 +1,4 @@
-"""BatchNorm layers whose statistics are not those of the micro-batch that runs: pooled, merged or frozen; and InstanceNorm.
+"""Replace the computation inside BatchNorm and InstanceNorm layers.
 
 A layer's own `forward` runs as always; only the call of `F.batch_norm`, or `F.instance_norm`, inside it is computed otherwise,
 for as long as the block lasts. So subclasses, momentum and counters stay the layer's business.
@@ -22,7 +22,7 @@ Layers = Mapping[str, NormLayer]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a layer asks of `F.batch_norm`, with its names and defaults."""
+    """Arguments of a layer's call of `F.batch_norm`, with its names and defaults."""
 
     is_averaged: ClassVar[bool] = False
     """True where running statistics follow the mean over rows of each row's own statistics."""
@@ -42,22 +42,21 @@ class Call:
         return self.input.numel() // max(self.input.shape[1], 1)
 
     def as_asked(self) -> Tensor:
-        """What the layer would have computed."""
+        """Compute what the layer asked for."""
         return self.with_running(self.running_mean, self.running_var, self.momentum)
 
     def with_running(self, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
-        """The same computation, with other running statistics to write to."""
+        """Compute the same, with other running statistics to write to."""
         return F.batch_norm(self.input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
 
 
 class InstanceCall(Call):
-    """What a layer asks of `F.instance_norm`: `training` is `use_input_stats`. Each row has its own statistics."""
+    """Arguments of `F.instance_norm`: `training` is `use_input_stats`. Each row has its own statistics; `count` is the rows."""
 
     is_averaged = True
 
     @property
     def count(self) -> int:
-        """Rows."""
         return self.input.shape[0]
 
     def with_running(self, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
@@ -69,14 +68,14 @@ _CALLS: Mapping[Any, type[Call]] = {F.batch_norm: Call, F.instance_norm: Instanc
 
 
 def batch_norms(model: nn.Module) -> dict[str, BatchNormLayer]:
-    """Every BatchNorm layer of the model, by name."""
+    """Find every BatchNorm layer of the model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BatchNormLayer)}
 
 
 def instance_norms(model: nn.Module) -> dict[str, NormLayer]:
-    """Every InstanceNorm layer of the model that keeps running statistics, by name."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, InstanceNormLayer)}
-    return {name: layer for name, layer in found.items() if layer.track_running_stats}
+    """Find every InstanceNorm layer of the model that keeps running statistics, by name."""
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, InstanceNormLayer))
+    return {name: layer for name, layer in found if layer.track_running_stats}
 
 
 def uses_batch_statistics(layer: NormLayer) -> bool:
@@ -86,7 +85,7 @@ def uses_batch_statistics(layer: NormLayer) -> bool:
 
 @contextmanager
 def replaced(layers: Layers, compute: Compute) -> Iterator[None]:
-    """Inside this block, `compute(name, layer, call)` stands for `F.batch_norm` in the forward of these layers."""
+    """Let `compute(name, layer, call)` stand for `F.batch_norm` in the forward of these layers."""
     before: list[tuple[NormLayer, Any]] = []
     try:
         for name, layer in layers.items():
@@ -116,12 +115,10 @@ class _Intercept(TorchFunctionMode):
         self._compute = compute
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _CALLS:
-            call = _CALLS[func](*args, **_renamed(kwargs or {}))
+            named = {"training" if name == "use_input_stats" else name: value for name, value in kwargs.items()}
+            call = _CALLS[func](*args, **named)
             if call.training:
                 return self._compute(call)
-        return func(*args, **(kwargs or {}))
-
-
-def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"training" if name == "use_input_stats" else name: value for name, value in kwargs.items()}
+        return func(*args, **kwargs)

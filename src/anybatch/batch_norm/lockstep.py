@@ -53,7 +53,6 @@ class ThreadState:
 
 
 def thread_state() -> ThreadState:
-    """The state of this thread."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     return ThreadState(
@@ -87,7 +86,7 @@ class Lockstep(Generic[T]):
 
     forwards: Sequence[Callable[[], T]]
     numbers: Sequence[int]
-    """What each forward is called in errors: the number of its micro-batch."""
+    """The micro-batch of each forward, for errors."""
     _holder: int = 0
     _place: str = ""
     _arrived: list[Any] = field(default_factory=list)
@@ -100,7 +99,7 @@ class Lockstep(Generic[T]):
     _all_ended: Semaphore = field(default_factory=lambda: Semaphore(0))
 
     def run(self) -> list[T]:
-        """The results of all forwards. An error in one ends them all, and no thread outlives this call."""
+        """Return the results of all forwards. An error in one ends them all, and no thread outlives this call."""
         state = thread_state()
         self._batons = [Semaphore(0) for _ in self.forwards]
         threads = [
@@ -137,7 +136,7 @@ class Lockstep(Generic[T]):
         return len(self._ended) == len(self.forwards)
 
     def meet(self, place: str, value: V, pool: Callable[[list[V]], P]) -> P:
-        """Wait until every forward has come to `place` with its value; what `pool` makes of all values is everybody's."""
+        """Wait until every forward has come to `place` with its value; all get what `pool` makes of all values."""
         index = self._holder
         self._check_place(index, place)
         self._arrived.append(value)
@@ -200,7 +199,7 @@ class Lockstep(Generic[T]):
             self._error = self._error or error
             self._is_abandoned = True
         self._ended.append(index)
-        if len(self._ended) == len(self.forwards):
+        if self.is_over:
             self._all_ended.release()
         else:
             # a failure wakes one after the other, each to unwind alone

@@ -1,9 +1,8 @@
-"""What backward needs, kept elsewhere until it is needed: in the host's memory, or on disk."""
+"""Offload saved tensors to the host's memory, or to disk, until backward needs them."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -50,9 +49,7 @@ class SavedTensors:
     def __enter__(self) -> "SavedTensors":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._kept.clear()
         if kind is None:
             self._file.rewind()
@@ -60,7 +57,7 @@ class SavedTensors:
             self._file.close()
 
     def hooks(self) -> AbstractContextManager[object]:
-        """The block in which this thread's graph saves through the keeper."""
+        """Let this thread's graph save through the keeper."""
         if self._offload is None:
             return nullcontext()
         if is_dynamo_loaded():  # something may be compiled, and the hooks are not to be compiled into it
@@ -68,19 +65,20 @@ class SavedTensors:
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Load:
+        version = num_writes(tensor)
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.nbytes < SMALLEST:
-            return _Stays(tensor.detach(), num_writes(tensor))
+            return _Stays(tensor.detach(), version)
         storage = tensor.untyped_storage()
         if storage_key(storage) in self._stay or storage.nbytes() > 2 * tensor.nbytes:
-            return _Stays(tensor.detach(), num_writes(tensor))
+            return _Stays(tensor.detach(), version)
         kept = self._kept.get(storage_key(storage))
-        if kept is None or kept.version != num_writes(tensor):
+        if kept is None or kept.version != version:
             if self._budget >= storage.nbytes():
                 self._budget -= storage.nbytes()
-                return _Stays(tensor.detach(), num_writes(tensor))
-            self._forget_the_dead()
+                return _Stays(tensor.detach(), version)
+            self._kept = {key: one for key, one in self._kept.items() if not one.storage.expired()}
             # the weak reference holds the storage's address: no other storage can be taken for this one
-            kept = _Kept(StorageWeakRef(storage), num_writes(tensor), self._put(storage, tensor.device))
+            kept = _Kept(StorageWeakRef(storage), version, self._put(storage, tensor.device))
             self._kept[storage_key(storage)] = kept
         return _Rebuild(kept.load, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -95,11 +93,6 @@ class SavedTensors:
             flat = host
         place = self._file.write(flat)
         return _Once(lambda: self._file.read(*place).to(device))
-
-    def _forget_the_dead(self) -> None:
-        dead = [key for key, kept in self._kept.items() if kept.storage.expired()]
-        for key in dead:
-            del self._kept[key]
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -174,6 +167,5 @@ def _unpack(packed: Load) -> Tensor:
 
 
 def _half_of_free(device: torch.device) -> int:
-    if device.type != "cpu":
-        return free_on_device(device) // 2
-    return (free_on_host() or 0) // 2  # where the system does not tell, nothing is assumed to fit
+    # where the system does not tell, nothing is assumed to fit
+    return (free_on_device(device) if device.type != "cpu" else free_on_host() or 0) // 2

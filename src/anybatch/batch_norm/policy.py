@@ -1,4 +1,4 @@
-"""What BatchNorm does when a batch is cut: exact, by micro-batch, or frozen; and the warning where nobody chose."""
+"""How BatchNorm layers see a batch that is cut: exact, by micro-batch, or frozen; and the warning where nobody chose."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,13 +36,13 @@ class NormPolicy:
         return isinstance(module, NormLayer) or any((module, buffer) in layer.slots for layer in self._spectral)
 
     def touched(self, *, is_cut: bool) -> Layers:
-        """The layers whose statistics the cut touches: none where the batch is one micro-batch, or the model has none."""
+        """Return the BatchNorm layers whose statistics the cut touches: none where the batch is one micro-batch."""
         if not self._layers or (not is_cut and self.mode != "frozen"):
             return {}
         return {name: layer for name, layer in self._layers.items() if uses_batch_statistics(layer)}
 
     def averaging(self, *, is_cut: bool) -> Layers:
-        """The InstanceNorm layers whose running statistics the cut touches."""
+        """Return the InstanceNorm layers whose running statistics the cut touches."""
         return {name: layer for name, layer in self._instances.items() if layer.training} if is_cut else {}
 
     def hooks(
@@ -59,12 +59,12 @@ class NormPolicy:
             yield Rewound(self._spectral)
 
     def alone(self) -> AbstractContextManager[object]:
-        """The block in which one micro-batch can run by itself, to be looked at; a single row has no statistics of its own."""
+        """Let one micro-batch run by itself, to be looked at; a single row has no statistics of its own."""
         has_running = {name: layer for name, layer in self._layers.items() if layer.running_mean is not None}
         return nullcontext() if self.mode in (None, "micro") else frozen(has_running)
 
     def warn_once(self, layers: Layers, cut: MicroBatches, num_micro_batches: int) -> None:
-        """Say what nobody chose: that each micro-batch has statistics of its own."""
+        """Warn that each micro-batch has statistics of its own, where nobody chose this."""
         if self.is_told or not layers:
             return
         self.is_told = True

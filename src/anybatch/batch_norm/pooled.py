@@ -1,9 +1,9 @@
 """BatchNorm over the whole batch, each micro-batch in its own forward: the statistics meet, and stay in the graph."""
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def pooled(
     ranks: Ranks,
     num_own: int,
 ) -> Iterator[None]:
-    """Inside this block the layers normalise by mean and variance over all micro-batches of `lockstep`, on all ranks.
+    """Let the layers normalise by mean and variance over all micro-batches of `lockstep`, on all ranks.
 
     Micro-batches from number `num_own` on are borrowed from another rank, and have no part in the statistics. Running
     statistics get the one update of the big batch. `not_finite` collects the micro-batches whose own statistics `accepts`
@@ -38,14 +38,15 @@ def pooled(
     exchange = _Exchange(ranks)
 
     def averaged(name: str, call: Call) -> Tensor:
-        """InstanceNorm: every row by its own statistics; the running ones get the mean over all rows, once."""
+        """Normalise every row of InstanceNorm by its own statistics; the running ones get the mean over all rows, once."""
         assert call.running_mean is not None
         assert call.running_var is not None
         mean, var = torch.zeros_like(call.running_mean), torch.zeros_like(call.running_var)
         output = call.with_running(mean, var, 1.0)  # momentum 1: what is written is these rows' own
         rows = call.count if lockstep.current < num_own else 0
         own = MeanAndVariance(rows, mean, var, call.momentum, is_averaged=True)
-        lockstep.meet(f"InstanceNorm {name!r}", own, lambda parts: update_running(call, _averaged(ranks, parts)))
+        place = f"InstanceNorm {name!r}"
+        lockstep.meet(place, own, lambda parts: update_running(call, *pool_over_ranks(ranks, [_pool_own(parts)])))
         return output
 
     def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
@@ -86,26 +87,19 @@ def pooled(
         yield
 
 
-def _averaged(ranks: Ranks, parts: list[MeanAndVariance]) -> MeanAndVariance:
-    own = pool(parts) if any(part.count for part in parts) else parts[0]
-    return pool_over_ranks(ranks, [own])[0]
+def _pool_own(parts: list[MeanAndVariance]) -> MeanAndVariance:
+    return pool(parts) if any(part.count for part in parts) else parts[0]
 
 
 def _check_not_repeated(name: str) -> None:
     """Refuse a layer in a checkpointed block: backward computes it again, for one micro-batch without the others."""
-    if is_in_backward() or any(frame.f_code.co_filename == checkpoint.__file__ for frame in _callers()):
+    callers = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    if is_in_backward() or any(frame.f_code.co_filename == checkpoint.__file__ for frame in callers):
         raise UpdateError(
             f"batch_norm='exact': {name!r} is inside a block under checkpointing, which backward computes again for each "
             "micro-batch by itself, without the statistics of the others. Checkpoint the parts between the BatchNorms, or "
             "none: offload= keeps what backward needs out of memory. Or use batch_norm='micro'."
         )
-
-
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 class _Exchange:
@@ -121,7 +115,7 @@ class _Exchange:
     def pool(self, parts: list[MeanAndVariance]) -> MeanAndVariance:
         if self._ranks.size == 1:
             return pool(parts)
-        own = pool(parts) if any(part.count for part in parts) else parts[0]
+        own = _pool_own(parts)
         every = [told for (told,) in of_every_rank(self._ranks, [own])]
         every[self._ranks.rank] = own  # with its graph
         together = pool(every)  # in the order of the ranks, so that all have the same to the bit

@@ -3,7 +3,7 @@
 import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -48,16 +48,6 @@ from anybatch.core import (
 from anybatch.errors import UpdateError
 
 
-class Finish(Protocol):
-    """What becomes of the forwards once all of them have ended: a loss, and one backward pass."""
-
-    def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
-        """What each forward computes, in its own thread."""
-
-    def backward(self, plan: BatchPlan, results: list[Any], tools: Tools) -> Outcome:
-        """Add the gradient of the whole batch. `results` are those of the passes, and are emptied."""
-
-
 @dataclass(frozen=True, slots=True)
 class InLockstep:
     """One batch through BatchNorm layers that see all of it.
@@ -68,7 +58,7 @@ class InLockstep:
     """
 
     layers: Layers
-    finish: Finish
+    finish: "EachLoss | JoinedLoss"
     offload: Offload
     file: TensorFile = field(repr=False)
     averaging: Layers = field(default_factory=dict)
@@ -86,16 +76,15 @@ class InLockstep:
 
     def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
         model = tools.forward.model
-        check_compiled(model, self.layers)
+        _check_compiled(model, self.layers)
         with tools.sync.passing(is_last=True):
             micro_batches = _loaded(plan, tools)
             with self._saved_tensors(model, micro_batches, tools) as saved:
                 lockstep = self._lockstep(plan, micro_batches, saved, tools)
                 not_finite: set[int] = set()
-                accepts, ranks, num_own = tools.accepts, tools.ranks, plan.num_own
                 layers = {**self.layers, **self.averaging}
                 with (
-                    pooled(layers, lockstep, accepts, not_finite, ranks=ranks, num_own=num_own),
+                    pooled(layers, lockstep, tools.accepts, not_finite, ranks=tools.ranks, num_own=plan.num_own),
                     around([hook.in_lockstep(lambda: lockstep.current) for hook in tools.hooks]),
                 ):
                     tools.events.begin(Forward)
@@ -113,7 +102,6 @@ class InLockstep:
     def _lockstep(
         self, plan: BatchPlan, micro_batches: list[Batch], saved: SavedTensors, tools: Tools
     ) -> Lockstep[Any]:
-        """The forwards of all passes, ready to run."""
 
         def run(micro_batch: Batch, index: int) -> Any:
             # an autocast context remembers the state it found: one for each thread
@@ -137,11 +125,12 @@ class EachLoss:
         return self.objective.loss(model, micro_batch)
 
     def backward(self, plan: BatchPlan, results: list[Any], tools: Tools) -> Outcome:
-        counted = _that_count(plan)
+        """Add the gradient of the whole batch. `results` are those of the passes, and are emptied."""
+        # one pass at least, because backward may be a collective
+        counted = [number for number, one in enumerate(plan.passes) if one.share] or [len(plan.passes) - 1]
         passes = [plan.passes[number] for number in counted]
-        losses = [
-            part_loss(results[number], plan.place(one.micro_batch)) for number, one in zip(counted, passes, strict=True)
-        ]
+        both = zip(counted, passes, strict=True)
+        losses = [part_loss(results[number], plan.place(one.micro_batch)) for number, one in both]
         results.clear()
         roots = torch.stack([part.root for part in losses])
         told = [
@@ -195,13 +184,8 @@ def in_lockstep(
     return InLockstep(layers, finish, offload, file, averaging)
 
 
-def _that_count(plan: BatchPlan) -> list[int]:
-    """The numbers of the passes that backward starts from: one at least, because it may be a collective."""
-    return [number for number, one in enumerate(plan.passes) if one.share] or [len(plan.passes) - 1]
-
-
 def _loaded(plan: BatchPlan, tools: Tools) -> list[Batch]:
-    """The micro-batch of every pass, on the device of the parameters: gathered ones may lie elsewhere than their parts."""
+    """Load the micro-batch of every pass to the device of the parameters: gathered ones may lie elsewhere than their parts."""
     device = common_device(tools.forward.model.parameters()) or tools.forward.device
     micro_batches = [plan.cut[one.micro_batch] for one in plan.passes]
     is_there = all(tensor.device == device for tensor in tensors(micro_batches))
@@ -209,7 +193,7 @@ def _loaded(plan: BatchPlan, tools: Tools) -> list[Batch]:
     return [forward.load(part, one.micro_batch) for part, one in zip(micro_batches, plan.passes, strict=True)]
 
 
-def check_compiled(model: nn.Module, layers: Layers) -> None:
+def _check_compiled(model: nn.Module, layers: Layers) -> None:
     """Refuse a forward that cannot stop at BatchNorm layers, because it is compiled around them."""
     inside = set(layers.values())
     for name, module in model.named_modules():

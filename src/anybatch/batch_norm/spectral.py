@@ -22,16 +22,15 @@ class SpectralLayer:
     method: str
     """Its method that steps."""
     slots: tuple[tuple[nn.Module, str], ...]
-    """Where the two vectors of the power iteration are: module and name."""
+    """Module and name of the two vectors of the power iteration."""
 
     def vectors(self) -> list[Tensor]:
-        """The two vectors, as they are."""
         held = [buffers_of(module).get(name) for module, name in self.slots]
         return [vector for vector in held if vector is not None]
 
 
 def spectral_norms(model: nn.Module) -> tuple[SpectralLayer, ...]:
-    """Every weight of the model that is under spectral norm."""
+    """Find every weight of the model that is under spectral norm."""
     found = []
     for module in model.modules():
         if isinstance(module, SpectralNormWeight):
@@ -61,7 +60,7 @@ class Rewound(PassHook):
 
     @contextmanager
     def in_lockstep(self, current: Callable[[], int]) -> Iterator[None]:
-        """Forwards take turns in mid-way, so each call is rewound to where the first forward made the same call."""
+        """Rewind each call to where the first forward made the same call: forwards take turns in mid-way."""
         turns = [_Turns(layer, getattr(layer.owner, layer.method), current) for layer in self._layers]
         before = [layer.owner.__dict__.get(layer.method) for layer in self._layers]
         self._is_in_lockstep = True

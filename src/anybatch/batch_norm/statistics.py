@@ -1,4 +1,4 @@
-"""Whose statistics BatchNorm layers use where micro-batches run one by one: their own, the running ones, or merged ones."""
+"""Statistics of BatchNorm layers where micro-batches run one by one: frozen, or merged into the running ones."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,13 +20,13 @@ class MeanAndVariance:
     mean: Tensor
     var: Tensor
     momentum: float
-    """What the layer weighs these statistics with in its running ones."""
+    """Weight of these statistics in the layer's running ones."""
     is_averaged: bool = False
     """True of InstanceNorm: means over `count` rows of each row's own mean and unbiased variance."""
 
 
 def pool(parts: list[MeanAndVariance]) -> MeanAndVariance:
-    """The statistics of all values together (Chan's formula); autograd sees through it.
+    """Pool the statistics of all values (Chan's formula); autograd sees through it.
 
     mean = sum n_k mean_k / n,   var = sum n_k (var_k + (mean_k - mean)^2) / n
 
@@ -42,7 +42,7 @@ def pool(parts: list[MeanAndVariance]) -> MeanAndVariance:
 
 
 def nothing(call: Call) -> MeanAndVariance:
-    """The statistics of no values, for a layer's running statistics."""
+    """Return the statistics of no values, for a layer's running statistics."""
     assert call.running_mean is not None
     assert call.running_var is not None
     nought = torch.zeros_like(call.running_mean), torch.ones_like(call.running_var)
@@ -50,14 +50,11 @@ def nothing(call: Call) -> MeanAndVariance:
 
 
 def of_every_rank(ranks: Ranks, own: list[MeanAndVariance]) -> list[list[MeanAndVariance]]:
-    """The statistics of the same layers on each rank, by rank; one collective for all layers, and no graph."""
+    """Gather the statistics of the same layers by rank: one collective for all layers, and no graph."""
     flat = [torch.cat([m.mean.new_tensor([m.count]), m.mean, m.var]).detach().double() for m in own]
     every = ranks.all_rows(torch.cat(flat)[None], [1] * ranks.size)
-    by_rank = []
-    for told in every:
-        pieces = told.split([len(piece) for piece in flat])
-        by_rank.append([_unpacked(piece, like) for piece, like in zip(pieces, own, strict=True)])
-    return by_rank
+    sizes = [len(piece) for piece in flat]
+    return [[_unpacked(piece, like) for piece, like in zip(told.split(sizes), own, strict=True)] for told in every]
 
 
 def _unpacked(piece: Tensor, like: MeanAndVariance) -> MeanAndVariance:
@@ -66,7 +63,7 @@ def _unpacked(piece: Tensor, like: MeanAndVariance) -> MeanAndVariance:
 
 
 def pool_over_ranks(ranks: Ranks, own: list[MeanAndVariance]) -> list[MeanAndVariance]:
-    """The statistics of each layer over all ranks, the same on every rank."""
+    """Pool the statistics of each layer over all ranks, the same on every rank."""
     if ranks.size == 1 or not own:
         return own
     columns = zip(*of_every_rank(ranks, own), strict=True)
@@ -75,7 +72,7 @@ def pool_over_ranks(ranks: Ranks, own: list[MeanAndVariance]) -> list[MeanAndVar
 
 @torch.no_grad()
 def update_running(call: Call, statistics: MeanAndVariance) -> None:
-    """One big-batch update of the running statistics, with the unbiased variance, as torch makes it."""
+    """Update the running statistics once, with the unbiased variance, as torch does."""
     bias = 1.0 if statistics.is_averaged else statistics.count / max(statistics.count - 1, 1)
     unbiased = statistics.var * bias
     for running, value in ((call.running_mean, statistics.mean), (call.running_var, unbiased)):
@@ -149,7 +146,7 @@ class Merging:
         self._seen: dict[tuple[str, int], tuple[Call, list[MeanAndVariance]]] = {}
 
     def begin(self) -> None:
-        """The next micro-batch starts: the last one counts, and calls of each layer are counted from 0 again."""
+        """Count the last micro-batch, and calls of each layer from 0 again."""
         for key, call, own in self._current:
             self._seen.setdefault(key, (call, []))[1].append(own)
         self._current.clear()
@@ -175,7 +172,7 @@ class Merging:
         return output
 
     def forget(self) -> None:
-        """The micro-batch that ran last was dropped: its statistics do not count."""
+        """Drop the statistics of the micro-batch that ran last."""
         for key, call, _ in self._current:
             self._seen.setdefault(key, (call, []))
         self._current.clear()
@@ -195,7 +192,7 @@ class Merging:
 
 @contextmanager
 def frozen(layers: Layers) -> Iterator[None]:
-    """Inside this block the layers normalise by their running statistics and leave them alone, as in eval mode."""
+    """Let the layers normalise by their running statistics and leave them alone, as in eval mode."""
     for name, layer in layers.items():
         if layer.running_mean is None:
             raise UpdateError(

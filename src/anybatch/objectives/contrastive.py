@@ -35,11 +35,9 @@ class InfoNCE(nn.Module):
 
     @property
     def temperature(self) -> Tensor:
-        """What similarities are divided by."""
         return (-self.log_scale).exp().detach()
 
     def forward(self, representations: Any) -> Tensor:
-        """The loss of all rows."""
         queries, keys, *negatives = _columns(representations)
         scale = self.log_scale.to(queries.device, non_blocking=True).exp()
         queries, keys = _unit(queries), _unit(keys)

@@ -7,6 +7,7 @@ Units are the labels that the loss really averaged, never a promise read off a s
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -65,10 +66,9 @@ def huggingface(*, loss: ModelLoss | None = None, units: Units | None = None) ->
         return value
 
     def units_for(model: nn.Module) -> Units:
-        if _is_ctc(model):
-            return ctc_units
-        is_shifted = _predicts_next_token(_base_model(model))
-        return lambda batch: label_units(batch, is_shifted=is_shifted)
+        if _is_ctc(model):  # the rows: of each, the loss divides by the length of its own target first, if at all
+            return lambda batch: len(_mapping(batch)["labels"])
+        return partial(label_units, is_shifted=_predicts_next_token(_base_model(model)))
 
     if units is not None:
         return Objective(checked_once, units, reduction_for=_reduction_of)
@@ -76,17 +76,12 @@ def huggingface(*, loss: ModelLoss | None = None, units: Units | None = None) ->
 
 
 def next_token_units(batch: Batch) -> Number:
-    """The labels that a causal language model averages over; of supervised fine-tuning, those that are not of the prompt."""
+    """Count the labels that a causal language model averages over."""
     return label_units(batch, is_shifted=True)
 
 
-def ctc_units(batch: Batch) -> Number:
-    """The rows: of each, a CTC loss divides by the length of its own target first, if at all."""
-    return len(_mapping(batch)["labels"])
-
-
 def label_units(batch: Batch, *, is_shifted: bool) -> Number:
-    """The labels that count: not ignored, and for next-token prediction not the first of a row, which nothing predicts."""
+    """Count labels that are not ignored, and for next-token prediction not the first of a row, which nothing predicts."""
     batch = _mapping(batch)
     _check_uncoupled(batch)
     if _are_pairs(batch):
@@ -153,16 +148,16 @@ def _loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 def _check_means(model: nn.Module, batch: Batch, loss: Tensor, observed: ObservedMeans) -> None:
     """Refuse a loss that is not the one mean over labels that its units say."""
-    if _is_ctc(model):
-        _check_nothing_added(model, loss, [])
-        return
-    _check_units(model, batch, observed.units)
-    _check_nothing_added(model, loss, observed.nodes)
-    _check_scale(model, loss, observed.means)
-
-
-def _check_units(model: nn.Module, batch: Batch, observed: list[Number]) -> None:
     base = _base_model(model)
+    if _is_ctc(model):
+        _check_nothing_added(base, loss, [])
+        return
+    _check_units(base, batch, observed.units)
+    _check_nothing_added(base, loss, observed.nodes)
+    _check_scale(base, loss, observed.means)
+
+
+def _check_units(base: nn.Module, batch: Batch, observed: list[Number]) -> None:
     counted = float(label_units(batch, is_shifted=_predicts_next_token(base)))
     seen = [float(number) for number in observed]
     if not seen:
@@ -178,26 +173,26 @@ def _check_units(model: nn.Module, batch: Batch, observed: list[Number]) -> None
         )
 
 
-def _check_nothing_added(model: nn.Module, loss: Tensor, means: list[Any]) -> None:
+def _check_nothing_added(base: nn.Module, loss: Tensor, means: list[Any]) -> None:
     """Refuse a loss whose gradient reaches a parameter past the means over labels that were seen: it adds something."""
     if not loss.requires_grad:
         return
     nodes = means or list(nodes_named(loss, "CtcLoss"))
     if any(True for _ in leaves_of([loss], beyond=nodes)):
         raise UnitsError(
-            f"{type(_base_model(model)).__name__} returned a loss that adds something to the mean over its labels (a router's "
+            f"{type(base).__name__} returned a loss that adds something to the mean over its labels (a router's "
             "balance, say), which has a gradient and is no mean over labels. Switch it off (output_router_logits=False), or "
             "write Objective(loss, units)."
         )
 
 
-def _check_scale(model: nn.Module, loss: Tensor, means: list[Tensor]) -> None:
-    """The loss must be the mean over the labels that was seen, not a multiple (question answering has two, averaged)."""
+def _check_scale(base: nn.Module, loss: Tensor, means: list[Tensor]) -> None:
+    """Refuse a multiple of the mean over the labels that was seen (question answering has two, averaged)."""
     returned, mean = float(loss.detach()), sum(float(mean) for mean in means) / len(means)
     tolerance = 1e-2 if is_low(loss) or any(is_low(mean) for mean in means) else 1e-5
     if not math.isclose(returned, mean, rel_tol=tolerance, abs_tol=1e-6) and not math.isnan(mean):
         raise UnitsError(
-            f"{type(_base_model(model)).__name__} returned a loss of {returned:g}, but the mean over its labels is {mean:g}: "
+            f"{type(base).__name__} returned a loss of {returned:g}, but the mean over its labels is {mean:g}: "
             "it adds or scales something (a router's balance, say) that is no mean over labels. Switch it off, or "
             "write Objective(loss, units)."
         )
@@ -224,7 +219,7 @@ def _predicts_next_token(base: nn.Module) -> bool:
 
 
 def _base_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside DistributedDataParallel, torch.compile or PEFT."""
+    """Return the transformers model inside DistributedDataParallel, torch.compile or PEFT."""
     inner: Any = unwrapped(model)
     while hasattr(inner, "get_base_model"):
         inner = unwrapped(inner.get_base_model())

@@ -1,4 +1,4 @@
-"""Units that nobody counts: what the means in a loss divided by is seen while it runs.
+"""Units seen while a loss runs: what its means divided by.
 
 `ObservedMeans` is the one function mode that sees them, by the table in `anybatch.core.criteria`. `huggingface()` checks its
 own count against it, `observed(loss)` weighs every micro-batch by it, and `learned(loss)` finds out in the first batch how
@@ -7,8 +7,9 @@ to count ahead.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from anybatch.core import (
     Objective,
     Rule,
     SeenLoss,
+    Units,
     class_units,
     element_units,
     kl_units,
@@ -63,14 +65,12 @@ class LossCall:
     @property
     def is_countable(self) -> bool:
         """True where the target alone says how many units there are, in any batch."""
-        if self.rule is weighted_element_units and self.is_weighted:
-            return False
-        is_per_element = self.rule in (element_units, weighted_element_units) or self._is_kl_per_element
-        return is_per_element or (self.rule in (class_units, row_units) and not self.target.is_floating_point())
-
-    @property
-    def _is_kl_per_element(self) -> bool:
-        return self.rule is kl_units and self.options.reduction == "mean"
+        if self.rule is weighted_element_units:
+            return not self.is_weighted
+        if self.rule is kl_units:
+            return bool(self.options.reduction == "mean")
+        is_by_target = self.rule in (class_units, row_units) and not self.target.is_floating_point()
+        return self.rule is element_units or is_by_target
 
     def units_of(self, target: Tensor) -> Number:
         return self.rule(target, self.options)
@@ -113,22 +113,16 @@ class ObservedMeans(TorchFunctionMode):
 
 
 def _call_of(func: Any, args: Any, kwargs: Any) -> LossCall | None:
-    """The call of a loss function that took a mean; None of a sum, and of one loss per element."""
+    """Describe the call of a loss function that took a mean; None of a sum, and of one loss per element."""
     call = _SIGNATURES[func].bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    if _reduction(given) not in ("mean", "batchmean"):
+    average, reduce = given.get("size_average"), given.get("reduce")  # torch's old names for the reduction
+    is_old = average is not None or reduce is not None
+    if (reduce is False or average is False) if is_old else given["reduction"] not in ("mean", "batchmean"):
         return None
     target = next(given[name] for name in ("target", "targets", "anchor") if name in given)
     return LossCall(target, FUNCTIONAL_RULES[func], SimpleNamespace(**given))
-
-
-def _reduction(given: Mapping[str, Any]) -> str:
-    """The reduction of a call, with torch's old names for it (`size_average`, `reduce`)."""
-    average, reduce = given.get("size_average"), given.get("reduce")
-    if average is None and reduce is None:
-        return str(given["reduction"])
-    return "none" if reduce is False else "sum" if average is False else "mean"
 
 
 def observed(loss: LossFunction) -> Objective:
@@ -169,7 +163,7 @@ class WatchedLoss:
 
 
 def common_units(units: list[float], ratios: list[float]) -> float:
-    """The units that all means in a loss share; `ratios` is how each relates to the first."""
+    """Return the units that all means in a loss share; `ratios` is how each relates to the first."""
     if not units:
         raise UnitsError(
             "observed(loss): none of torch's mean-reducing functions ran in this loss, so what it divides by could not be "
@@ -178,31 +172,22 @@ def common_units(units: list[float], ratios: list[float]) -> float:
     first = units[0]
     if not ratios and all(units):
         ratios.extend(one / first for one in units)
-    is_same = (not any(units)) or (
-        len(units) == len(ratios)
-        and all(math.isclose(one, first * ratio, rel_tol=1e-6) for one, ratio in zip(units, ratios, strict=True))
-    )
-    if ratios and not is_same:
+    if not any(units):
+        return first
+    seen = ", ".join(f"{one:g}" for one in units)
+    if not ratios:
         raise UnitsError(
-            f"observed(loss): the means in this loss divide by {', '.join(f'{one:g}' for one in units)}, in another proportion "
-            f"than before ({', '.join(f'{ratio:g}' for ratio in ratios)} of the first): each has units of its own, and no one "
-            "number is exact. Use Terms(loss, units={...}), which divides each by its own."
+            f"observed(loss): the means in this loss divide by {seen}: one has nothing to average and another has. Use "
+            "Terms(loss, units={...}), which divides each by its own."
         )
-    if not ratios and any(units):
+    expected = [first * ratio for ratio in ratios]
+    if len(units) != len(ratios) or not all(map(partial(math.isclose, rel_tol=1e-6), units, expected)):
         raise UnitsError(
-            f"observed(loss): the means in this loss divide by {', '.join(f'{one:g}' for one in units)}: one has nothing to "
-            "average and another has. Use Terms(loss, units={...}), which divides each by its own."
+            f"observed(loss): the means in this loss divide by {seen}, in another proportion than before "
+            f"({', '.join(f'{ratio:g}' for ratio in ratios)} of the first): each has units of its own, and no one number is "
+            "exact. Use Terms(loss, units={...}), which divides each by its own."
         )
     return first
-
-
-Shift = str
-"""How a target is made of a tensor of the batch: as it is, without its first column, or moved on by one and padded."""
-SHIFTS: Mapping[Shift, Callable[[Tensor, int], Tensor]] = {
-    "as it is": lambda labels, ignored: labels,
-    "without the first": lambda labels, ignored: labels[..., 1:],
-    "moved on": lambda labels, ignored: F.pad(labels, (0, 1), value=ignored)[..., 1:],
-}
 
 
 def learned(loss: LossFunction) -> Objective:
@@ -218,20 +203,6 @@ def learned(loss: LossFunction) -> Objective:
     return Objective(units.compute, units.count)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
-    """Counts units on a batch as a loss function was seen to do."""
-
-    tensor: int
-    """Which of the batch's tensors the target is made of."""
-    shift: Shift
-    call: LossCall
-
-    def __call__(self, batch: Batch) -> Number:
-        labels = list(tensors(batch))[self.tensor]
-        return self.call.units_of(SHIFTS[self.shift](labels, self.call.ignored))
-
-
 class LearnedUnits:
     """The state of `learned`: whether the batch at hand is watched. It changes no result."""
 
@@ -239,8 +210,9 @@ class LearnedUnits:
         self._loss = loss
         self._ratios: list[float] = []
         self._places: list[int] | None = None
-        """Which of the means that run the loss is made of, by number."""
-        self._counter: Counter | None = None
+        """Numbers of the means, in the order they run, that the loss is made of."""
+        self._counter: Units | None = None
+        """Counts units on a batch as the loss function was seen to do."""
         self._is_settled = False
         """True once a batch has shown whether units can be counted."""
         self._num_batches = 0
@@ -249,7 +221,7 @@ class LearnedUnits:
         self._is_watched = True
 
     def count(self, batch: Batch) -> Number:
-        """1, whatever the micro-batch: its units come with its loss, so that a batch is summed in one way, watched or not."""
+        """Return 1: the units of a micro-batch come with its loss, so that a batch is summed in one way, watched or not."""
         if self._has_run:
             self._has_run = False
             self._num_batches += 1
@@ -258,7 +230,7 @@ class LearnedUnits:
         return 1
 
     def compute(self, model: nn.Module, batch: Batch) -> SeenLoss:
-        """The loss of a micro-batch, and its units, counted or seen."""
+        """Return the loss of a micro-batch, and its units, counted or seen."""
         self._has_run = True
         if self._counter is not None and not self._is_watched:
             value, metrics = loss_and_metrics(self._loss(model, batch))
@@ -298,17 +270,27 @@ class LearnedUnits:
             self._counter = None if len(calls) != 1 or calls[0] is None else _counter_of(batch, calls[0])
 
 
-def _counter_of(batch: Batch, call: LossCall) -> Counter | None:
-    """Which tensor of the batch the target of a call is made of, if any."""
+def _counter_of(batch: Batch, call: LossCall) -> Units | None:
+    """Find the tensor of the batch that the target of a call is made of, and count its units; None where there is none."""
     if not call.is_countable:
         return None
     wanted = call.target.detach().flatten()
     for number, tensor in enumerate(tensors(batch)):
-        for shift, moved in SHIFTS.items():
-            if tensor.dim() == 0 or (shift != "as it is" and tensor.dim() < 2):
-                continue
-            candidate: Tensor = moved(tensor, call.ignored).flatten()
+        for shift in _SHIFTS[: 0 if tensor.dim() == 0 else 1 if tensor.dim() == 1 else None]:
+            candidate = shift(tensor, call.ignored).flatten()
             is_like = candidate.shape == wanted.shape and candidate.device == wanted.device
             if is_like and torch.equal(candidate.to(wanted.dtype), wanted):
-                return Counter(number, shift, call)
+                return partial(_count, call, number, shift)
     return None
+
+
+_SHIFTS: Sequence[Callable[[Tensor, int], Tensor]] = (
+    lambda labels, ignored: labels,
+    lambda labels, ignored: labels[..., 1:],
+    lambda labels, ignored: F.pad(labels, (0, 1), value=ignored)[..., 1:],
+)
+"""How a target is made of a tensor of the batch: as it is, without its first column, or moved on by one and padded."""
+
+
+def _count(call: LossCall, number: int, shift: Callable[[Tensor, int], Tensor], batch: Batch) -> Number:
+    return call.units_of(shift(list(tensors(batch))[number], call.ignored))

@@ -54,15 +54,13 @@ class _OnEmbeddings(nn.Module):
         model = _model_of(self.loss)
         assert model is not None
         with _handing_out(model):
-            value: Tensor = self.loss(
-                [dict(column) for column in representations["columns"]], representations["labels"]
-            )
-        return value
+            columns = [dict(column) for column in representations["columns"]]
+            return self.loss(columns, representations["labels"])  # type: ignore[no-any-return]
 
 
 @contextmanager
 def _handing_out(model: nn.Module) -> Iterator[None]:
-    """Inside this block the model returns what it is given: features that are outputs already."""
+    """Let the model return what it is given: features that are outputs already."""
     before = model.__dict__.get("forward")
     model.__dict__["forward"] = lambda features, **_: features
     try:

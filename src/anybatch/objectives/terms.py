@@ -58,20 +58,20 @@ def _check(loss: Any, units: Any, weights: Any) -> None:
             f"Terms(units={units!r:.80}): expected a dict of functions of the batch by the name of the term, such as "
             "{'tokens': lambda batch: (batch['labels'] != -100).sum(), 'rows': anybatch.rows, 'penalty': None}."
         )
-    wrong = [name for name, count in units.items() if count is not None and not callable(count)]
-    if wrong:
-        raise LossError(
-            f"Terms(units={{{wrong[0]!r}: {units[wrong[0]]!r:.40}}}): expected a function of the batch, or None for a penalty "
-            "that is counted once."
-        )
-    unknown = [name for name in weights if name not in units]
-    if unknown:
-        raise LossError(
-            f"Terms(weights=...) names {unknown[0]!r}, which units do not: {', '.join(map(repr, units))}. Give its units too."
-        )
-    odd = [name for name, weight in weights.items() if isinstance(weight, bool) or not isinstance(weight, int | float)]
-    if odd:
-        raise LossError(f"Terms(weights={{{odd[0]!r}: {weights[odd[0]]!r:.40}}}): expected a number.")
+    for name, count in units.items():
+        if count is not None and not callable(count):
+            raise LossError(
+                f"Terms(units={{{name!r}: {count!r:.40}}}): expected a function of the batch, or None for a penalty that is "
+                "counted once."
+            )
+    for name in weights:
+        if name not in units:
+            raise LossError(
+                f"Terms(weights=...) names {name!r}, which units do not: {', '.join(map(repr, units))}. Give its units too."
+            )
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise LossError(f"Terms(weights={{{name!r}: {weight!r:.40}}}): expected a number.")
 
 
 def _taken_apart(returned: Any, units: Mapping[str, object]) -> tuple[Mapping[str, Tensor], Metrics]:

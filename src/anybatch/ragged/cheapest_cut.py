@@ -9,7 +9,7 @@ from anybatch.ragged.cost import Cost
 
 
 def best_cut(lengths: Sequence[int], budget: int, cost: Cost, *, slack: float = 0.0) -> Cut:
-    """The cut of least cost whose micro-batches hold at most `budget` tokens each, padding included.
+    """Find the cut of least cost whose micro-batches hold at most `budget` tokens each, padding included.
 
     No cut is cheaper, whether or not it keeps rows of like length together: of two micro-batches, giving the one with the
     shorter longest row its number of the shortest rows of both makes neither longer. O(n log n).
@@ -52,7 +52,7 @@ def best_cut(lengths: Sequence[int], budget: int, cost: Cost, *, slack: float = 
 def _bounds(
     ascending: Sequence[int], row_costs: Sequence[float], fixed: float, budget: int
 ) -> tuple[list[tuple[int, int]], float]:
-    """Where the micro-batches of the cheapest cut begin and end in the sorted rows, the longest first; and its cost.
+    """Return begin and end of each micro-batch of the cheapest cut in the sorted rows, the longest first; and its cost.
 
         best(j) = fixed + min over i of best(i) + (j - i) * row(j),   where (j - i) * length(j) <= budget
 

@@ -1,4 +1,4 @@
-"""What a micro-batch costs, and fitting that to measured times."""
+"""The cost of a micro-batch, and its fit to measured times."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -41,16 +41,16 @@ class Cost:
         return self.fixed, self.per_token, self.per_square
 
     def of(self, rows: int, length: int) -> float:
-        """The cost of one micro-batch."""
+        """Return the cost of one micro-batch."""
         return self.fixed + rows * self.of_row(length)
 
     def of_row(self, length: int) -> float:
-        """What one more row of this padded length adds."""
+        """Return what one more row of this padded length adds."""
         return length * (self.per_token + self.per_square * length)
 
 
 def fit_cost(observations: Sequence[Observation], prior: Cost, *, rounds: int = 8, pull: float = 0.02) -> Cost:
-    """The constants, 0 or more, that explain the times best; where the times leave them open, in `prior`'s proportions.
+    """Find the constants, 0 or more, that explain the times best; where these leave them open, in `prior`'s proportions.
 
     Least squares of relative errors, reweighted in a few `rounds` so that a micro-batch far from the rest (a warm-up, a
     busy machine) counts little. Each round starts from the last one's constants, held there with the weight `pull`, in
@@ -72,22 +72,16 @@ def fit_cost(observations: Sequence[Observation], prior: Cost, *, rounds: int = 
         centre = _median(off)
         spread = 1.5 * _median(abs(one - centre) for one in off) + 1e-3
         weights = [min(1.0, spread / max(abs(one - centre), 1e-12)) ** 2 for one in off]
-        multiples = _least_squares(terms, observations, predicted, weights, pull)
+        multiples = _least_squares(zip(terms, observations, predicted, weights, strict=True), pull)
         constants = [constant * multiple for constant, multiple in zip(constants, multiples, strict=True)]
     return Cost(fixed=constants[0], per_token=constants[1], per_square=constants[2])
 
 
-def _least_squares(
-    terms: Sequence[Coefficients],
-    observations: Sequence[Observation],
-    predicted: Sequence[float],
-    weights: Sequence[float],
-    pull: float,
-) -> Coefficients:
-    """The multiples u >= 0 that minimise sum w * ((u . term - seconds) / predicted)**2 + pull * |u - 1|**2."""
+def _least_squares(points: Iterable[tuple[Coefficients, Observation, float, float]], pull: float) -> Coefficients:
+    """Find u >= 0 that minimises sum w * ((u . term - seconds) / predicted)**2 + pull * |u - 1|**2."""
     matrix = [[pull if row == column else 0.0 for column in range(3)] for row in range(3)]
     right = [pull] * 3
-    for term, (_, _, seconds), expected, weight in zip(terms, observations, predicted, weights, strict=True):
+    for term, (_, _, seconds), expected, weight in points:
         share = [part / expected for part in term]
         for row in range(3):
             weighted = weight * share[row]
@@ -98,25 +92,19 @@ def _least_squares(
 
 
 def _non_negative(matrix: list[list[float]], right: list[float]) -> Coefficients:
-    """The u >= 0 that minimises u.M.u - 2 r.u, by trying which of the three are above 0: there are only 7 ways."""
-    best: tuple[float, Coefficients] | None = None
-    for size in (3, 2, 1):
-        for free in combinations(range(3), size):
-            solved = _solve([[matrix[row][column] for column in free] for row in free], [right[row] for row in free])
-            if min(solved) < 0:
-                continue
+    """Find u >= 0 that minimises u.M.u - 2 r.u, by trying which of the three are above 0: there are only 7 ways."""
+    found: list[tuple[float, Coefficients]] = []
+    for free in (free for size in (3, 2, 1) for free in combinations(range(3), size)):
+        solved = _solve([[matrix[row][column] for column in free] for row in free], [right[row] for row in free])
+        if min(solved) >= 0:
             value = -sum(one * right[row] for one, row in zip(solved, free, strict=True))
-            if best is None or value < best[0]:
-                full = [0.0, 0.0, 0.0]
-                for one, row in zip(solved, free, strict=True):
-                    full[row] = one
-                best = value, (full[0], full[1], full[2])
-    assert best is not None, "each constant alone has a positive solution"
-    return best[1]
+            full = dict(zip(free, solved, strict=True))
+            found.append((value, (full.get(0, 0.0), full.get(1, 0.0), full.get(2, 0.0))))
+    return min(found, key=lambda one: one[0])[1]  # each constant alone has a positive solution
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gauss without pivoting, for a small positive definite matrix."""
+    """Solve a small positive definite system by Gauss without pivoting."""
     size = len(right)
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for pivot in range(size):
@@ -128,13 +116,13 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def _median(numbers: Iterable[float]) -> float:
-    """The middle value; the upper of the two middle ones where their number is even."""
+    """Return the middle value; the upper of the two middle ones where their number is even."""
     ranked = sorted(numbers)
     return ranked[len(ranked) // 2]
 
 
 FEWEST = 12
-"""Three constants are not fitted to fewer observations."""
+"""Fewest observations that three constants are fitted to."""
 REMEMBERED = 256
 """Older micro-batches are forgotten: the machine and the model may change."""
 
@@ -157,7 +145,7 @@ class LearnedCost:
     @property
     def is_learning(self) -> bool:
         """False where the cost stays as it is. Batches of few micro-batches do not end it before there is a fit."""
-        if self._batches is None or self._batches == 0:
+        if not self._batches:
             return self._batches is None
         return self._num_batches < self._batches or len(self._recent) < FEWEST
 
@@ -166,17 +154,16 @@ class LearnedCost:
         if not self.is_learning:
             return
         self._num_batches += 1
-        for observation in observations:
-            if observation[2] > 0:
-                self._recent.append(observation)
-                self._num_new += 1
+        timed = [observation for observation in observations if observation[2] > 0]
+        self._recent.extend(timed)
+        self._num_new += len(timed)
         is_time = self._num_new >= max(FEWEST, (len(self._recent) + 1) // 2)
         if is_time or (not self.is_learning and self._num_new):
             self.cost = fit_cost(self._recent, self._prior)
             self._num_new = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The fit and what it came from, as plain values."""
+        """Return the fit and what it came from, as plain values."""
         return {
             "cost": list(self.cost.constants),
             "batches": self._num_batches,
@@ -185,7 +172,6 @@ class LearnedCost:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         try:
             fixed, per_token, per_square = state["cost"]
             recent = [(int(rows), int(length), float(seconds)) for rows, length, seconds in state["recent"]]

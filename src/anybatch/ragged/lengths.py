@@ -13,35 +13,25 @@ from anybatch.errors import SplitError
 PaddedDims = Mapping[str, tuple[int, ...]]
 """By path, the dims of a tensor that are padded."""
 
-TOKEN_NAMES = frozenset(
-    [
-        "ids",
-        "input_ids",
-        "inputs_embeds",
-        "token_ids",
-        "tokens",
-        "token_type_ids",
-        "position_ids",
-        "special_tokens_mask",
-    ]
-)
-"""What tokenizers call fields with one entry per token."""
+TOKEN_NAMES = frozenset(["ids", "input_ids", "inputs_embeds", "token_ids", "tokens"])
+TOKEN_NAMES |= {"token_type_ids", "position_ids", "special_tokens_mask"}
+"""Tokenizers' names of fields with one entry per token."""
 
 
 def narrow(batch: Batch, columns: slice, dims: PaddedDims) -> Batch:
-    """The batch with only these `columns` of the padded dims; views, not copies. What `dims` does not name is left whole."""
+    """Keep only these `columns` of the padded dims; views, not copies. What `dims` does not name is left whole."""
 
     def narrowed(path: str, leaf: Any) -> Any:
         own = dims.get(path) if is_array(leaf) else None
-        return (
-            leaf if own is None else leaf[tuple(columns if dim in own else slice(None) for dim in range(max(own) + 1))]
-        )
+        if own is None:
+            return leaf
+        return leaf[tuple(columns if dim in own else slice(None) for dim in range(max(own) + 1))]
 
     return map_leaves(batch, narrowed, lambda path, _: not any(other.startswith(path) for other in dims))
 
 
 def padded_dims(batch: Batch, *, width: int, count: int, keep: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """The dims of everything that is as wide as the padding, whether or not it has an entry per token.
+    """Find the dims of everything that is as wide as the padding, whether or not it has an entry per token.
 
     A tensor of `count` rows carries it as dim 1, where that is `width` long; one whose name says attention may carry it in
     any dim but 0, as square attention masks do. Those named in `keep` are left out.
@@ -51,7 +41,7 @@ def padded_dims(batch: Batch, *, width: int, count: int, keep: Collection[str] =
 
 
 def columns_of(batch: Batch, count: int, keep: Collection[str] = ()) -> Iterator[NamedPart]:
-    """(path, array) of everything with `count` rows and two or more dims, but for what is named in `keep`."""
+    """Yield (path, array) of everything with `count` rows and two or more dims, but for what is named in `keep`."""
     is_per_row_list = per_row_lists(count)
 
     def is_kept(path: str) -> bool:
@@ -63,7 +53,7 @@ def columns_of(batch: Batch, count: int, keep: Collection[str] = ()) -> Iterator
 
 
 def name_of(path: str) -> str:
-    """The last key, index or attribute of a path as the user would name it: `labels` for `['inputs']['labels']`."""
+    """Return the last key, index or attribute of a path: `labels` for `['inputs']['labels']`."""
     return path.replace("[", ".").rsplit(".", 1)[-1].strip("]'\"")
 
 
@@ -83,18 +73,19 @@ class RowLengths:
     untrimmed: str | None = None
     """Why padding was left in, if it was."""
     dims: PaddedDims = field(default_factory=dict)
-    """What has an entry per token, and in which dims."""
+    """Fields with an entry per token, and in which dims."""
 
     def columns(self, length: int) -> slice:
-        """The columns that rows of at most this length need."""
+        """Return the columns that rows of at most this length need."""
         return slice(self.width - length, self.width) if self.is_left else slice(0, length)
 
 
 def given_lengths(
     batch: Batch, length: Callable[[Any], Any], *, ignored: int, keep: Collection[str] = ()
 ) -> RowLengths:
-    """Lengths that the user's function gives for a batch that is padded on the right."""
-    count, lengths = num_rows(batch), _as_numbers(length(batch))
+    """Call the user's function of a batch that is padded on the right."""
+    count, given = num_rows(batch), length(batch)
+    lengths = [int(number) for number in (given.tolist() if hasattr(given, "tolist") else given)]
     width = next((tensor.shape[1] for tensor in tensors(batch) if tensor.dim() > 1), 0)
     if len(lengths) != count or max(lengths, default=0) > width:
         raise SplitError(
@@ -122,8 +113,9 @@ def masked_lengths(batch: Mapping[str, Any], *, ignored: int, keep: Collection[s
     """
     mask = batch["attention_mask"]
     if not isinstance(mask, Tensor) or mask.dim() != 2:
+        kind = f"tensor of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise SplitError(
-            f"attention_mask is {_shape(mask)}; expected a tensor of rows x tokens to read lengths from. Give "
+            f"attention_mask is a {kind}; expected a tensor of rows x tokens to read lengths from. Give "
             "Tokens(length=...), a function of the batch that returns one length per row."
         )
     count, width = mask.shape
@@ -136,9 +128,8 @@ def masked_lengths(batch: Mapping[str, Any], *, ignored: int, keep: Collection[s
     starts = torch.where(is_real, positions, width).amin(1).clamp(max=width - 1)
     targets = [target for _, target in _targets(batch, width, count, keep)]
     counted = torch.stack([stops, *(_last_counted(target, ignored) for target in targets)]).amax(0)
-    first = torch.stack(
-        [torch.full_like(starts, width), *(_first_counted(target, ignored) for target in targets)]
-    ).amin(0)
+    firsts = [_first_counted(target, ignored) for target in targets]
+    first = torch.stack([torch.full_like(starts, width), *firsts]).amin(0)
     ends, begins, reach, earliest = torch.stack([stops, starts, counted, first]).tolist()
     if min(ends) == width and max(begins) > 0:
         return _left(begins, earliest, width, has_positions="position_ids" in batch)
@@ -154,7 +145,7 @@ def masked_lengths(batch: Mapping[str, Any], *, ignored: int, keep: Collection[s
 
 
 def sample_length(sample: Any) -> int:
-    """The length of a raw sample: of its `input_ids`, or else of its first sequence or tensor.
+    """Return the length of a raw sample: of its `input_ids`, or else of its first sequence or tensor.
 
     >>> sample_length({"name": "a", "input_ids": [5, 6, 7]}), sample_length(([1, 2], 0))
     (3, 2)
@@ -189,23 +180,19 @@ def _left(begins: list[int], earliest: list[int], width: int, *, has_positions: 
         if has_positions
         else "without position_ids, trimming would move every token. Put position_ids into the batch, or pad on the right"
     )
-    return RowLengths(
-        lengths=[width] * len(begins),
-        width=width,
-        untrimmed=f"rows are padded on the left and were not trimmed: {why}.",
-    )
+    why = f"rows are padded on the left and were not trimmed: {why}."
+    return RowLengths(lengths=[width] * len(begins), width=width, untrimmed=why)
 
 
 def paths_per_token(batch: Batch, *, width: int, keep: Collection[str], is_masked: bool) -> set[str]:
-    """Paths of what surely has an entry per token: targets, which reach as far as they count, and without a mask the first
-    tensor of two dims, whose width is the padding's."""
+    """Find the paths of targets, and without a mask that of the first tensor of two dims, whose width is the padding's."""
     count = num_rows(batch)
     wide = [path for path, value in columns_of(batch, count, keep) if value.shape[1] == width]
     return {path for path, _ in _targets(batch, width, count, keep)} | set([] if is_masked else wide[:1])
 
 
 def _targets(batch: Batch, width: int, count: int, keep: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """What a loss may count: tensors named label or target, and all but the first of a tuple or list."""
+    """Yield what a loss may count: tensors named label or target, and all but the first of a tuple or list."""
     is_tuple = isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields")
     for path, value in columns_of(batch, count, keep):
         is_named = "label" in path or "target" in path
@@ -215,7 +202,7 @@ def _targets(batch: Batch, width: int, count: int, keep: Collection[str]) -> Ite
 
 
 def _is_counted(target: Tensor, ignored: int) -> Tensor:
-    """Rows x columns; every number of a floating-point target counts."""
+    """Tell which of rows x columns count; every number of a floating-point target does."""
     if target.is_floating_point():
         return torch.ones(target.shape[:2], dtype=torch.bool, device=target.device)
     counts = target != ignored
@@ -223,7 +210,7 @@ def _is_counted(target: Tensor, ignored: int) -> Tensor:
 
 
 def _last_counted(target: Tensor, ignored: int) -> Tensor:
-    """For each row, the number of columns up to its last target that counts."""
+    """Count the columns of each row up to its last target that counts."""
     counts = _is_counted(target, ignored)
     return torch.where(counts, torch.arange(1, counts.shape[1] + 1, device=target.device), 0).amax(1)
 
@@ -232,11 +219,3 @@ def _first_counted(target: Tensor, ignored: int) -> Tensor:
     counts = _is_counted(target, ignored)
     width = counts.shape[1]
     return torch.where(counts, torch.arange(width, device=target.device), width).amin(1)
-
-
-def _as_numbers(lengths: Any) -> list[int]:
-    return [int(length) for length in (lengths.tolist() if hasattr(lengths, "tolist") else lengths)]
-
-
-def _shape(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -42,7 +42,7 @@ from anybatch.ragged.lengths import (
 
 
 class TokenFields:
-    """Only what has an entry per token may be trimmed; being as wide as the padding is no proof of it.
+    """Finds the fields to trim: only what has an entry per token; being as wide as the padding is no proof of it.
 
     `named` are fields that the user says are per token, `kept` those that are not. A field that had a width of its own in an
     earlier batch is not per token either: as wide as the padding by chance, it is kept.
@@ -53,33 +53,29 @@ class TokenFields:
         self.kept = frozenset(kept)
         self._own_width: set[str] = set()
 
-    def find(
-        self, batch: Batch, lengths: Sequence[int], *, width: int, count: int, known: Collection[str] = ()
-    ) -> PaddedDims:
-        """What is trimmed of a batch padded to `width`: fields named, those at the paths `known`, and tokenizers' own."""
+    def find(self, batch: Batch, rows: RowLengths, known: Collection[str]) -> PaddedDims:
+        """Find what is trimmed: fields named, those at the paths `known`, and tokenizers' own."""
+        width, count = rows.width, len(rows.lengths)
         wide = padded_dims(batch, width=width, count=count, keep=self.kept)
         self._own_width |= {path for path, _ in columns_of(batch, count, self.kept) if path not in wide}
-        self._check_named(wide, width)
-        found = {}
-        for path, dims in wide.items():
-            name = name_of(path)
-            if name in self.named or path in known or name in TOKEN_NAMES or "attention" in name:
-                found[path] = dims
-            elif path not in self._own_width and min(lengths) < width:
-                raise SplitError(
-                    f"batch{path} is {width} wide, as the padding of this batch is, and nothing says whether it has an entry "
-                    "per token: trimming it with the padding may cut off what counts. Name it in "
-                    f"Tokens(per_token=[{name!r}]) if it has, or in Tokens(keep=[{name!r}]) if it has not."
-                )
-        return found
-
-    def _check_named(self, wide: PaddedDims, width: int) -> None:
         missing = self.named - {name_of(path) for path in wide}
         if missing:
             raise SplitError(
                 f"Tokens(per_token=...) names {min(missing)!r}, and the batch has no such field whose dim 1 is {width} wide, "
                 "as its padding is. Give a field per token its rows in dim 0 and its tokens in dim 1, or leave the name out."
             )
+        found = {}
+        for path, dims in wide.items():
+            name = name_of(path)
+            if name in self.named or path in known or name in TOKEN_NAMES or "attention" in name:
+                found[path] = dims
+            elif path not in self._own_width and min(rows.lengths) < width:
+                raise SplitError(
+                    f"batch{path} is {width} wide, as the padding of this batch is, and nothing says whether it has an entry "
+                    "per token: trimming it with the padding may cut off what counts. Name it in "
+                    f"Tokens(per_token=[{name!r}]) if it has, or in Tokens(keep=[{name!r}]) if it has not."
+                )
+        return found
 
 
 class Tokens(Split):
@@ -157,7 +153,7 @@ class Tokens(Split):
 
     @property
     def cost(self) -> Cost:
-        """The cost that the next batch is cut by: constants in seconds that were fitted, or the ones given."""
+        """Return the cost that the next batch is cut by: constants in seconds that were fitted, or the ones given."""
         return self._learned.cost
 
     @property
@@ -174,7 +170,7 @@ class Tokens(Split):
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt of costs and of what fits, as plain values."""
+        """Return what was learnt of costs and of what fits, as plain values."""
         return {"fits": self._fits, "learned": self._learned.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,12 +206,10 @@ class Tokens(Split):
         """
         if ran.cut is None or ran.cut.largest <= ran.together * max(ran.cut.lengths):
             return None
-        shrunk = copy.copy(self)
-        shrunk._fits = max(ran.cut.largest // 2, ran.together * max(ran.cut.lengths))
-        return shrunk
+        return self.resized(max(ran.cut.largest // 2, ran.together * max(ran.cut.lengths)))
 
     def measure(self, batch: Batch) -> RowLengths:
-        """How long each row is, or what that is rounded up to."""
+        """Measure each row, rounded up to `round_to`."""
         rows = self._measured(batch)
         if self.round_to == 1:
             return rows
@@ -229,17 +223,13 @@ class Tokens(Split):
         rows_to_cut(batch)
         rows = self._padded_lengths(batch)
         known = paths_per_token(batch, width=rows.width, keep=self.keep, is_masked=self.length is None)
-        count = len(rows.lengths)
-        return replace(rows, dims=self._fields.find(batch, rows.lengths, width=rows.width, count=count, known=known))
+        return replace(rows, dims=self._fields.find(batch, rows, known))
 
     def cut_to(self, budget: int, batch: Batch, rows: RowLengths) -> MicroBatches:
         """The micro-batches of a batch that was measured, under another budget."""
-        together = 1
-        if self.groups is None:
-            cut = best_cut(rows.lengths, budget, self.cost, slack=self.slack)
-        else:
-            cut, together = self._cut_groups(budget, batch, rows)
-        return self._micro_batches(batch, cut, rows, together)
+        if self.groups is not None:
+            return self._micro_batches(batch, *self._cut_groups(self.groups, budget, batch, rows))
+        return self._micro_batches(batch, best_cut(rows.lengths, budget, self.cost, slack=self.slack), rows, 1)
 
     def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
         """Equal numbers of rows, or groups, as they came, as many as the largest micro-batch of `like` has room for.
@@ -253,9 +243,8 @@ class Tokens(Split):
         stops = [0, *accumulate(near_equal(len(groups), room))]
         parts = [sorted(row for group in groups[start:stop] for row in group) for start, stop in pairwise(stops)]
         longest = [max(rows.lengths[row] for row in part) for part in parts]
-        return self._micro_batches(
-            batch, Cut(rows=tuple(map(tuple, parts)), lengths=tuple(longest)), rows, like.together
-        )
+        cut = Cut(rows=tuple(map(tuple, parts)), lengths=tuple(longest))
+        return self._micro_batches(batch, cut, rows, like.together)
 
     def _micro_batches(self, batch: Batch, cut: Cut, rows: RowLengths, together: int) -> MicroBatches:
         if self.collate is not None:
@@ -264,10 +253,9 @@ class Tokens(Split):
             parts = _take_and_trim(batch, cut, rows)
         return MicroBatches(parts, cut, together=together)
 
-    def _cut_groups(self, budget: int, batch: Batch, rows: RowLengths) -> tuple[Cut, int]:
-        """The cheapest cut of whole groups: each is a row as long as its longest, that costs as much as all of its rows."""
-        assert self.groups is not None
-        groups = groups_of(self.groups, batch, len(rows.lengths))
+    def _cut_groups(self, by: Groups, budget: int, batch: Batch, rows: RowLengths) -> tuple[Cut, RowLengths, int]:
+        """Cut whole groups: each is a row as long as its longest, that costs as much as all of its rows."""
+        groups = groups_of(by, batch, len(rows.lengths))
         size = len(groups[0])
         if any(len(group) != size for group in groups):
             sizes = sorted({len(group) for group in groups})
@@ -285,7 +273,7 @@ class Tokens(Split):
         cost = Cost(fixed=fixed, per_token=size * per_token, per_square=size * per_square)
         cut = best_cut(longest, budget // size, cost, slack=self.slack)
         chosen = tuple(tuple(sorted(row for number in part for row in groups[number])) for part in cut.rows)
-        return Cut(rows=chosen, lengths=cut.lengths), size
+        return Cut(rows=chosen, lengths=cut.lengths), rows, size
 
     def _padded_lengths(self, batch: Batch) -> RowLengths:
         if self.length is not None:
@@ -316,11 +304,9 @@ def _take_and_trim(batch: Batch, cut: Cut, rows: RowLengths) -> list[Batch]:
         is_run = chosen[-1] - chosen[0] + 1 == len(chosen)
         if length < rows.width:
             # copied even where rows are neighbours: models take .view() of what they are given
-            trimmed = narrow(batch, rows.columns(length), rows.dims)
-            parts.append(take(trimmed, torch.tensor(chosen), count))
+            parts.append(take(narrow(batch, rows.columns(length), rows.dims), torch.tensor(chosen), count))
         elif len(chosen) == count:
             parts.append(batch)
         else:
-            numbers = slice(chosen[0], chosen[-1] + 1) if is_run else torch.tensor(chosen)
-            parts.append(take(batch, numbers, count))
+            parts.append(take(batch, slice(chosen[0], chosen[-1] + 1) if is_run else torch.tensor(chosen), count))
     return parts
