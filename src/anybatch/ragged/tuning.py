@@ -11,9 +11,10 @@ from anybatch.ragged.cost import Cost
 from anybatch.ragged.tokens import Tokens
 
 LIMIT = 12
-"""The search ends after this many measurements."""
+"""Measurements after which the search ends."""
 CLEARLY = 0.85
 """A rate below this share of the best, beyond the noise of a shared machine, ends the way up."""
+STRIDE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,11 @@ class Search:
     tried that is far above the best one: what would not fit is not met by accident.
     """
 
-    def __init__(self, sizes: Sequence[int], *, limit: int = LIMIT, stride: int = 4) -> None:
+    def __init__(self, sizes: Sequence[int], *, limit: int = LIMIT) -> None:
         self.sizes = tuple(sizes)
         self._rates: dict[int, list[float]] = {}
+        """By index into `sizes`, as are `_at`, `_top` and `_highest`."""
         self._limit = limit
-        self._stride = stride
         self._is_climbing = True
         self._at = 0
         self._highest = self._top = len(self.sizes) - 1
@@ -52,7 +53,6 @@ class Search:
 
     @property
     def next_size(self) -> int:
-        """The size to run the next batch with."""
         return self.sizes[self._at]
 
     @property
@@ -62,33 +62,31 @@ class Search:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """What was tried, by size."""
         return tuple(Trial(size=self.sizes[at], rates=tuple(self._rates[at])) for at in sorted(self._rates))
 
     @property
     def bound(self) -> int:
-        """The largest size that may be come to."""
+        """Upper bound of the search."""
         return self.sizes[self._highest]
 
     def tell(self, rate: float) -> None:
-        """The rate that `next_size` gave."""
-        if self.is_done:
-            return
-        self._rates.setdefault(self._at, []).append(rate)
-        self.num_measured += 1
-        self._decide()
+        """Take the rate that `next_size` gave."""
+        if not self.is_done:
+            self._rates.setdefault(self._at, []).append(rate)
+            self.num_measured += 1
+            self._decide()
 
     def cap(self, size: int) -> None:
-        """Sizes above the first that reaches `size` make no difference: leave them out."""
+        """Leave out sizes above the first that reaches `size`: they make no difference."""
         reaching = (at for at, known in enumerate(self.sizes) if known >= size)
         self._top = min(next(reaching, self._highest), self._highest)
         if not self.is_done and not self._rates.get(self._at):
             self._at = min(self._at, self._top)
 
     def limit(self, size: int) -> bool:
-        """Sizes above `size` do not fit: never come to them, or back to them. False, and no change, where all are above.
+        """Never try sizes above `size` again, which do not fit. False, and no change, where all are above.
 
-        What was measured of them is void; where that leaves a gap below `size`, the way up goes on into it.
+        Their measurements are void; where that leaves a gap below `size`, the way up goes on into it.
         """
         fitting = [at for at, known in enumerate(self.sizes) if known <= size]
         if not fitting:
@@ -102,7 +100,7 @@ class Search:
         return True
 
     def allow(self, size: int) -> None:
-        """Sizes up to `size` may be come to again; the largest of them is measured next, whatever smaller ones gave."""
+        """Try sizes up to `size` again; the largest of them is measured next, whatever smaller ones gave."""
         self._highest = max(self._highest, max((at for at, known in enumerate(self.sizes) if known <= size), default=0))
         if self._highest > self._top:
             self._top = self._at = self._highest
@@ -120,26 +118,16 @@ class Search:
     def _following(self) -> int | None:
         if not self._rates:
             return 0
-        if self._is_climbing:
-            above = self._above()
-            if above is not None:
-                return above
-            self._is_climbing = False
-        for look in (self._around, self._between, self._again):
-            following = look()
-            if following is not None:
-                return following
-        return None
-
-    def _above(self) -> int | None:
         highest = max(self._rates)
         is_falling = self._rate(highest) < CLEARLY * self._rate(self._best())
-        if is_falling or highest >= self._top:
-            return None
-        return min(highest + self._stride, self._top)
+        self._is_climbing = self._is_climbing and not is_falling and highest < self._top
+        if self._is_climbing:
+            return min(highest + STRIDE, self._top)
+        looks = (look() for look in (self._around, self._between, self._again))
+        return next((following for following in looks if following is not None), None)
 
     def _around(self) -> int | None:
-        """The middle of the wider of the two gaps beside the best."""
+        """Find the middle of the wider of the two gaps beside the best."""
         best = self._best()
         known = sorted(self._rates)
         place = known.index(best)
@@ -150,7 +138,7 @@ class Search:
         return (best + beside) // 2 if abs(best - beside) > 1 else None
 
     def _between(self) -> int | None:
-        """The middle of the widest gap that may hide a second summit: one with an end near the best."""
+        """Find the middle of the widest gap that may hide a second summit: one with an end near the best."""
         if self.num_measured >= self._limit - 4:
             return None
         near = CLEARLY * self._rate(self._best())
@@ -162,8 +150,8 @@ class Search:
         return max(gaps)[1] if gaps else None
 
     def _again(self) -> int | None:
-        """Whichever of the best two was measured fewer times, until both were measured twice."""
-        ranked = sorted(self._rates, key=lambda at: self._rate(at), reverse=True)[:2]
+        """Choose the one of the best two that was measured fewer times, until both were measured twice."""
+        ranked = sorted(self._rates, key=self._rate, reverse=True)[:2]
         fewest = min(ranked, key=lambda at: len(self._rates[at]))
         return fewest if len(self._rates[fewest]) < 2 and len(ranked) > 1 else None
 
@@ -171,11 +159,11 @@ class Search:
         return sum(self._rates[at]) / len(self._rates[at])
 
     def _best(self) -> int:
-        return max(self._rates, key=lambda at: self._rate(at), default=0)
+        return max(self._rates, key=self._rate, default=0)
 
 
 def sizes_between(smallest: int, largest: int) -> list[int]:
-    """Sizes from `smallest` to `largest`, each about the square root of 2 times the one before.
+    """List sizes from `smallest` to `largest`, each about the square root of 2 times the one before.
 
     >>> sizes_between(1, 20)
     [1, 2, 3, 4, 6, 8, 11, 16, 20]
@@ -203,7 +191,7 @@ class Choice:
     """How many updates were measured, all of them real training. By tokens, one more came before them."""
 
     def describe(self) -> str:
-        """In words: what was chosen, and what else was tried."""
+        """Say in words what was chosen, and what else was tried."""
         state = "chosen" if self.is_settled else "best so far"
         if not self.trials:
             return f"{self.size} {self.kind} per micro-batch to begin with; nothing measured yet."
@@ -251,14 +239,9 @@ class Auto(Split):
         """What is chosen for batches like the last one; None before the first."""
         if self._last is None:
             return None
-        search = self._last.search
-        return Choice(
-            kind=self._last.kind,
-            size=search.best,
-            is_settled=search.is_done,
-            trials=search.trials,
-            num_updates=search.num_measured,
-        )
+        kind, search = self._last.kind, self._last.search
+        settled, measured = search.is_done, search.num_measured
+        return Choice(kind=kind, size=search.best, is_settled=settled, trials=search.trials, num_updates=measured)
 
     @property
     def reads_dim_0(self) -> bool:
@@ -266,10 +249,10 @@ class Auto(Split):
         return self._rows.reads_dim_0 and self._last is not None and self._last.kind == "rows"
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`, at the size to try next or at the best one."""
+        """Cut `batch` at the size to try next, or at the best one."""
         is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
         if isinstance(self.most, Tokens) or (self.most is None and is_masked):
-            return self._cut_tokens(batch, self._tokens)
+            return self._cut_tokens(batch)
         return self._cut_rows(batch)
 
     def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
@@ -286,7 +269,7 @@ class Auto(Split):
             self._tokens.learn(ran, seconds)
 
     def shrink(self, ran: MicroBatches) -> "Auto | None":
-        """Batches like this one are never cut to more than half of what did not fit; None where nothing smaller is left."""
+        """Never cut batches like this one to more than half of what did not fit; None where nothing smaller is left."""
         tuning = self._last
         assert tuning is not None
         largest, least = max(len(rows) for rows in ran.row_numbers), ran.together
@@ -305,7 +288,7 @@ class Auto(Split):
         return self._last.search.bound
 
     def resized(self, size: int) -> "Auto":
-        """This split, which may come to micro-batches of this size again."""
+        """Return this split, which may try micro-batches of this size again."""
         for tuning in self._tunings.values():
             tuning.search.allow(size)
         return self
@@ -314,22 +297,25 @@ class Auto(Split):
         count = self._rows.count(batch)
         amount = max(count, sum(tensor.numel() for tensor in tensors(batch)))
         least, largest = self._rows.least(batch), min(count, self.most.size) if isinstance(self.most, Rows) else count
-        tuning = self._tuning("rows", count, amount, lambda: Search(_distinct(count, sizes_between(least, largest))))
+
+        def begin() -> Search:  # the smallest size for each number of micro-batches
+            return Search(sorted({-(-count // -(-count // size)) for size in sizes_between(least, largest)}))
+
+        tuning = self._tuning("rows", count, amount, begin)
         tuning.amount = amount
         return replace(self._rows, size=max(tuning.search.next_size, least)).cut(batch)
 
-    def _cut_tokens(self, batch: Batch, tokens: Tokens) -> MicroBatches:
+    def _cut_tokens(self, batch: Batch) -> MicroBatches:
+        tokens = self._tokens
         rows = tokens.measure(batch)
         count, longest = len(rows.lengths), max(rows.lengths)
         bound = count * longest if self.most is None else tokens.budget
         largest = max(1, min(bound, count * longest))
-        # the first update fits the cost, by which the work in later ones is then compared
-        tuning = self._tuning(
-            "tokens",
-            count,
-            sum(rows.lengths),
-            lambda: Search(sizes_between(min(longest, largest), largest), limit=LIMIT - 1),
-        )
+
+        def begin() -> Search:  # the first update fits the cost, by which the work in later ones is then compared
+            return Search(sizes_between(min(longest, largest), largest), limit=LIMIT - 1)
+
+        tuning = self._tuning("tokens", count, sum(rows.lengths), begin)
         if not tuning.search.is_done:
             tuning.weigh(rows.lengths, largest, tokens.cost)
         # a row longer than the size to try still has to fit; one longer than the user's bound is an error
@@ -345,7 +331,7 @@ class Auto(Split):
 
 @dataclass(slots=True)
 class _Tuning:
-    """The search for batches of one shape, and how much work the batch that was cut last is."""
+    """The search for batches of one shape, and the amount of work in the batch that was cut last."""
 
     kind: str
     search: Search
@@ -356,7 +342,7 @@ class _Tuning:
     """The cost that all ragged batches of this search are weighed by, so that the search does not see their differences."""
 
     def weigh(self, lengths: Sequence[int], budget: int, fitted: Cost) -> None:
-        """The amount of work in a ragged batch: the cost of its cheapest cut under the largest budget.
+        """Take the cost of the cheapest cut under the largest budget as the amount of work in a ragged batch.
 
         That cut's largest micro-batch is also the largest that is worth trying.
         """
@@ -366,11 +352,6 @@ class _Tuning:
         self.cost = self.cost or fitted
         self.amount = best_cut(lengths, budget, self.cost).cost(self.cost)
         self.search.cap(best_cut(lengths, budget, fitted).largest)
-
-
-def _distinct(count: int, sizes: list[int]) -> list[int]:
-    """One size for each number of micro-batches that `sizes` cut `count` rows into: the smallest that gives this number."""
-    return sorted({-(-count // -(-count // size)) for size in sizes})
 
 
 class Doubling(Split):
@@ -393,23 +374,21 @@ class Doubling(Split):
         self._most = most
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`, at the size of the moment."""
         return Rows(self.size).cut(batch)
 
     def learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
-        """Take note that the micro-batches that were cut last have fitted."""
+        """Double the size, as the micro-batches that were cut last have fitted."""
         if self.is_settled or len(ran) == 1:
             return
         self.size = 2 * self.size if self._most is None else min(2 * self.size, self._most)
         self.is_settled = self.size == self._most
 
     def resized(self, size: int) -> "Doubling":
-        """This split, from now on at this size."""
         self.size = size
         return self
 
     def shrink(self, ran: MicroBatches) -> "Doubling | None":
-        """Half of what did not fit, and no more tries; None where that was one row."""
+        """Settle at half of what did not fit; None where that was one row."""
         largest = max(len(rows) for rows in ran.row_numbers)
         if largest == 1:
             return None
