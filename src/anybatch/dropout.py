@@ -46,10 +46,9 @@ def key_of(*numbers: int) -> int:
 
 
 def keep_mask(key: int, row_numbers: Tensor, shape: Sequence[int], keep: float) -> Tensor:
-    """True with probability `keep`, to 32 bits, for each of `shape` entries of each row.
+    """Draw True with probability `keep`, to 32 bits, for each of `shape` entries of each row.
 
-    An entry depends on the key, the number of its row and its coordinates within the row, not on how many rows there are nor on
-    how long they were padded: of a longer row, the first part is the shorter one's.
+    An entry depends on the key, its row's number and its coordinates in the row, not on the number of rows or their padding.
     """
     if keep <= 0 or keep >= 1:
         return torch.full((len(row_numbers), *shape), keep >= 1, device=row_numbers.device)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class SavedTensors:
             # the weak reference holds the storage's address: no other storage can be taken for this one
             kept = _Kept(StorageWeakRef(storage), version, self._put(storage, tensor.device))
             self._kept[storage_key(storage)] = kept
-        return _Rebuild(kept.load, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return partial(_rebuild, kept.load, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _put(self, storage: torch.UntypedStorage, device: torch.device) -> Load:
         flat = _bytes_of(storage)
@@ -123,20 +124,10 @@ class _Once:
         return flat
 
 
-@dataclass(frozen=True, slots=True)
-class _Rebuild:
-    """A saved tensor as a view of the storage that was put away."""
-
-    load: Load
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def __call__(self) -> Tensor:
-        flat = self.load()
-        empty = torch.empty(0, dtype=self.dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
+def _rebuild(load: Load, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """Make a saved tensor a view of the storage that was put away."""
+    flat = load()
+    return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, stride)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

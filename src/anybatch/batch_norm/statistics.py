@@ -105,47 +105,30 @@ class Merged(PassHook):
         self._resting = resting or {}
         self._ranks = ranks
         self._meet = meet
-        self._merging = Merging({}, ranks)
+        self._num_tracked: dict[str, Tensor] = {}
+        self._num_calls: dict[str, int] = {}
+        self._current: list[tuple[tuple[str, int], Call, MeanAndVariance]] = []
+        self._seen: dict[tuple[str, int], tuple[Call, list[MeanAndVariance]]] = {}
 
     def around_batch(self) -> AbstractContextManager[object]:
         return frozen(self._resting)
 
     @contextmanager
     def around_counted(self) -> Iterator[None]:
-        self._merging = merging = Merging(self._layers, self._ranks)
+        counting = {name: layer for name, layer in self._layers.items() if isinstance(layer, BatchNormLayer)}
+        tracked = {name: layer.num_batches_tracked for name, layer in counting.items()}
+        self._num_tracked = {name: number.clone() for name, number in tracked.items() if number is not None}
+        self._num_calls, self._current, self._seen = {}, [], {}
         try:
-            with replaced(self._layers, merging.compute):
+            with replaced(self._layers, self._compute):
                 yield
             self._meet()  # ranks pool their statistics only if all of them got here
         except BaseException:
-            merging.begin()
+            self.before_pass()
             raise
-        merging.close()
+        self._close()
 
     def before_pass(self) -> None:
-        self._merging.begin()
-
-    def discard_pass(self) -> None:
-        self._merging.forget()
-
-
-class Merging:
-    """Statistics of each micro-batch, collected until they are one update."""
-
-    def __init__(self, layers: Layers, ranks: Ranks) -> None:
-        self._layers = layers
-        self._ranks = ranks
-        self._num_tracked = {
-            name: layer.num_batches_tracked.clone()
-            for name, layer in layers.items()
-            if layer.num_batches_tracked is not None
-            and isinstance(layer, BatchNormLayer)  # InstanceNorm does not count
-        }
-        self._num_calls: dict[str, int] = {}
-        self._current: list[tuple[tuple[str, int], Call, MeanAndVariance]] = []
-        self._seen: dict[tuple[str, int], tuple[Call, list[MeanAndVariance]]] = {}
-
-    def begin(self) -> None:
         """Count the last micro-batch, and calls of each layer from 0 again."""
         for key, call, own in self._current:
             self._seen.setdefault(key, (call, []))[1].append(own)
@@ -154,7 +137,12 @@ class Merging:
         for name, number in self._num_tracked.items():
             self._layers[name].num_batches_tracked.copy_(number)  # type: ignore[union-attr]
 
-    def compute(self, name: str, layer: NormLayer, call: Call) -> Tensor:
+    def discard_pass(self) -> None:
+        for key, call, _ in self._current:
+            self._seen.setdefault(key, (call, []))
+        self._current.clear()
+
+    def _compute(self, name: str, layer: NormLayer, call: Call) -> Tensor:
         if call.count == 1 and not call.is_averaged:
             raise BatchError(
                 f"BatchNorm {name!r} got one value per channel (input of shape {tuple(call.input.shape)}): it has no variance. "
@@ -171,15 +159,9 @@ class Merging:
         self._current.append(((name, number), running, own))
         return output
 
-    def forget(self) -> None:
-        """Drop the statistics of the micro-batch that ran last."""
-        for key, call, _ in self._current:
-            self._seen.setdefault(key, (call, []))
-        self._current.clear()
-
-    def close(self) -> None:
+    def _close(self) -> None:
         """Make the one update of each layer, or one per call where the forward calls it more than once."""
-        self.begin()
+        self.before_pass()
         calls = sorted(self._seen.items(), key=lambda item: (item[0][1], item[0][0]))
         own = [pool(parts) if parts else nothing(call) for _, (call, parts) in calls]
         for ((name, number), (call, _)), pooled in zip(calls, pool_over_ranks(self._ranks, own), strict=True):

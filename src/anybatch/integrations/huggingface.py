@@ -52,7 +52,7 @@ from anybatch.parallel import GlobalBatches, check_ranks, warn_of_repeated_rows
 from anybatch.ragged import Tokens
 
 SPLIT_FILE = "anybatch_split.json"
-"""Beside a checkpoint's own files: what was learnt of what fits."""
+"""State of the split, beside a checkpoint's own files."""
 
 
 class ExactTrainer(Trainer):  # type: ignore[misc]
@@ -258,17 +258,15 @@ def _split_of(resume: str | bool | None, folder: str | None) -> Mapping[str, Any
 
 
 def _restore(accumulator: Accumulator, state: Mapping[str, Any] | None) -> None:
-    if state is None:
-        return
-    if isinstance(accumulator.split, EachBatch):
+    if state is not None and isinstance(accumulator.split, EachBatch):
         accumulator.split = EachBatch(state["size"])
-    elif hasattr(accumulator.split, "load_state_dict"):
+    elif state is not None and hasattr(accumulator.split, "load_state_dict"):
         accumulator.split.load_state_dict(state)
 
 
 @contextmanager
 def _local_gathers(accelerator: Any) -> Iterator[None]:
-    """Inside this block a loss that gathers metrics gets those of its own rank: ranks may run different numbers of losses."""
+    """Give a loss that gathers metrics those of its own rank: ranks may run different numbers of losses."""
     for name in ("gather", "gather_for_metrics"):
         setattr(accelerator, name, lambda value, *_, **__: value)
     try:
@@ -312,9 +310,7 @@ KNOWN_TO_ALL = ("SeedableRandomSampler", "SequentialSampler")
 """Samplers that give every rank the same rows."""
 MIXED = ("ProportionalBatchSampler", "RoundRobinBatchSampler")
 """Samplers of sentence-transformers whose every batch is of another dataset."""
-LOADER_OPTIONS = (
-    "num_workers pin_memory worker_init_fn multiprocessing_context prefetch_factor persistent_workers".split()  # noqa: SIM905
-)
+LOADER_OPTIONS = ("num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
 
 
 class EpochLoader(DataLoader[Any]):
@@ -349,7 +345,7 @@ def _dealt(trainer: Any, loader: Any) -> Any:
     size = getattr(batches, "batch_size", None)
     size = size if isinstance(size, int) else max(len(batch) for batch in batches)
     dealt = GlobalBatches(loader.dataset, size * ranks, rank=rank, ranks=ranks, order=_Order(batches))
-    options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
+    options = {name: getattr(loader, name) for name in (*LOADER_OPTIONS, "persistent_workers")}
     return dealt.loader(collate_fn=loader.collate_fn, loader=EpochLoader, **options)
 
 
@@ -405,7 +401,7 @@ LossFunction = Callable[[nn.Module, Batch], Tensor]
 
 
 def is_a(trainer: Any, *names: str) -> bool:
-    """True of an instance of a class of one of these names, which need not be imported here."""
+    """True of an instance of a class of one of these names."""
     return any(base.__name__ in names for base in type(trainer).__mro__)
 
 
@@ -568,7 +564,7 @@ def _of_sentences(trainer: Any) -> Coupled:
 
 IGNORED = -100
 PER_PAIR_ROWS = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "position_ids")
-"""Of preferences, what has a row for the chosen and, below all of them, one for the rejected answer of each pair."""
+"""Fields of preferences with a row for each chosen answer and, below all of them, one for each rejected answer."""
 
 
 class StandIn(dict[str, Any]):
@@ -613,17 +609,24 @@ def _joined(window: Sequence[Mapping[str, Any]], pad_id: int) -> Batch:
 
     Labels are padded with the ignored index, tokens with `pad_id`, all else with 0.
     """
-    is_left = any(_is_left(batch.get("attention_mask")) for batch in window)
+    given = [batch.get("attention_mask") for batch in window]
+    masks = [mask for mask in given if isinstance(mask, Tensor) and mask.dim() == 2]
+    is_left = any(bool(((mask[:, 0] == 0) & (mask[:, -1] != 0)).any()) for mask in masks)
     widths = {
         key: max(batch[key].shape[1] for batch in window)
         for key, value in window[0].items()
         if isinstance(value, Tensor) and value.dim() > 1
     }
 
-    def widened(batch: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: _widened(key, value, widths.get(key), pad_id, is_left) for key, value in batch.items()}
+    def widened(key: str, value: Any) -> Any:
+        if key not in widths or value.shape[1] == widths[key]:
+            return value
+        missing = widths[key] - value.shape[1]
+        fill = IGNORED if "label" in key else pad_id if key.endswith("input_ids") else 0
+        # F.pad counts dims from the last: the pair for dim 1 comes after one for each dim behind it
+        return F.pad(value, [0, 0] * (value.dim() - 2) + ([missing, 0] if is_left else [0, missing]), value=fill)
 
-    return join_rows([widened(batch) for batch in window])
+    return join_rows([{key: widened(key, value) for key, value in batch.items()} for batch in window])
 
 
 def _paired(trainer: Any, batches: Sequence[Any]) -> list[Any]:
@@ -645,16 +648,3 @@ def _as_pairs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_pairs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.transpose(0, 1).flatten(0, 1) if key in PER_PAIR_ROWS else value for key, value in batch.items()}
-
-
-def _is_left(mask: Any) -> bool:
-    return isinstance(mask, Tensor) and mask.dim() == 2 and bool(((mask[:, 0] == 0) & (mask[:, -1] != 0)).any())
-
-
-def _widened(key: str, value: Any, width: int | None, pad_id: int, is_left: bool) -> Any:
-    if width is None or value.shape[1] == width:
-        return value
-    missing = width - value.shape[1]
-    fill = IGNORED if "label" in key else pad_id if key.endswith("input_ids") else 0
-    # F.pad counts dims from the last: the pair for dim 1 comes after one for each dim behind it
-    return F.pad(value, [0, 0] * (value.dim() - 2) + ([missing, 0] if is_left else [0, missing]), value=fill)

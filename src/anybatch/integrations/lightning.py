@@ -35,15 +35,15 @@ from anybatch.objectives import learned
 from anybatch.parallel import check_ranks, unwrapped, warn_of_repeated_rows
 
 SPLIT_KEY = "anybatch_split"
-"""In a checkpoint, what was learnt of what fits."""
+"""Key of the split's state in a checkpoint."""
 LOGGED: ContextVar[dict[str, Metric]] = ContextVar("LOGGED")
-"""What the training step at hand has logged."""
+"""Values logged by the training step at hand."""
 EXTRA = "output: "
-"""Before the name of what a training step returned beside its loss."""
+"""Prefix of values that a training step returned beside its loss."""
 
 
 class ExactSteps(Strategy):  # type: ignore[misc]
-    """What the exact strategies have in common.
+    """Base of the exact strategies.
 
     `training_step` runs all micro-batches and keeps their gradient aside, because Lightning zeroes gradients next; `backward`
     hands it over. Options are those of `Accumulator`; `units` is what the loss of a batch divides by, where that cannot be seen
@@ -53,8 +53,8 @@ class ExactSteps(Strategy):  # type: ignore[misc]
 
     _accumulator: Accumulator | None = None
     _rest: tuple[Any, ...] = ()
-    """What a training step is called with after the batch."""
-    _gradient: "list[tuple[nn.Parameter, Tensor]] | None" = None
+    """Arguments of a training step after the batch."""
+    _gradient: list[tuple[nn.Parameter, Tensor]] | None = None
     _returns_mapping = False
     _saved_split: Mapping[str, Any] | None = None
 
@@ -80,7 +80,6 @@ class ExactSteps(Strategy):  # type: ignore[misc]
             _check_trainer(trainer, self.lightning_module, self)
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Of rows that were dealt, the rows."""
         if isinstance(batch, Dealt):
             return replace(batch, batch=super().batch_to_device(batch.batch, device, dataloader_idx))
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -100,7 +99,10 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         self._gradient = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             parameter.grad = None
-        _log_once(module, calls, result.metrics, _rows_in(batch))
+        batch_size = len(batch.row_numbers) if isinstance(batch, Dealt) else num_rows(batch)
+        for name, call in calls.items():
+            options = {"batch_size": batch_size} | call["options"]
+            module.log(name, result.metrics.get(name, call["value"]), *call["args"], **options)
         loss = result.loss.to(self.root_device)
         extras = {name.removeprefix(EXTRA): value for name, value in result.metrics.items() if name.startswith(EXTRA)}
         return {"loss": loss, **extras} if self._returns_mapping else loss
@@ -166,7 +168,7 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         return self._accumulator
 
     def _compute(self, model: nn.Module, micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        """The training step of one micro-batch, and all that it logged and returned beside its loss."""
+        """Run the training step of one micro-batch; return its loss, and all that it logged and returned beside it."""
         metrics: dict[str, Metric] = {}
         LOGGED.set(metrics)  # of this thread: forwards that wait for each other take turns
         if model is self.model:
@@ -183,7 +185,8 @@ class ExactSteps(Strategy):  # type: ignore[misc]
                 f"training_step returned {type(output).__name__} for a micro-batch; expected its mean loss, or a dict with "
                 "'loss'. To leave rows out of the batch, leave them out of the mean, or of the loader."
             )
-        return loss, metrics | {EXTRA + name: _metric(value) for name, value in extras.items() if _is_kept(value)}
+        kept = {name: value for name, value in extras.items() if isinstance(value, Tensor | int | float)}
+        return loss, metrics | {EXTRA + name: _metric(value) for name, value in kept.items()}
 
 
 class ExactStrategy(ExactSteps, SingleDeviceStrategy):  # type: ignore[misc]
@@ -228,7 +231,7 @@ class ExactFSDP2Strategy(ExactSteps, ModelParallelStrategy):  # type: ignore[mis
 
 
 def _hold(scheduler: Any) -> None:
-    """Let its next step, which comes before anything else looks at it, do nothing."""
+    """Let the next step of a scheduler, which comes before anything else looks at it, do nothing."""
     scheduler.step = lambda *_: vars(scheduler).pop("step")
 
 
@@ -252,7 +255,7 @@ def _check_trainer(trainer: Any, module: Any, strategy: Any) -> None:
 
 @contextmanager
 def _collected(module: Any, calls: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """Inside this block `module.log` collects for the pass at hand; `calls` keeps how each name was logged last."""
+    """Let `module.log` collect for the pass at hand; `calls` keeps how each name was logged last."""
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         calls[name] = {"value": value, "args": args, "options": options}
@@ -270,34 +273,20 @@ def _collected(module: Any, calls: dict[str, dict[str, Any]]) -> Iterator[None]:
 
 
 def _logged(name: str, value: Tensor | float, reduce_fx: Any) -> Metric:
-    number = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
     if reduce_fx in ("sum", sum, torch.sum):
-        return Sum(number)
+        return Sum(_detached(value))
     if reduce_fx in ("mean", torch.mean):
-        return number
+        return _detached(value)
     raise LossError(
         f"self.log({name!r}, reduce_fx={reduce_fx!r}) in training_step: of micro-batches, a mean is weighted by units and a "
         "sum added up. Log it with one of these, or in on_train_batch_end."
     )
 
 
-def _log_once(
-    module: Any, calls: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, Tensor], batch_size: int
-) -> None:
-    for name, call in calls.items():
-        options = {"batch_size": batch_size} | call["options"]
-        module.log(name, metrics.get(name, call["value"]), *call["args"], **options)
-
-
-def _rows_in(batch: Any) -> int:
-    return len(batch.row_numbers) if isinstance(batch, Dealt) else num_rows(batch)
-
-
-def _is_kept(value: Any) -> bool:
-    return isinstance(value, Tensor | int | float)
-
-
 def _metric(value: Tensor | float) -> Metric:
-    if isinstance(value, Tensor) and value.dim() > 0:
-        return PerRow(value.detach())
+    number = _detached(value)
+    return PerRow(number) if number.dim() > 0 else number
+
+
+def _detached(value: Tensor | float) -> Tensor:
     return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
