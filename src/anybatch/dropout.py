@@ -257,7 +257,7 @@ class RowDropout(DropoutLayer):
         return f"p={self.p}"
 
     def get_extra_state(self) -> Tensor:
-        """The number of the update, for the model's `state_dict`: no buffer, which DDP would send around at each forward."""
+        """Return the number of the update, for `state_dict`: no buffer, which DDP would send around at each forward."""
         return torch.tensor(self.masks.update)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -280,7 +280,7 @@ class RowDropout(DropoutLayer):
         return keep.reshape(x.shape[0], *shape, *[1] * (x.dim() - 1 - len(shape)))
 
     def _rows(self) -> tuple[RowsNow, int]:
-        """The rows that are running, and how often this layer was called for them before."""
+        """Return the rows that are running, and how often this layer was called for them before."""
         rows, last = _ROWS.get(), self.masks.last
         if rows is not None:
             rows.calls[self.number] += 1

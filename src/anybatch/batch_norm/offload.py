@@ -101,8 +101,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A storage that has been put away."""
-
     storage: StorageWeakRef
     version: int
     load: Load

@@ -77,19 +77,13 @@ def global_loader(
 
     The last batch is as short as it is, and a process may have no row of it. `options` go to the loader.
     """
-    batches = GlobalBatches(
-        dataset,
-        batch_size,
-        rank=accelerator.process_index,
-        ranks=accelerator.num_processes,
-        seed=seed,
-        shuffle=shuffle,
-    )
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    batches = GlobalBatches(dataset, batch_size, rank=rank, ranks=ranks, seed=seed, shuffle=shuffle)
     return batches.loader(collate_fn=collate_fn, **options)
 
 
 def _check_loader(loader: Any, ranks: int) -> None:
-    """Of a loader that Accelerate sharded: refuse one that ends earlier on some processes, and say which repeats rows."""
+    """Refuse a loader that ends earlier on some processes, and warn of one that repeats rows."""
     shards: Any = getattr(loader, "batch_sampler", None)
     if type(shards).__name__ != "BatchSamplerShard" or ranks == 1 or shards.drop_last:
         return

@@ -85,7 +85,7 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Any, *rest: Any) -> Any:
-        """The loss of the whole batch; its gradient is kept for `backward`."""
+        """Return the loss of the whole batch; its gradient is kept for `backward`."""
         module = self.lightning_module
         _check_trainer(module.trainer, module, self)
         self._rest = rest
@@ -214,8 +214,7 @@ class ExactDDPStrategy(ExactSteps, DDPStrategy):  # type: ignore[misc]
 
 
 class ExactFSDP2Strategy(ExactSteps, ModelParallelStrategy):  # type: ignore[misc]
-    """Parameters sharded by `fully_shard` in `configure_model`. The options are those of `ExactSteps` and of
-    `ModelParallelStrategy`."""
+    """Parameters sharded by `fully_shard` in `configure_model`. Options: those of `ExactSteps` and `ModelParallelStrategy`."""
 
     strategy_name = "exact_fsdp2"
 

@@ -120,7 +120,7 @@ def _check_uncoupled(batch: Mapping[str, Any]) -> None:
 
 
 def _answer_units(batch: Mapping[str, Any]) -> Number:
-    """Question answering ignores positions beyond the text; start and end are averaged each on its own."""
+    """Count answers within the text; start and end are averaged each on its own."""
     length = batch["input_ids"].shape[1]
     starts, ends = (int((batch[key] < length).sum()) for key in ("start_positions", "end_positions"))
     if starts != ends:
@@ -203,7 +203,7 @@ def _is_ctc(model: nn.Module) -> bool:
 
 
 def _reduction_of(model: nn.Module) -> Reduction:
-    """A CTC head sums over rows unless its configuration says otherwise; all others average."""
+    """Return the reduction of the head: CTC may sum over rows, by its configuration; all others average."""
     config = getattr(_base_model(model), "config", None)
     return "sum" if _is_ctc(model) and getattr(config, "ctc_loss_reduction", "mean") == "sum" else "mean"
 

@@ -37,7 +37,6 @@ class Cost:
 
     @property
     def constants(self) -> Coefficients:
-        """Fixed, per token, per square."""
         return self.fixed, self.per_token, self.per_square
 
     def of(self, rows: int, length: int) -> float:

@@ -162,7 +162,7 @@ class Tokens(Split):
         return self._learn if self._learned.is_learning else None
 
     def learning(self) -> "Tokens":
-        """The same split, which learns its cost as long as training goes on, unless it was given one; itself if it learns."""
+        """Return a split that learns its cost as long as training goes on, unless it was given one; itself if it learns."""
         if self._is_given or self._learned.is_learning:
             return self
         other = copy.copy(self)
@@ -180,7 +180,7 @@ class Tokens(Split):
         self._fits = state["fits"]
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`, longest rows first."""
+        """Cut `batch` into micro-batches, longest rows first."""
         rows = self.measure(batch)
         if self._fits is None:
             return self.cut_to(self.budget, batch, rows)
@@ -188,13 +188,13 @@ class Tokens(Split):
         return self.cut_to(max(self._fits, min(together * max(rows.lengths), self.budget)), batch, rows)
 
     def with_budget(self, budget: int) -> "Tokens":
-        """The same split under another budget; what is learned is shared."""
+        """Return the same split under another budget; what is learned is shared."""
         other = copy.copy(self)
         other.budget, other._fits = budget, None
         return other
 
     def resized(self, size: int) -> "Tokens":
-        """The same split with micro-batches of at most `size` tokens; what is learned is shared."""
+        """Return the same split with micro-batches of at most `size` tokens; what is learned is shared."""
         other = copy.copy(self)
         other._fits = size
         return other
@@ -226,7 +226,7 @@ class Tokens(Split):
         return replace(rows, dims=self._fields.find(batch, rows, known))
 
     def cut_to(self, budget: int, batch: Batch, rows: RowLengths) -> MicroBatches:
-        """The micro-batches of a batch that was measured, under another budget."""
+        """Cut a batch that was measured under another budget."""
         if self.groups is not None:
             return self._micro_batches(batch, *self._cut_groups(self.groups, budget, batch, rows))
         return self._micro_batches(batch, best_cut(rows.lengths, budget, self.cost, slack=self.slack), rows, 1)
