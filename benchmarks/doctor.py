@@ -63,13 +63,13 @@ def seconds(learn: Callable[[], None], updates: int) -> float:
 def seconds_watched(inputs: int, hidden: int, rows: int, updates: int) -> float:
     """The same under watch, after one round that walks the graph for its leaves."""
     with tempfile.TemporaryDirectory() as folder:
-        tape, patches = begin_watching(Watch(folder=folder, updates=0, short_epochs=0))
+        log = begin_watching(Watch(folder=folder, updates=0, short_epochs=0))
         try:
             learn = learner(inputs, hidden, rows, updates)
             learn()
             return seconds(learn, updates)
         finally:
-            end_watching(tape, patches)
+            end_watching(log)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def _watch(path: Path) -> int:
     warnings.simplefilter("ignore")
     random.seed(0)
     sys.argv, sys.path = [str(path)], [str(path.parent), *sys.path]
-    tape, patches = begin_watching(Watch(folder=str(path.with_suffix(""))))
+    log = begin_watching(Watch(folder=str(path.with_suffix(""))))
     code = 1
     try:
         with suppress(SystemExit):
@@ -61,7 +61,7 @@ def _watch(path: Path) -> int:
         code = 0
     except BaseException:
         traceback.print_exc()
-    end_watching(tape, patches, "error" if code else "")
+    end_watching(log, "error" if code else "")
     sys.stdout.flush()
     sys.stderr.flush()
     return code

@@ -104,6 +104,15 @@ def one_of(value: object, choices: Iterable[str], *, or_none: bool = False) -> s
     return text + (did_you_mean(value, known) or ".")
 
 
+def plural(count: int | float, noun: str) -> str:
+    """Write a count with its noun.
+
+    >>> plural(1, "epoch"), plural(1500, "epoch"), plural(2, "micro-batch")
+    ('1 epoch', '1,500 epochs', '2 micro-batches')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') and noun != 'epoch' else 's'}"
+
+
 _CELL = "text-align:left;padding:2px 12px 2px 0"
 
 

@@ -26,7 +26,7 @@ def watch_script(script: str, folder: str, updates: int, short_epochs: int) -> i
     from anybatch.doctor.recording import Watch, begin_watching, end_watching
 
     warnings.simplefilter("ignore")
-    tape, patches = begin_watching(Watch(folder=folder, updates=updates, short_epochs=short_epochs))
+    log = begin_watching(Watch(folder=folder, updates=updates, short_epochs=short_epochs))
     code, reason = 0, ""
     try:
         run_script(script)
@@ -35,7 +35,7 @@ def watch_script(script: str, folder: str, updates: int, short_epochs: int) -> i
     except Exception:
         traceback.print_exc()
         code, reason = 1, "error"
-    end_watching(tape, patches, reason)
+    end_watching(log, reason)
     return code
 
 

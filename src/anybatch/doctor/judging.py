@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybatch.display import html_block, html_table
-from anybatch.doctor.finding import SEVERITIES, Finding, in_order, of_ranks
-from anybatch.doctor.loop_case import LoopCase
-from anybatch.doctor.loops import Lane, Log, LoopUpdate, Lost, WatchedLoop, lanes_of, loop_of, read_logs, weigh
+from anybatch.display import html_block, html_table, plural
+from anybatch.doctor.finding import SEVERITIES, Finding, in_order, name_ranks
+from anybatch.doctor.loops import HAPPENINGS, Log, WatchedLoop, read_logs
+from anybatch.doctor.optimizer_run import OptimizerRun
 from anybatch.doctor.rules import (
     logging_rules,
     loop_rules,
@@ -20,8 +20,8 @@ from anybatch.doctor.rules import (
     tail_rules,
     weight_rules,
 )
+from anybatch.doctor.updates import LoopUpdate
 
-TOLD = ("clip", "schedule", "unscale", "scaler-update", "zero")
 SHOWN_EVENTS = 44
 """Events of the time line."""
 PER_OPTIMIZER = (weight_rules, tail_rules, order_rules, rank_rules, model_rules, logging_rules)
@@ -44,9 +44,12 @@ class Diagnosis:
         )
 
     def _counts(self) -> str:
-        """How many findings of each severity, in words."""
-        found = {severity: sum(each.severity == severity for each in self.findings) for severity in SEVERITIES}
-        return ", ".join(f"{count} {severity}{'' if count == 1 else 's'}" for severity, count in found.items())
+        return ", ".join(plural(count, severity) for severity, count in self.num_findings.items())
+
+    @property
+    def num_findings(self) -> dict[str, int]:
+        """How many findings of each severity."""
+        return {severity: sum(each.severity == severity for each in self.findings) for severity in SEVERITIES}
 
     @property
     def has_errors(self) -> bool:
@@ -63,9 +66,18 @@ class Diagnosis:
         first = self.loops[:1]
         return {
             "findings": [finding.as_json() for finding in self.findings],
-            "updates": [described for loop in first for described in described_updates(loop)],
-            "lost": [_lost(one) for loop in first for one in loop.lost],
-            "timeline": [event for loop in first for event in timeline(loop)],
+            "updates": [describe_update(update) for loop in first for update in loop.updates],
+            "lost": [
+                {
+                    "serial": one.loss_pass.serial,
+                    "line": one.loss_pass.spot.line,
+                    "rows": one.loss_pass.rows,
+                    "cleared_at": one.spot.line,
+                }
+                for loop in first
+                for one in loop.lost
+            ],
+            "timeline": [event for loop in first for event in _timeline(loop)],
             "ended": [loop.reason for loop in self.loops],
         }
 
@@ -77,65 +89,24 @@ def judge_folder(folder: Path) -> Diagnosis:
 
 def judge(logs: list[Log]) -> Diagnosis:
     """Pure: the same logs give the same findings."""
-    loops = tuple(loop_of(log) for log in logs)
-    found = of_ranks([(loop.rank, finding) for loop in loops for finding in findings_of(loop)])
+    loops = tuple(map(WatchedLoop, logs))
+    found = name_ranks([(loop.rank, finding) for loop in loops for finding in _findings_of(loop)])
     return Diagnosis(in_order([*found, *rules_across(loops)]), loops)
 
 
-def findings_of(loop: WatchedLoop) -> list[Finding]:
-    """Of one process."""
-    cases = [LoopCase(loop, optimizer) for optimizer in sorted(loop.optimizers)]
-    stepped = [case for case in cases if loop.updates_of(case.optimizer)]
-    found = [finding for case in stepped for rule in PER_OPTIMIZER for finding in rule(case)]
-    if stepped:
-        found += [*lost_rules(loop, stepped), *row_rules(loop, stepped)]
-    return [*found, *loop_rules(loop, stepped)]
+def _findings_of(loop: WatchedLoop) -> list[Finding]:
+    runs = [OptimizerRun(loop, optimizer) for optimizer in sorted(loop.optimizers) if loop.updates_of(optimizer)]
+    found = [finding for run in runs for rule in PER_OPTIMIZER for finding in rule(run)]
+    if runs:
+        found += [*lost_rules(loop, runs), *row_rules(loop, runs)]
+    return [*found, *loop_rules(loop, runs)]
 
 
-def described_updates(loop: WatchedLoop) -> list[dict[str, Any]]:
-    """What each update was made of."""
-    return [_described(update) for update in loop.updates]
-
-
-def _lost(one: Lost) -> dict[str, Any]:
-    lost = one.loss_pass
-    return {"serial": lost.serial, "line": lost.spot.line, "rows": lost.rows, "cleared_at": one.spot.line}
-
-
-def timeline(loop: WatchedLoop) -> list[dict[str, Any]]:
-    """Everything in the order in which it came, of the first updates."""
-    lanes = {
-        one.serial: (lane, weight)
-        for update in loop.updates
-        for lane, (passes, weight) in enumerate(zip(lanes_of(update.passes), _weights(update), strict=True))
-        for one in passes
-    }
-    happened = [(one.index, {"what": one.kind, "line": one.spot.line}) for one in loop.happenings if one.kind in TOLD]
-    happened += [(update.index, {"what": "step", "line": update.spot.line}) for update in loop.updates]
-    lost_lane = 0
-    for one in loop.passes:
-        lane, weight = lanes.get(one.serial, (lost_lane, one.terms[0].weight if one.terms else None))
-        lost_lane = lane + 1 if one.serial not in lanes else 0
-        facts = {
-            "what": "backward",
-            "line": one.spot.line,
-            "lane": min(lane, 15),
-            "weight": weight,
-            "is_used": one.serial in lanes,
-        }
-        happened.append((one.index, facts))
-    return [event for _, event in sorted(happened, key=lambda one: one[0])][:SHOWN_EVENTS]
-
-
-def _weights(update: LoopUpdate) -> tuple[float | None, ...]:
-    weighing = weigh(update)
-    return weighing.shares if weighing is not None else (None,) * len(lanes_of(update.passes))
-
-
-def _described(update: LoopUpdate) -> dict[str, Any]:
-    lanes, weighing = lanes_of(update.passes), weigh(update)
-    shares = weighing.shares if weighing is not None else (None,) * len(lanes)
-    counts = weighing.counts if weighing is not None else (None,) * len(lanes)
+def describe_update(update: LoopUpdate) -> dict[str, Any]:
+    """What an update was made of, for JSON."""
+    parts, weighing = update.micro_batches, update.weighing
+    unknown = (None,) * len(parts)
+    shares, counts = (weighing.shares, weighing.counts) if weighing is not None else (unknown, unknown)
     return {
         "update": update.number,
         "optimizer": update.optimizer,
@@ -145,23 +116,42 @@ def _described(update: LoopUpdate) -> dict[str, Any]:
         "line": update.spot.line,
         "stale": len(update.stale),
         "weights_add_up_to": weighing.total if weighing is not None else None,
-        "micro_batches": [_lane(*row) for row in zip(lanes, shares, counts, strict=True)],
+        "micro_batches": [
+            {
+                "rows": first.rows,
+                "terms": count,
+                "weight": share,
+                "loss": first.loss,
+                "seconds": first.seconds,
+                "line": first.spot.line,
+                "batch": list(first.batch) if first.batch is not None else None,
+            }
+            for (first, *_), share, count in zip(parts, shares, counts, strict=True)
+        ],
         "events": [
             {"what": one.kind, "line": one.spot.line, "seconds": one.seconds}
             for one in update.happenings
-            if one.kind in TOLD
+            if one.kind in HAPPENINGS
         ],
     }
 
 
-def _lane(lane: Lane, share: float | None, count: float | None) -> dict[str, Any]:
-    first = lane[0]
-    return {
-        "rows": first.rows,
-        "terms": count,
-        "weight": share,
-        "loss": first.loss,
-        "seconds": first.seconds,
-        "line": first.spot.line,
-        "batch": list(first.batch) if first.batch is not None else None,
-    }
+def _timeline(loop: WatchedLoop) -> list[dict[str, Any]]:
+    """Everything in the order in which it came, of the first updates."""
+    used: dict[int, tuple[int, float | None]] = {}
+    for update in loop.updates:
+        for lane, passes in enumerate(update.micro_batches):
+            weight = update.weighing.shares[lane] if update.weighing is not None else None
+            used |= {one.serial: (lane, weight) for one in passes}
+    happened: list[tuple[int, dict[str, Any]]] = [
+        (one.index, {"what": one.kind, "line": one.spot.line}) for one in loop.happenings if one.kind in HAPPENINGS
+    ]
+    happened += [(update.index, {"what": "step", "line": update.spot.line}) for update in loop.updates]
+    lost_lane = 0
+    for one in loop.passes:
+        is_used = one.serial in used
+        lane, weight = used.get(one.serial, (lost_lane, one.terms[0].weight if one.terms else None))
+        lost_lane = 0 if is_used else lane + 1
+        facts = {"line": one.spot.line, "lane": min(lane, 15), "weight": weight, "is_used": is_used}
+        happened.append((one.index, {"what": "backward", **facts}))
+    return [event for _, event in sorted(happened, key=lambda one: one[0])][:SHOWN_EVENTS]

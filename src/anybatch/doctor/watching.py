@@ -1,6 +1,11 @@
-"""`Doctor`: watching a block of one's own code, in a test for instance."""
+"""Starting to watch: a block of one's own code with `Doctor`, or somebody's script with `run_watched`."""
 
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,6 +15,8 @@ from anybatch.doctor.judging import Diagnosis, judge_folder
 from anybatch.doctor.recording import Watch, begin_watching, end_watching
 from anybatch.doctor.wording import describe
 from anybatch.errors import DoctorError
+
+STARTUP = Path(__file__).parent / "startup"
 
 
 class Doctor:
@@ -25,18 +32,17 @@ class Doctor:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-doctor-")
-        self._watched: Any = None
+        self._log: Any = None
         self._found: Diagnosis | None = None
 
     def __enter__(self) -> "Doctor":
-        self._watched = begin_watching(Watch(folder=self._folder.name, updates=0, short_epochs=0))
+        self._log = begin_watching(Watch(folder=self._folder.name, updates=0, short_epochs=0))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tape, patches = self._watched
-        end_watching(tape, patches, "error" if error is not None else "")
+        end_watching(self._log, "error" if error is not None else "")
         self._found = judge_folder(Path(self._folder.name))
         self._folder.cleanup()
 
@@ -57,3 +63,29 @@ class Doctor:
         bad = self.diagnosis.at_least(fail_on)
         if bad:
             raise DoctorError(f"{len(bad)} findings in the training loop:\n\n{describe(self.diagnosis)}")
+
+
+def run_watched(words: Sequence[str], watch: Watch, *, is_compiling: bool, is_quiet: bool) -> int:
+    """Run a script or a command, and every process that it starts, under watch.
+
+    It has our terminal, or stderr for all it says where stdout is to stay clean. torch.compile is off unless asked for,
+    since it hides losses.
+
+    Returns:
+        The exit code of the script.
+    """
+    path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
+    compiling = {} if is_compiling else {"TORCHDYNAMO_DISABLE": "1"}
+    environment = {**os.environ, **watch.as_environment(), **compiling, "PYTHONPATH": path}
+    done = subprocess.run(_command(words), env=environment, stdout=sys.stderr if is_quiet else None, check=False)
+    return done.returncode
+
+
+def _command(words: Sequence[str]) -> list[str]:
+    """`train.py --epochs 1` is run by this Python; anything else is a command of its own, such as torchrun."""
+    first = words[0]
+    is_script = first.endswith(".py")
+    if not (Path(first).is_file() if is_script else shutil.which(first)):
+        kind = "file" if is_script else "command"
+        raise DoctorError(f"there is no {kind} {first}; anybatch doctor takes a Python script, or -- and a command.")
+    return [sys.executable, *words] if is_script else list(words)

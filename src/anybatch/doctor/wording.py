@@ -6,11 +6,13 @@ from collections import Counter
 from typing import Any
 from urllib.parse import quote
 
+from anybatch.display import plural
 from anybatch.doctor.finding import Finding
-from anybatch.doctor.judging import Diagnosis, described_updates
+from anybatch.doctor.judging import Diagnosis, describe_update
 from anybatch.doctor.loops import WatchedLoop
 
 WIDTH = 100
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 SHOWN = 3
 """Updates that are described one by one."""
 ENDED = {
@@ -26,9 +28,9 @@ def describe(diagnosis: Diagnosis) -> str:
     lines = [line for loop in diagnosis.loops[:1] for line in _seen(loop, len(diagnosis.loops))]
     for finding in diagnosis.findings:
         lines += ["", *_finding(finding)]
-    instead = next((ours for finding in diagnosis.findings if (ours := _parts(finding.fix)[1])), "")
-    if instead:
-        lines += ["", f"With {instead.removeprefix('or, with ')}"]
+    with_anybatch = next((finding.anybatch_fix for finding in diagnosis.findings if finding.anybatch_fix), "")
+    if with_anybatch:
+        lines += ["", f"With {with_anybatch}"]
     return _visible("\n".join([*lines, "", summary(diagnosis)]))
 
 
@@ -37,62 +39,51 @@ def _visible(text: str) -> str:
     return "".join(letter if letter == "\n" or letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
 
 
-def _parts(fix: str) -> tuple[str, str]:
-    """The user's own lines, and ours, which are told once."""
-    own, _, ours = fix.partition("\nor, with anybatch")
-    return own, f"or, with anybatch{ours}" if ours else ""
-
-
 def summary(diagnosis: Diagnosis) -> str:
     """The last line.
 
     >>> summary(Diagnosis((), ()))
     'no errors, no warnings, no notes'
     """
-    counts = Counter(finding.severity for finding in diagnosis.findings)
-    parts = []
-    for severity in ("error", "warning", "note"):
-        count = counts[severity]
-        parts.append(f"{count or 'no'} {severity}{'' if count == 1 else 's'}")
-    return ", ".join(parts)
+    counts = diagnosis.num_findings.items()
+    return ", ".join(plural(count, severity) if count else f"no {severity}s" for severity, count in counts)
 
 
 def _finding(finding: Finding) -> list[str]:
-    where = f"{_short(finding.file)}:{finding.line}" if finding.file else ""
+    where = f"{_relative(finding.file)}:{finding.line}" if finding.file else ""
     ranks = finding.evidence.get("ranks", ())
     whose = f"  (rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))})" if ranks else ""
     head = f"{finding.severity:<8} {finding.kind}  {where}{whose}".rstrip()
     body = textwrap.wrap(finding.message, WIDTH - 9)
-    fix = _parts(finding.fix)[0].splitlines()
+    fix = finding.own_fix.splitlines()
     marked = [f"fix: {fix[0]}", *(f"     {line}" for line in fix[1:])] if fix else []
     return [head, *(f"         {line}" for line in [*body, *marked])]
 
 
 def _seen(loop: WatchedLoop, num_ranks: int) -> list[str]:
-    updates = described_updates(loop)
+    updates = loop.updates
     ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     lines = [
         f"{ENDED.get(loop.reason, 'The script ended')}: {len(loop.passes)} backward passes and {len(updates)} "
         f"updates seen{ranks}.{_cut_short(loop)}",
         "An update is one optimizer.step(); the weights of the losses that it learns from should add up to 1.",
     ]
-    for update in updates[:SHOWN]:
+    for update in map(describe_update, updates[:SHOWN]):
         parts = update["micro_batches"]
         shares = ", ".join("?" if part["weight"] is None else f"{part['weight']:.3g}" for part in parts[:8])
         total = update["weights_add_up_to"]
         told = "" if total is None else f", weights {shares}{', ...' if len(parts) > 8 else ''}: together {total:.2f}"
         old = f" and {update['stale']} of before, not cleared" if update["stale"] else ""
-        noun = "micro-batch" if len(parts) == 1 else "micro-batches"
-        lines.append(f"  update {update['update']}: {len(parts)} {noun}{old}{told}{_between(update['events'])}")
+        number = plural(len(parts), "micro-batch")
+        lines.append(f"  update {update['update']}: {number}{old}{told}{_between(update['events'])}")
     return lines
 
 
 def _cut_short(loop: WatchedLoop) -> str:
     """The epochs that `--short-epochs` ended."""
     whole = {line["loader"]: line.get("whole") or 0 for line in loop.epochs if line["event"] == "epoch"}
-    cut = [
-        line for line in loop.epochs if line["event"] == "epoch-end" and line["fetched"] < whole.get(line["loader"], 0)
-    ]
+    ended = [line for line in loop.epochs if line["event"] == "epoch-end"]
+    cut = [line for line in ended if line["fetched"] < whole.get(line["loader"], 0)]
     if not cut:
         return ""
     return f" Epochs of {whole[cut[0]['loader']]:,} micro-batches were cut to {cut[0]['fetched']} (--short-epochs)."
@@ -105,14 +96,6 @@ def _between(events: list[dict[str, object]]) -> str:
         del counts["zero"]
     told = ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items())
     return f"; between: {told}" if told else ""
-
-
-def _short(file: str) -> str:
-    relative = os.path.relpath(file)
-    return file if relative.startswith("..") else relative
-
-
-SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_sarif(diagnosis: Diagnosis, version: str) -> dict[str, Any]:
@@ -130,10 +113,8 @@ def _result(finding: Finding) -> dict[str, Any]:
         "message": {"text": f"{finding.message}\n\n{finding.fix}".strip()},
     }
     if finding.file:
-        place = {
-            "artifactLocation": {"uri": quote(_relative(finding.file))},
-            "region": {"startLine": max(1, finding.line)},
-        }
+        uri = quote(_relative(finding.file).replace(os.sep, "/"))
+        place = {"artifactLocation": {"uri": uri}, "region": {"startLine": max(1, finding.line)}}
         result["locations"] = [{"physicalLocation": place}]
     return result
 
@@ -143,7 +124,7 @@ def as_github(diagnosis: Diagnosis) -> str:
     lines = []
     for finding in diagnosis.findings:
         level = {"error": "error", "warning": "warning", "note": "notice"}[finding.severity]
-        file = _escaped(_relative(finding.file)).replace(":", "%3A").replace(",", "%2C")
+        file = _escaped(_relative(finding.file).replace(os.sep, "/")).replace(":", "%3A").replace(",", "%2C")
         lines.append(
             f"::{level} file={file},line={max(1, finding.line)},title={finding.kind}::{_escaped(finding.message)}"
         )
@@ -155,5 +136,5 @@ def _escaped(text: str) -> str:
 
 
 def _relative(file: str) -> str:
-    relative = os.path.relpath(file)
-    return (file if relative.startswith("..") else relative).replace(os.sep, "/")
+    relative = os.path.relpath(file) if file else ""
+    return file if relative.startswith("..") else relative

@@ -1,31 +1,104 @@
-"""Watching a process that trains: the only part of the doctor that imports torch, and that only where torch is there."""
+"""Watching a process that trains. Its modules load torch; this one does not, for it runs before a watched script does."""
 
-from importlib import import_module
+import atexit
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anybatch.doctor.recording.installing import TorchImported, begin_watching, end_watching, watch_until_exit
-    from anybatch.doctor.recording.tape import Ending, Watch
+    from anybatch.doctor.recording.event_log import EventLog
 
-__all__ = ["Ending", "TorchImported", "Watch", "begin_watching", "end_watching", "watch_until_exit"]
-_MODULES = {
-    "installing": (
-        "TorchImported",
-        "begin_watching",
-        "end_watching",
-        "watch_until_exit",
-    ),
-    "tape": (
-        "Ending",
-        "Watch",
-    ),
-}
-"""The names of each module, which is loaded when one of them is first asked for: most of them load torch."""
+VARIABLE = "ANYBATCH_DOCTOR"
+"""The environment variable that carries the options to every process of a run."""
 
-if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
-        for module, names in _MODULES.items():
-            if name in names:
-                return getattr(import_module(f"{__name__}.{module}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What was asked for. 0 stands for no end and for whole epochs."""
+
+    folder: str
+    updates: int = 20
+    short_epochs: int = 13
+
+    def as_environment(self) -> dict[str, str]:
+        """For the processes of a run."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+class Ending(SystemExit):
+    """Raised in the script once the updates asked for are seen: a clean exit that no `except Exception` catches."""
+
+
+def begin_watching(watch: Watch) -> "EventLog":
+    """Patch torch; `end_watching` puts everything back."""
+    from anybatch.doctor.recording.event_log import EventLog
+    from anybatch.doctor.recording.watch_backward import BackwardWatch, ReadingWatch
+    from anybatch.doctor.recording.watch_data import install_data_watch
+    from anybatch.doctor.recording.watch_steps import install_step_watch
+
+    log = EventLog(watch)
+    install_step_watch(log)
+    BackwardWatch(log, ReadingWatch(log))
+    install_data_watch(log)
+    return log
+
+
+def end_watching(log: "EventLog", reason: str = "") -> None:
+    """The log is closed and torch is as it was."""
+    log.patches.undo()
+    if not log.is_ended:
+        log.close(reason or log.reason)
+
+
+def watch_until_exit() -> None:
+    """Watch this process as its environment says, until it exits; called once torch is loaded."""
+    options = os.environ.get(VARIABLE)
+    if not options:
+        return
+    log = begin_watching(Watch(**json.loads(options)))
+
+    def leave() -> None:
+        failed = getattr(sys, "last_value", None)
+        end_watching(log, "error" if failed is not None and log.reason != "updates" else "")
+
+    atexit.register(leave)
+
+
+class TorchImported(importlib.abc.MetaPathFinder):
+    """Runs `watch_until_exit` when `import torch` has ended, and steps aside."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """torch's own specification, with a loader that calls us last."""
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _WatchingLoader(spec.loader)
+        return spec
+
+
+class _WatchingLoader(importlib.abc.Loader):
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        module.__loader__ = self._inner
+        self._inner.exec_module(module)
+        watch_until_exit()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from anybatch.core import SAVED, outputs_of
-from anybatch.doctor.loops import CRITERIA
+from anybatch.doctor.updates import CRITERIA
 
 MOST_NODES = 400
 MEAN, SUM = 1, 2
 """How torch's criteria number their reductions."""
+PASSED = ("View", "Reshape", "Neg", "Squeeze", "Unsqueeze", "ToCopy", "UnsafeView", "Sum", "Div")
+"""Nodes between a sum and the mask that multiplied its terms."""
 
 
 def number_of(tensor: Tensor) -> float:
@@ -72,7 +74,7 @@ def _reducing(root: Any) -> Iterator[Any]:
             continue
         if "AccumulateGrad" in name:
             continue
-        children = [child for child, _ in node.next_functions if child is not None]
+        children = _children(node)
         if not any(_num_out(child) > 1 for child in children):
             waiting += children
         elif scalars := _stacked(node):
@@ -83,23 +85,27 @@ def _reducing(root: Any) -> Iterator[Any]:
 
 def _stacked(node: Any) -> list[Any]:
     """The numbers of `torch.stack(losses).mean()`: each is a loss of its own."""
-    (child, *others) = [child for child, _ in node.next_functions if child is not None] or [None]
-    if others or child is None or not child.name().startswith(("Stack", "Cat")):
+    children = _children(node)
+    if len(children) != 1 or not children[0].name().startswith(("Stack", "Cat")):
         return []
-    parts = [part for part, _ in child.next_functions if part is not None]
+    parts = _children(children[0])
     return parts if all(_num_out(part) == 1 for part in parts) else []
 
 
 def _is_of_weights(node: Any) -> bool:
     """A penalty on parameters has no rows: a chain that ends in a leaf after a few steps."""
     for _ in range(5):
-        children = [child for child, _ in node.next_functions if child is not None]
+        children = _children(node)
         if len({id(child) for child in children}) != 1:
             return False
         node = children[0]
         if "AccumulateGrad" in node.name():
             return isinstance(node.variable, torch.nn.Parameter)
     return False
+
+
+def _children(node: Any) -> list[Any]:
+    return [child for child, _ in node.next_functions if child is not None]
 
 
 def _num_out(node: Any) -> int:
@@ -117,27 +123,20 @@ def _facts(node: Any) -> dict[str, Any]:
     if name.startswith("NllLoss"):
         return {"role": name, "kind": "sum" if reduction == SUM else "mean"} | _nll(node)
     if reduction in (MEAN, SUM):
-        own = saved_by(node, "self")
-        return {"role": name, "kind": "sum" if reduction == SUM else "mean", "counts": _counts(tuple(own.shape), 1.0)}
+        shape = tuple(saved_by(node, "self").shape)
+        return {"role": name, "kind": "sum" if reduction == SUM else "mean", "counts": _counts(shape)}
     if name in ("Mean", "Sum", "NanSum", "Nansum"):
         sizes = tuple(saved_by(node, "self_sym_sizes") or ())
         share, marks = _kept(node)
-        counts = [share] if share is not None and name != "Mean" else []
-        return {
-            "role": name,
-            "kind": "mean" if name == "Mean" else "sum",
-            "counts": counts + _counts(sizes, 1.0),
-            **marks,
-        }
+        is_mean = name == "Mean"
+        counts = [share] if share is not None and not is_mean else []
+        return {"role": name, "kind": "mean" if is_mean else "sum", "counts": counts + _counts(sizes), **marks}
     return {"role": name, "kind": "opaque", "counts": []}
 
 
-def _counts(sizes: tuple[int, ...], share: float) -> list[float]:
+def _counts(sizes: tuple[int, ...]) -> list[float]:
     """All numbers, and the rows: a sum over both is divided by the one or the other."""
-    numel = 1.0
-    for size in sizes:
-        numel *= size
-    return list(dict.fromkeys([numel * share, float(sizes[0]) if sizes else 1.0]))
+    return list(dict.fromkeys([float(math.prod(sizes)), float(sizes[0]) if sizes else 1.0]))
 
 
 def _nll(node: Any) -> dict[str, Any]:
@@ -158,30 +157,26 @@ def _signed(number: int) -> int:
 
 
 def _is_mask(tensor: Any) -> bool:
-    """Weights from outside, none below 0."""
+    """True of weights from outside, none below 0."""
     is_given = isinstance(tensor, Tensor) and not tensor.requires_grad and tensor.numel() > 1
     return is_given and bool((tensor >= 0).all())
 
 
 def _kept(node: Any) -> tuple[float | None, dict[str, Any]]:
     """How many terms of a sum count: what a mask or weights multiplied it with, or what a criterion ignored."""
-    marks: dict[str, Any] = {}
     for _ in range(6):
-        children = [child for child, _ in node.next_functions if child is not None]
+        children = _children(node)
         if not children:
-            return None, marks
+            break
         node = children[0]
         name = node.name()
         if name.startswith("NllLoss"):
             facts = _nll(node)
             return facts["counts"][1], {key: facts[key] for key in ("pairs",) if key in facts}
         if name.startswith("MulBackward"):
-            for side in ("other", "self"):
-                mask = saved_by(node, side)
+            for mask in (saved_by(node, "other"), saved_by(node, "self")):
                 if _is_mask(mask):
-                    return number_of(mask.sum()), marks
-        elif not name.startswith(
-            ("View", "Reshape", "Neg", "Squeeze", "Unsqueeze", "ToCopy", "UnsafeView", "Sum", "Div")
-        ):
-            return None, marks
-    return None, marks
+                    return number_of(mask.sum()), {}
+        elif not name.startswith(PASSED):
+            break
+    return None, {}

@@ -3,6 +3,7 @@
 import linecache
 import re
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import FrameType, ModuleType
@@ -12,52 +13,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anybatch.doctor.finding import Spot
 from anybatch.doctor.loops import packed
+from anybatch.doctor.recording import Ending
+from anybatch.doctor.recording.event_log import EventLog, here, user_frames
 from anybatch.doctor.recording.loss_terms import watch_terms
-from anybatch.doctor.recording.tape import CodePlace, Ending, Patches, Tape, here, user_frames
 
 WALKED = 2
 """Backward passes of a place in the code whose whole graph is walked for its leaves."""
-
-
 MOST_NODES = 20_000
-
-
 OF_THE_BATCH = ("batch", "rows", "mark", "is_eval")
-
-
 OF_ONE_PASS = ("scale", "norms", "norm_forwards")
 """What was seen on the way to a pass: as long as the batch is the same, and once."""
-
-
 KEPT = 6
-"""Graphs alive at once that are told."""
+"""Report a leak above this many live graphs."""
+MOST_READS = 8
+"""Numbers read since the last backward pass that may turn out to be its loss."""
+MOST_USES = 12
+MOST_NAMES = 400
+STEPS = re.compile(
+    r"accum|grad(ient)?_acc|^acc_?steps|^n_?acc|^accum|^ga_steps|num_micro|n_micro|micro_batches|^n_accum", re.I
+)
+NOT_STEPS = re.compile(
+    r"size|loss|total|count|step_?count|idx|index|rows|seen|num_accumulated|accumulated|correct", re.I
+)
+EPOCHS = re.compile(r"^(num_?|n_?|max_?|total_?)?(train_?)?epochs?$|num_train_epochs|epochs_total", re.I)
+_GROWS = re.compile(r"^\s*([\w.]+)(?:\[[^]]*\])?\s*\+?=[^=]")
 
 
 class ReadingWatch:
     """Replaces `Tensor.item` and `float()`; a loss is known by where it lies and by its value."""
 
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self._reads: dict[int, tuple[float, CodePlace]] = {}
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self._reads: dict[int, tuple[float, Spot]] = {}
         self._last: tuple[int, float, weakref.ref[Tensor]] | None = None
-        self._told: set[CodePlace] = set()
-
-    def install(self, patches: Patches) -> None:
-        """From now on reads are seen."""
-        note = self.tape.safely(self._note)
+        self._told: set[Spot] = set()
+        note = log.safely(self._note)
 
         def make(original: Any) -> Any:
             def read(tensor: Any, *arguments: Any) -> Any:
                 value = original(tensor, *arguments)
-                if type(value) is float and not self.tape.depth:
+                if type(value) is float and not log.depth:
                     note(tensor, value)
                 return value
 
             return read
 
-        for name in READS:
-            patches.replace(Tensor, name, make)
+        for name in ("item", "__float__"):
+            log.patches.replace(Tensor, name, make)
 
     def _note(self, tensor: Tensor, value: float) -> None:
         where, last = tensor.data_ptr(), self._last
@@ -75,17 +79,17 @@ class ReadingWatch:
         if before is not None and before[0] == value:
             self._tell(before[1])
 
-    def _tell(self, place: CodePlace) -> None:
+    def _tell(self, place: Spot) -> None:
         if place in self._told or place.via not in ("", "__format__"):
             return  # a library reads for itself
         self._told.add(place)
         text = linecache.getline(place.file, place.line).strip()
         name = _GROWS.match(text)
-        uses = [] if name is None else _uses(name[1], place)
-        self.tape.write("read", place, text=text, variable="" if name is None else name[1], uses=uses)
+        variable = "" if name is None else name[1]
+        self.log.write("read", place, text=text, variable=variable, uses=_uses(variable, place) if variable else [])
 
 
-def _uses(name: str, place: CodePlace) -> list[str]:
+def _uses(name: str, place: Spot) -> list[str]:
     """Other lines of the file with that variable."""
     lines = enumerate(linecache.getlines(place.file), start=1)
     word = re.compile(rf"(?<![\w.]){re.escape(name)}\b")
@@ -99,72 +103,66 @@ class _Sentinel:
 class BackwardWatch:
     """Replaces `torch.autograd.backward`, which `Tensor.backward` looks up when it is called."""
 
-    def __init__(self, tape: Tape, reading: ReadingWatch) -> None:
-        self.tape, self.reading = tape, reading
+    def __init__(self, log: EventLog, reading: ReadingWatch) -> None:
+        self.log, self.reading = log, reading
         self._alive: list[weakref.ref[_Sentinel]] = []
-        self._walked: dict[str, int] = {}
-        self._leaves: dict[int, tuple[weakref.ref[Tensor], CodePlace]] = {}
+        self._walked: Counter[str] = Counter()
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], Spot]] = {}
         self._is_kept_told = self._is_intent_told = False
         self._told_unowned: set[int] = set()
         self._compared = (0, 0)
         self._seen: dict[Any, tuple[str, list[str]]] = {}
-
-    def install(self, patches: Patches) -> None:
-        """From now on passes are seen."""
-        begin, end = self.tape.safely(self._begin), self.tape.safely(self._end)
+        begin, end = log.safely(self._begin), log.safely(self._end)
 
         def make(original: Any) -> Any:
             def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
-                tape = self.tape
-                if tape.num_updates and tape.reason == "updates" and not tape.is_ended:
+                if log.num_updates and log.reason == "updates" and not log.is_ended:
                     raise Ending(0)  # the script caught the first one
-                if tape.depth or tape.is_ended or tape.is_broken:
+                if log.depth or log.is_ended or log.is_broken:
                     return original(tensors, *arguments, **named)
                 state = begin(tensors)
-                tape.depth += 1
+                log.depth += 1
                 try:
                     result = original(tensors, *arguments, **named)
                 finally:
-                    tape.depth -= 1
+                    log.depth -= 1
                 retain = bool(named.get("retain_graph") or (len(arguments) > 1 and arguments[1]))
                 end(state, tensors, retain)
                 return result
 
             return backward
 
-        patches.replace(torch.autograd, "backward", make)
+        log.patches.replace(torch.autograd, "backward", make)
 
     def _begin(self, tensors: Any) -> Any:
-        tape = self.tape
-        place = here()
-        tape.look(place=place)
-        tape.arrived = {}
+        log, place = self.log, here()
+        log.look(place=place)
+        log.arrived = {}
         (loss, *others) = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         hooks = watch_terms(loss) if not others and loss.numel() == 1 and loss.grad_fn is not None else []
         self._walk(loss, place)
         if not self._is_intent_told:
             self._is_intent_told = True
-            tape.write("intent", None, **intended(), **_rank())
-        return place, hooks, _flag(tape)
+            log.write("intent", None, **_intended(), **_rank())
+        return place, hooks, _flag(log)
 
     def _end(self, state: Any, tensors: Any, is_retained: bool) -> None:
         if state is None:
             return
-        tape = self.tape
-        place, hooks, flag = state
+        log, (place, hooks, flag) = self.log, state
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
         nodes = [hook.node for hook in hooks][:4]
         terms = [term for term in (hook.close() for hook in hooks) if term is not None]
-        touched, dtypes = self._touched(tape.forget_changes())
-        current = tape.current
+        touched, dtypes = self._touched(log.forget_changes())
+        current = log.current
         forward = current.pop("sync", current.get("fsdp"))
         value: Any = loss.tolist() if loss.dim() == 0 else None
         event = {
-            "serial": tape.num_passes,
+            "serial": log.num_passes,
             "terms": terms,
             "touched": touched,
             "dtypes": dtypes,
-            "probe": tape.take_arrived(),
+            "probe": log.take_arrived(),
         }
         if value is not None:
             event["loss"] = value
@@ -173,11 +171,9 @@ class BackwardWatch:
         if is_retained:
             event["retained"] = True
         event |= {name: current[name] for name in OF_THE_BATCH if current.get(name)}
-        for name in OF_ONE_PASS:
-            if name in current:
-                event[name] = current.pop(name)
-        tape.add("backward", place, event)
-        tape.num_passes += 1
+        event |= {name: current.pop(name) for name in OF_ONE_PASS if name in current}
+        log.write("backward", place, **event)
+        log.num_passes += 1
         if value is not None:
             self.reading.backward_of(loss, value)
         self._note_alive(loss, place, nodes)
@@ -187,15 +183,15 @@ class BackwardWatch:
         """Numbers of parameters as the log has them, and the dtypes of their gradients: the same in most passes."""
         if not numbers:
             return "", []
-        first = self.tape.parameters[numbers[0]]()
+        first = self.log.parameters[numbers[0]]()
         key = (tuple(numbers), None if first is None or first.grad is None else first.grad.dtype)
         if key not in self._seen:
-            found = [self.tape.parameters[number]() for number in numbers]
+            found = [self.log.parameters[number]() for number in numbers]
             dtypes = {p.grad.dtype for p in found if p is not None and p.grad is not None}
             self._seen[key] = packed(numbers), sorted(str(dtype)[6:] for dtype in dtypes)
         return self._seen[key]
 
-    def _note_alive(self, loss: Tensor, place: CodePlace, nodes: list[Any]) -> None:
+    def _note_alive(self, loss: Tensor, place: Spot, nodes: list[Any]) -> None:
         self._alive = [reference for reference in self._alive if reference() is not None]
         node: Any = nodes[0] if nodes else loss.grad_fn
         if node is not None:
@@ -204,14 +200,14 @@ class BackwardWatch:
             self._alive.append(weakref.ref(sentinel))
         if len(self._alive) > KEPT and not self._is_kept_told:
             self._is_kept_told = True
-            name, file, line = keeper(loss)
+            name, file, line = _keeper(loss)
             where = replace(place, file=file, line=line) if line else place
-            self.tape.write("kept", alive=len(self._alive), variable=name, place=where)
+            self.log.write("kept", alive=len(self._alive), variable=name, place=where)
 
-    def _walk(self, loss: Tensor, place: CodePlace) -> None:
-        if self._walked.get(place.chain, 0) >= WALKED:
+    def _walk(self, loss: Tensor, place: Spot) -> None:
+        if self._walked[place.chain] >= WALKED:
             return
-        self._walked[place.chain] = self._walked.get(place.chain, 0) + 1
+        self._walked[place.chain] += 1
         waiting: list[Any] = [loss.grad_fn]
         seen: set[Any] = set()
         while waiting and len(seen) < MOST_NODES:
@@ -226,14 +222,14 @@ class BackwardWatch:
 
     def _tell_unowned(self) -> None:
         """Leaves of the graph that no optimizer has, once there were updates."""
-        tape = self.tape
-        known = (len(self._leaves), len(tape.parameters))
-        if not tape.num_updates or tape.num_passes <= 3 or known == self._compared:
+        log = self.log
+        known = (len(self._leaves), len(log.parameters))
+        if not log.num_updates or log.num_passes <= 3 or known == self._compared:
             return
         self._compared = known
-        if any(hasattr(reference(), "to_local") for reference in tape.parameters):
+        if any(hasattr(reference(), "to_local") for reference in log.parameters):
             return  # FSDP2's graph has whole parameters, its optimizer has shards
-        owned = {id(reference()) for reference in tape.parameters}
+        owned = {id(reference()) for reference in log.parameters}
         lost = [
             (key, leaf, place)
             for key, (reference, place) in self._leaves.items()
@@ -242,7 +238,7 @@ class BackwardWatch:
         if lost:
             self._told_unowned |= {key for key, _, _ in lost}
             shapes = [list(leaf.shape) for _, leaf, _ in lost]
-            self.tape.write("unowned", shapes=shapes[:8], count=len(shapes), owned=len(owned), place=lost[0][2])
+            self.log.write("unowned", shapes=shapes[:8], count=len(shapes), owned=len(owned), place=lost[0][2])
 
 
 def _rank() -> dict[str, int]:
@@ -252,53 +248,31 @@ def _rank() -> dict[str, int]:
     return {"rank": dist.get_rank(), "world": dist.get_world_size()}
 
 
-def _flag(tape: Tape) -> bool | None:
+def _flag(log: EventLog) -> bool | None:
     """DDP's switch as it stands when backward begins."""
-    module = tape.current.get("ddp")
+    module = log.current.get("ddp")
     module = None if module is None else module()
     return None if module is None else bool(module.require_backward_grad_sync)
 
 
-STEPS = re.compile(
-    r"accum|grad(ient)?_acc|^acc_?steps|^n_?acc|^accum|^ga_steps|num_micro|n_micro|micro_batches|^n_accum", re.I
-)
-
-
-NOT_STEPS = re.compile(
-    r"size|loss|total|count|step_?count|idx|index|rows|seen|num_accumulated|accumulated|correct", re.I
-)
-
-
-EPOCHS = re.compile(r"^(num_?|n_?|max_?|total_?)?(train_?)?epochs?$|num_train_epochs|epochs_total", re.I)
-
-
-MOST_NAMES = 400
-
-
-def intended() -> dict[str, dict[str, int]]:
-    """Whole numbers in the user's frames, by what their names say; a guess."""
+def _intended() -> dict[str, dict[str, int]]:
+    """Whole numbers in the user's frames, by what their names say, and lengths of lists, which may hold batches; a guess."""
     steps: dict[str, int] = {}
     epochs: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for frame in user_frames():
-        for name, value in _names(frame):
+        for name, value in _numbers(frame):
             if STEPS.search(name) and not NOT_STEPS.search(name) and 1 <= value <= 4096:
                 steps.setdefault(name, value)
             if EPOCHS.search(name) and name.lower() != "epoch" and 1 <= value <= 100_000:
                 epochs.setdefault(name, value)
-    return {"steps": steps, "epochs": epochs, "lengths": _lengths()}
+        for name, held in list(frame.f_locals.items())[:MOST_NAMES]:
+            if isinstance(held, list | tuple) and len(held) > 3 and not name.startswith("_"):
+                lengths.setdefault(name, len(held))
+    return {"steps": steps, "epochs": epochs, "lengths": lengths}
 
 
-def _lengths() -> dict[str, int]:
-    """Of the user's lists, which may hold batches."""
-    found: dict[str, int] = {}
-    for frame in user_frames():
-        for name, value in list(frame.f_locals.items())[:MOST_NAMES]:
-            if isinstance(value, list | tuple) and len(value) > 3 and not name.startswith("_"):
-                found.setdefault(name, len(value))
-    return found
-
-
-def _names(frame: FrameType) -> Iterator[tuple[str, int]]:
+def _numbers(frame: FrameType) -> Iterator[tuple[str, int]]:
     for scope in (frame.f_locals, frame.f_globals):
         for name, value in list(scope.items())[:MOST_NAMES]:
             if isinstance(value, int) and not isinstance(value, bool):
@@ -316,7 +290,7 @@ def _fields(value: Any) -> Iterator[tuple[str, int]]:
                 yield name.lstrip("_"), inner
 
 
-def keeper(current: Tensor) -> tuple[str, str, int]:
+def _keeper(current: Tensor) -> tuple[str, str, int]:
     """The variable of the user's that most likely keeps the graphs of earlier losses, and where it is added to."""
     best, found = 0, ("", "", 0)
     for frame in user_frames():
@@ -345,16 +319,3 @@ def _held(value: Any, current: Tensor) -> int:
     if isinstance(value, list | tuple) or type(value).__name__ == "deque":
         return sum(_held(item, current) for item in list(value)[:1000] if isinstance(item, Tensor | list | tuple))
     return 0
-
-
-READS = ("item", "__float__")
-
-
-MOST_READS = 8
-"""Numbers read since the last backward pass that may turn out to be its loss."""
-
-
-MOST_USES = 12
-
-
-_GROWS = re.compile(r"^\s*([\w.]+)(?:\[[^]]*\])?\s*\+?=[^=]")

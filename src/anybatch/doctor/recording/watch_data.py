@@ -1,7 +1,9 @@
 """Loaders and their epochs, BatchNorm, train and eval, DDP and FSDP2's switches."""
 
+import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from anybatch.core import BatchNormLayer, DropoutLayer
-from anybatch.doctor.recording.tape import Patches, Tape, around, here, nothing
+from anybatch.doctor.recording.event_log import EventLog, here
 from anybatch.parallel import sharded_kind
 
 CHANNELS = 8
@@ -22,64 +24,51 @@ MARKED = 4096
 """Numbers of a batch by which it is known again on another rank."""
 
 
-def install_data_watch(tape: Tape, patches: Patches) -> None:
+def install_data_watch(log: EventLog) -> None:
     """From now on epochs and forwards are seen."""
-    _Loaders(tape).install(patches)
-    modules = _Modules(tape)
-    safely = tape.safely
-    patches.replace(BatchNormLayer, "forward", around(safely(modules.normalised), nothing))
-    patches.replace(nn.Module, "train", around(nothing, safely(modules.trained)))
-    patches.replace(DistributedDataParallel, "forward", around(safely(modules.spread), nothing))
-
-    def late(*_: Any, **__: Any) -> None:
-        """FSDP2 is imported after torch, and before the optimizer is made."""
-        kind: Any = sharded_kind()
-        if kind is not None and not hasattr(kind.set_requires_gradient_sync, "is_doctors"):
-            patches.replace(kind, "set_requires_gradient_sync", around(nothing, safely(modules.switched)))
-
-    patches.replace(Optimizer, "__init__", around(nothing, safely(late)))
+    _Loaders(log)
+    _watch_norms(log)
+    _watch_switches(log)
 
 
 class _Loaders:
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
         self.numbers: dict[int, tuple[Any, int, int]] = {}
-
-    def install(self, patches: Patches) -> None:
-        short = self.tape.watch.short_epochs
+        short = log.watch.short_epochs
         kind: Any = DataLoader
+        self._length = kind.__len__
 
         def make(original: Any) -> Any:
             def begin(loader: Any) -> Any:
                 iterator = original(loader)
-                if self.tape.is_ended or self.tape.is_broken:
+                if log.is_ended or log.is_broken:
                     return iterator
-                epoch = self.tape.safely(self._begun)(loader)
+                epoch = log.safely(self._begun)(loader)
                 is_stream = self._whole(loader) is None  # it may have no end, and whoever reads it may count on that
-                return Fetching(iterator, self.tape, epoch, 0 if is_stream else short)
+                return Fetching(iterator, log, epoch, 0 if is_stream else short)
 
             return begin
 
         def make_length(original: Any) -> Any:
             def length(loader: Any) -> int:
                 whole: int = original(loader)
-                return min(whole, short) if short and not self.tape.is_ended else whole
+                return min(whole, short) if short and not log.is_ended else whole
 
             return length
 
-        self._length = kind.__len__
-        patches.replace(kind, "__iter__", make)
-        patches.replace(kind, "__len__", make_length)
+        log.patches.replace(kind, "__iter__", make)
+        log.patches.replace(kind, "__len__", make_length)
 
     def _begun(self, loader: Any) -> list[int]:
         known = self.numbers.get(id(loader))
         if known is None or known[0]() is not loader:
             known = (weakref.ref(loader), len(self.numbers), 0)
-        known = (known[0], known[1], known[2] + 1)
-        self.numbers[id(loader)] = known
+        reference, number, epoch = known
+        self.numbers[id(loader)] = (reference, number, epoch + 1)
         whole = self._whole(loader)
-        self.tape.write("epoch", loader=known[1], number=known[2], whole=whole, **_sampling(loader), place=here())
-        return [known[1], known[2]]
+        self.log.write("epoch", loader=number, number=epoch + 1, whole=whole, **_sampling(loader), place=here())
+        return [number, epoch + 1]
 
     def _whole(self, loader: Any) -> int | None:
         """Its batches; None of a stream that does not say."""
@@ -111,8 +100,8 @@ def _sampling(loader: Any) -> dict[str, Any]:
 class Fetching:
     """A loader's iterator that tells which batch was fetched, and may end early."""
 
-    def __init__(self, inner: Any, tape: Tape, epoch: list[int] | None, short: int) -> None:
-        self._inner, self._tape, self._epoch, self._short, self._fetched = inner, tape, epoch or [-1, 0], short, 0
+    def __init__(self, inner: Any, log: EventLog, epoch: list[int] | None, short: int) -> None:
+        self._inner, self._log, self._epoch, self._short, self._fetched = inner, log, epoch or [-1, 0], short, 0
         self._is_dealt = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -131,14 +120,14 @@ class Fetching:
                 raise StopIteration
             batch = next(self._inner)
         except StopIteration:
-            self._tape.safely(self._tape.write)(
-                "epoch-end", loader=self._epoch[0], number=self._epoch[1], fetched=self._fetched
-            )
+            number, epoch = self._epoch
+            self._log.safely(self._log.write)("epoch-end", loader=number, number=epoch, fetched=self._fetched)
             raise
-        self._tape.current["batch"] = [*self._epoch, self._fetched]
-        self._tape.current["rows"] = _num_rows(batch)
+        current = self._log.current
+        current["batch"] = [*self._epoch, self._fetched]
+        current["rows"] = _num_rows(batch)
         if self._is_dealt:
-            self._tape.current["mark"] = self._tape.safely(_mark)(batch)
+            current["mark"] = self._log.safely(_mark)(batch)
         self._fetched += 1
         return batch
 
@@ -148,30 +137,32 @@ def _mark(batch: Any) -> float | None:
     if isinstance(batch, Tensor):
         flat = batch.detach().reshape(-1)[:MARKED].double()
         return float((flat * torch.arange(1, len(flat) + 1, dtype=flat.dtype, device=flat.device)).sum())
-    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((mark for mark in map(_mark, inner) if mark is not None), None)
+    return next((mark for mark in map(_mark, _inner(batch)) if mark is not None), None)
 
 
 def _num_rows(batch: Any) -> int | None:
     if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.dim() else None
-    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((rows for rows in map(_num_rows, inner) if rows is not None), None)
+    return next((rows for rows in map(_num_rows, _inner(batch)) if rows is not None), None)
 
 
-class _Modules:
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self.first: Any = None
+def _inner(batch: Any) -> Iterable[Any]:
+    return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
 
-    def normalised(self, layer: Any, batch: Tensor, *_: Any, **__: Any) -> None:
-        if not layer.training or not torch.is_tensor(batch) or self.tape.depth:
+
+def _watch_norms(log: EventLog) -> None:
+    measured: list[weakref.ref[Any]] = []
+    """The BatchNorm whose statistics are written down."""
+
+    def normalised(layer: Any, batch: Tensor, *_: Any, **__: Any) -> None:
+        if not layer.training or not torch.is_tensor(batch) or log.depth:
             return
-        current = self.tape.current
+        current = log.current
         current["norm_forwards"] = current.get("norm_forwards", 0) + 1
-        if self.first is None or self.first() is None:
-            self.first = weakref.ref(layer)
-        if self.first() is layer and "norms" not in current and batch.dim() >= 2:
+        if not measured or measured[0]() is None:
+            measured[:] = [weakref.ref(layer)]
+        is_measured = measured[0]() is layer
+        if is_measured and "norms" not in current and batch.dim() >= 2:
             rows = batch.detach()[:, :CHANNELS].transpose(0, 1).reshape(min(CHANNELS, batch.shape[1]), -1).double()
             current["norms"] = {
                 "mean": rows.mean(1).tolist(),
@@ -181,32 +172,44 @@ class _Modules:
                 "batch": True,
             }
 
-    def trained(self, _: Any, module: nn.Module, mode: bool = True, *__: Any, **___: Any) -> None:
-        if here().function and _calls_itself():
+    log.around(BatchNormLayer, "forward", before=normalised)
+
+
+def _watch_switches(log: EventLog) -> None:
+    """Train and eval, and whether ranks synchronise."""
+
+    def trained(_: Any, module: nn.Module, mode: bool = True, *__: Any, **___: Any) -> None:
+        if here().function and _is_in_train():
             return
-        cares = any(isinstance(child, DropoutLayer | BatchNormLayer) for child in module.modules())
-        if cares:
-            self.tape.current["is_eval"] = not mode
+        if any(isinstance(child, DropoutLayer | BatchNormLayer) for child in module.modules()):
+            log.current["is_eval"] = not mode
 
-    def spread(self, module: Any, *_: Any, **__: Any) -> None:
-        if (module.training and torch.is_grad_enabled()) or module.training:
-            self.tape.current["sync"] = bool(module.require_backward_grad_sync)
-            self.tape.current["ddp"] = weakref.ref(module)
+    def spread(module: Any, *_: Any, **__: Any) -> None:
+        if module.training:
+            log.current["sync"] = bool(module.require_backward_grad_sync)
+            log.current["ddp"] = weakref.ref(module)
 
-    def switched(self, _: Any, module: Any, flag: bool, *__: Any, **___: Any) -> None:
-        self.tape.current["fsdp"] = bool(flag)
+    def switched(_: Any, module: Any, flag: bool, *__: Any, **___: Any) -> None:
+        log.current["fsdp"] = bool(flag)
+
+    def watch_fsdp(*_: Any, **__: Any) -> None:
+        """FSDP2 is imported after torch, and before the optimizer is made."""
+        kind: Any = sharded_kind()
+        if kind is not None and not hasattr(kind.set_requires_gradient_sync, "is_doctors"):
+            log.around(kind, "set_requires_gradient_sync", after=switched)
+
+    log.around(nn.Module, "train", after=trained)
+    log.around(DistributedDataParallel, "forward", before=spread)
+    log.around(Optimizer, "__init__", after=watch_fsdp)
 
 
-def _calls_itself() -> bool:
-    """`train` calls itself for every child."""
-    import sys
-
-    frame = sys._getframe(1)
-    count = 0
+def _is_in_train() -> bool:
+    """True if called by `Module.train`, which calls itself for every child."""
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(24):
-        if frame.f_code.co_name == "train" and frame.f_code.co_filename.endswith("module.py"):
-            count += 1
-        if frame.f_back is None:
+        if frame is None:
             break
+        if frame.f_code.co_name == "train" and frame.f_code.co_filename.endswith("module.py"):
+            return True
         frame = frame.f_back
-    return count > 0
+    return False

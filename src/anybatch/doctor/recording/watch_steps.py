@@ -11,96 +11,86 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch.doctor.loops import packed
-from anybatch.doctor.recording.tape import Ending, Patches, Tape, around, here, nothing
+from anybatch.doctor.recording import Ending
+from anybatch.doctor.recording.event_log import EventLog, here
 
 HORIZONS = ("T_max", "total_steps", "total_iters", "T_0")
 """How torch's schedulers call the number of steps that they are made for."""
 
 
-def install_step_watch(tape: Tape, patches: Patches) -> None:
+def install_step_watch(log: EventLog) -> None:
     """From now on updates are seen."""
-    steps = _Steps(tape)
-    safely = tape.safely
-    patches.replace(Optimizer, "__init__", around(nothing, safely(lambda _, self, *__, **___: tape.optimizer(self))))
-    for owner in (Optimizer, nn.Module):
-        patches.replace(owner, "zero_grad", around(safely(steps.before), safely(steps.zeroed)))
-    begin, ended = safely(steps.begin), safely(steps.ended)
-
-    def end(optimizer: Optimizer) -> None:
-        ended(optimizer)
-        steps.end_script()
-
-    patches.handles.append(register_optimizer_step_pre_hook(lambda one, *_: begin(one)))
-    patches.handles.append(register_optimizer_step_post_hook(lambda one, *_: end(one)))
+    _watch_optimizers(log)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         for module in (nn.utils.clip_grad, nn.utils):
-            patches.replace(module, name, _clipping(tape, name))
-    _Schedules(tape).install(patches)
-    _Scalers(tape).install(patches)
+            log.patches.replace(module, name, _clipping(log, name))
+    _Schedules(log)
+    _watch_scalers(log)
 
 
-class _Steps:
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def before(self, *_: Any, **__: Any) -> None:
-        self.tape.look()
-
-    def zeroed(self, _: Any, *__: Any, **___: Any) -> None:
+def _watch_optimizers(log: EventLog) -> None:
+    def zeroed(*_: Any, **__: Any) -> None:
         place = here()
-        self.tape.look("zero_grad", place)
-        self.tape.write("zero", place=place)
+        log.look("zero_grad", place)
+        log.write("zero", place=place)
 
-    def begin(self, optimizer: Optimizer) -> None:
-        tape = self.tape
-        number = tape.optimizer(optimizer)
-        tape.look()
-        tape.write("step-begin", optimizer=number)
+    def begin(optimizer: Optimizer) -> None:
+        number = log.optimizer(optimizer)
+        log.look()
+        log.write("step-begin", optimizer=number)
 
-    def end_script(self) -> None:
-        """Once the updates asked for are seen."""
-        tape = self.tape
-        if 0 < tape.watch.updates <= tape.num_updates and not tape.is_ended and not tape.is_broken:
-            tape.reason = "updates"
-            raise Ending(0)
-
-    def ended(self, optimizer: Optimizer) -> None:
-        tape = self.tape
-        number = tape.optimizer(optimizer)
-        own = tape.owned[number]
-        holding = [n for n in own if (p := tape.parameters[n]()) is not None and p.grad is not None]
-        tape.forget_changes()
-        rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
-        tape.write(
+    def end(optimizer: Optimizer) -> None:
+        number = log.optimizer(optimizer)
+        own = log.owned[number]
+        holding = [n for n in own if (p := log.parameters[n]()) is not None and p.grad is not None]
+        log.forget_changes()
+        log.write(
             "step",
             optimizer=number,
             holding=packed(holding),
-            lr=rates,
-            scaler=tape.is_inside_scaler,
-            probe=tape.probe_values(own),
+            lr=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+            scaler=log.is_inside_scaler,
+            probe=log.probe_values(own),
             place=here(),
         )
-        tape.steps[number] = tape.steps.get(number, 0) + 1
-        tape.num_updates = max(tape.steps.values())
+        log.steps[number] = log.steps.get(number, 0) + 1
+        log.num_updates = max(log.steps.values())
+
+    safe_begin, safe_end = log.safely(begin), log.safely(end)
+
+    def end_script_too(optimizer: Optimizer, *_: Any) -> None:
+        """Once the updates asked for are seen."""
+        safe_end(optimizer)
+        if 0 < log.watch.updates <= log.num_updates and not log.is_ended and not log.is_broken:
+            log.reason = "updates"
+            raise Ending(0)
+
+    log.around(Optimizer, "__init__", after=lambda _, optimizer, *__, **___: log.optimizer(optimizer))
+    for owner in (Optimizer, nn.Module):
+        log.around(owner, "zero_grad", lambda *_, **__: log.look(), zeroed)
+    log.patches.handles += [
+        register_optimizer_step_pre_hook(lambda one, *_: safe_begin(one)),
+        register_optimizer_step_post_hook(end_script_too),
+    ]
 
 
-def _clipping(tape: Tape, name: str) -> Any:
+def _clipping(log: EventLog, name: str) -> Any:
     def make(original: Any) -> Any:
         def clip(*arguments: Any, **named: Any) -> Any:
             given = arguments[0] if arguments else named.pop("parameters")
             parameters = [given] if isinstance(given, Tensor) else list(given)  # a generator is read once
-            tape.safely(tape.look)()
+            log.safely(log.look)()
             result = original(parameters, *arguments[1:], **named)
             limit = arguments[1] if len(arguments) > 1 else named.get("max_norm", named.get("clip_value", math.inf))
-            tape.safely(clipped)(result, parameters, limit)
+            log.safely(clipped)(result, parameters, limit)
             return result
 
         def clipped(result: Any, parameters: list[Tensor], limit: float) -> None:
-            tape.forget_changes()
-            numbers = [tape.number(p) for p in parameters if isinstance(p, Tensor) and p.requires_grad]
+            log.forget_changes()
+            numbers = [log.number(p) for p in parameters if isinstance(p, Tensor) and p.requires_grad]
             norm = float(result) if isinstance(result, Tensor) and result.numel() == 1 else None
             limit = float(limit)
-            tape.write(
+            log.write(
                 "clip",
                 parameters=packed(numbers),
                 limit=limit if math.isfinite(limit) else None,
@@ -117,22 +107,19 @@ def _clipping(tape: Tape, name: str) -> Any:
 class _Schedules:
     """Steps of schedulers, without the first that each makes of itself and those that one makes of another."""
 
-    def __init__(self, tape: Tape) -> None:
-        self.tape, self.depth = tape, 0
+    def __init__(self, log: EventLog) -> None:
+        self.log, self.depth = log, 0
         self.numbers: dict[int, tuple[Any, int]] = {}
-
-    def install(self, patches: Patches) -> None:
         kinds = {kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)}
         for kind in kinds:
-            if kind.__name__ != "object" and issubclass(kind, lr_scheduler.LRScheduler):
-                patches.replace(kind, "step", self._make)
+            if issubclass(kind, lr_scheduler.LRScheduler):
+                log.patches.replace(kind, "step", self._make)
+        log.around(lr_scheduler.LRScheduler, "__init__", self._notice)
 
-        def notice(scheduler: Any, *_: Any, **__: Any) -> None:
-            kind = type(scheduler)
-            if "step" in vars(kind) and not hasattr(kind.step, "is_doctors"):
-                patches.replace(kind, "step", self._make)
-
-        patches.replace(lr_scheduler.LRScheduler, "__init__", around(self.tape.safely(notice), nothing))
+    def _notice(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        kind = type(scheduler)
+        if "step" in vars(kind) and not hasattr(kind.step, "is_doctors"):
+            self.log.patches.replace(kind, "step", self._make)
 
     def _make(self, original: Any) -> Any:
         def step(scheduler: Any, *arguments: Any, **named: Any) -> Any:
@@ -142,7 +129,7 @@ class _Schedules:
             finally:
                 self.depth -= 1
             if not self.depth and not _is_first():
-                self.tape.safely(self._stepped)(scheduler)
+                self.log.safely(self._stepped)(scheduler)
             return result
 
         return step
@@ -150,12 +137,11 @@ class _Schedules:
     def _stepped(self, scheduler: Any) -> None:
         known = self.numbers.get(id(scheduler))
         if known is None or known[0]() is not scheduler:
-            known = (weakref.ref(scheduler), len(self.numbers))
-            self.numbers[id(scheduler)] = known
-        optimizer = getattr(scheduler, "optimizer", None)
-        number = self.tape.optimizer(optimizer) if isinstance(optimizer, Optimizer) else None
-        rates = [float(group["lr"]) for group in optimizer.param_groups] if isinstance(optimizer, Optimizer) else []
-        self.tape.write(
+            known = self.numbers[id(scheduler)] = (weakref.ref(scheduler), len(self.numbers))
+        number, rates = None, []
+        if isinstance(optimizer := getattr(scheduler, "optimizer", None), Optimizer):
+            number, rates = self.log.optimizer(optimizer), [float(group["lr"]) for group in optimizer.param_groups]
+        self.log.write(
             "schedule",
             scheduler=known[1],
             optimizer=number,
@@ -169,24 +155,17 @@ class _Schedules:
 
 def _horizon(scheduler: Any) -> int | None:
     """The number of steps that a scheduler was made for, where it says so; transformers' keep theirs in a partial."""
-    for name in HORIZONS:
-        value = getattr(scheduler, name, None)
-        if isinstance(value, int) and value > 1:
-            return value
+    said = [getattr(scheduler, name, None) for name in HORIZONS]
     for function in getattr(scheduler, "lr_lambdas", []):
-        named = getattr(function, "keywords", None) or {}
-        value = named.get("num_training_steps")
+        said.append((getattr(function, "keywords", None) or {}).get("num_training_steps"))
+    for value in said:
         if isinstance(value, int) and value > 1:
             return value
-    inner = getattr(scheduler, "_schedulers", None) or []
-    horizons = [_horizon(one) for one in inner]
-    if horizons and all(horizons):
-        return (
-            sum(horizon for horizon in horizons if horizon)
-            if hasattr(scheduler, "_milestones")
-            else max(filter(None, horizons))
-        )
-    return None
+    inner = [_horizon(one) for one in getattr(scheduler, "_schedulers", None) or []]
+    known = [horizon for horizon in inner if horizon]
+    if not known or len(known) < len(inner):
+        return None
+    return sum(known) if hasattr(scheduler, "_milestones") else max(known)
 
 
 def _function(scheduler: Any) -> str:
@@ -206,49 +185,44 @@ def _is_first() -> bool:
     return False
 
 
-class _Scalers:
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def install(self, patches: Patches) -> None:
-        safely = self.tape.safely
-        kind: Any = GradScaler
-        patches.replace(kind, "scale", around(nothing, safely(self._scaled)))
-        patches.replace(kind, "unscale_", around(safely(self._look), safely(self._unscaled)))
-        patches.replace(kind, "update", around(nothing, safely(self._updated)))
-        patches.replace(kind, "step", self._stepping)
-
-    def _look(self, *_: Any, **__: Any) -> None:
-        self.tape.look()
-
-    def _scaled(self, _: Any, scaler: Any, *__: Any, **___: Any) -> None:
+def _watch_scalers(log: EventLog) -> None:
+    def scaled(_: Any, scaler: Any, *__: Any, **___: Any) -> None:
         if scaler.is_enabled():
-            self.tape.current["scale"] = float(scaler.get_scale())
+            log.current["scale"] = float(scaler.get_scale())
 
-    def _unscaled(self, _: Any, scaler: Any, optimizer: Optimizer) -> None:
-        self.tape.forget_changes()
+    def unscaled(_: Any, scaler: Any, optimizer: Optimizer) -> None:
+        log.forget_changes()
         if scaler.is_enabled():
-            self.tape.write("unscale", optimizer=self.tape.optimizer(optimizer), place=here())
+            log.write("unscale", optimizer=log.optimizer(optimizer), place=here())
 
-    def _updated(self, _: Any, scaler: Any, *__: Any, **___: Any) -> None:
+    def updated(_: Any, scaler: Any, *__: Any, **___: Any) -> None:
         if scaler.is_enabled():
-            self.tape.write("scaler-update", scale=float(scaler.get_scale()), place=here())
+            log.write("scaler-update", scale=float(scaler.get_scale()), place=here())
 
-    def _stepping(self, original: Any) -> Any:
+    log.around(GradScaler, "scale", after=scaled)
+    log.around(GradScaler, "unscale_", lambda *_, **__: log.look(), unscaled)
+    log.around(GradScaler, "update", after=updated)
+    log.patches.replace(GradScaler, "step", _scaler_step(log))
+
+
+def _scaler_step(log: EventLog) -> Any:
+    def skipped(optimizer: Optimizer) -> None:
+        log.forget_changes()
+        log.write("skipped", optimizer=log.optimizer(optimizer), place=here())
+
+    def make(original: Any) -> Any:
         def step(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-            self.tape.safely(self.tape.look)()
-            self.tape.is_inside_scaler = scaler.is_enabled()
-            before = sum(self.tape.steps.values())
+            log.safely(log.look)()
+            log.is_inside_scaler = scaler.is_enabled()
+            before = sum(log.steps.values())
             try:
                 result = original(scaler, optimizer, *arguments, **named)
             finally:
-                self.tape.is_inside_scaler = False
-            if scaler.is_enabled() and sum(self.tape.steps.values()) == before and isinstance(optimizer, Optimizer):
-                self.tape.safely(self._skipped)(optimizer)
+                log.is_inside_scaler = False
+            if scaler.is_enabled() and sum(log.steps.values()) == before and isinstance(optimizer, Optimizer):
+                log.safely(skipped)(optimizer)
             return result
 
         return step
 
-    def _skipped(self, optimizer: Optimizer) -> None:
-        self.tape.forget_changes()
-        self.tape.write("skipped", optimizer=self.tape.optimizer(optimizer), place=here())
+    return make

@@ -1,19 +1,5 @@
 """What is wrong with a loop: one file for each family of rules, pure functions of what was seen."""
 
 from anybatch.doctor.rules.about_models import loop_rules, model_rules
-from anybatch.doctor.rules.about_orders import order_rules
-from anybatch.doctor.rules.about_ranks import rank_rules, row_rules, rules_across
+from anybatch.doctor.rules.about_orders import order_rules, rank_rules, row_rules, rules_across
 from anybatch.doctor.rules.about_weights import logging_rules, lost_rules, tail_rules, weight_rules
-
-__all__ = [
-    "logging_rules",
-    "loop_rules",
-    "lost_rules",
-    "model_rules",
-    "order_rules",
-    "rank_rules",
-    "row_rules",
-    "rules_across",
-    "tail_rules",
-    "weight_rules",
-]

@@ -1,38 +1,42 @@
 """What the model and its numbers make of accumulation: BatchNorm, negatives, precision, graphs; and what cannot be told."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
+from typing import Any
 
-from anybatch.doctor.finding import Finding, Severity
-from anybatch.doctor.loop_case import LoopCase, first_spot, fix_for, plural
-from anybatch.doctor.loops import LoopUpdate, LossPass, WatchedLoop, spot_of
+from anybatch.display import plural
+from anybatch.doctor.finding import Finding, Severity, finding_at
+from anybatch.doctor.loops import WatchedLoop, spot_of
+from anybatch.doctor.optimizer_run import OptimizerRun
+from anybatch.doctor.updates import LoopUpdate, LossPass
 
 LOW = ("bfloat16", "float16")
 SMALLEST = 5e-3
 """Error of a 16-bit sum above which it is an error."""
 
 
-def model_rules(case: LoopCase) -> Iterator[Finding]:
+def model_rules(run: OptimizerRun) -> Iterator[Finding]:
     """Per optimizer."""
-    pairs = [(update, lanes) for update, lanes in zip(case.updates, case.lanes, strict=True) if len(lanes) > 1]
-    if pairs:
-        update = pairs[-1][0]
-        yield from _batch_norm(case, update, [lane[0] for lane in pairs[-1][1]])
-        yield from _negatives(case, update, len(pairs[-1][1]))
-        yield from _low_precision(case, [update for update, _ in pairs])
-        yield from _learning_rate(case, update)
-    yield from _untold(case)
+    accumulated = [update for update in run.updates if len(update.micro_batches) > 1]
+    if accumulated:
+        update = accumulated[-1]
+        yield from _batch_norm(run, update, [passes[0] for passes in update.micro_batches])
+        yield from _negatives(run, update)
+        yield from _low_precision(run, accumulated)
+        yield from _learning_rate(run, update)
+    yield from _untold(run)
 
 
-def loop_rules(loop: WatchedLoop, cases: list[LoopCase]) -> Iterator[Finding]:
+def loop_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:
     """Of the whole loop."""
     for line in loop.others.get("kept", ()):
         name = line.get("variable")
         who = f"`{name}` keeps" if name else "something keeps"
         text = (
-            f"{who} the graphs of earlier losses alive: {line.get('alive')} of them by now, and each is memory that "
-            "is never freed."
+            f"{who} the graphs of earlier losses alive: {line.get('alive')} of them by now, and each is memory that is "
+            "never freed."
         )
         yield _of_line("kept-graph", "warning", line, text)
     for line in loop.others.get("unowned", ()):
@@ -49,23 +53,19 @@ def loop_rules(loop: WatchedLoop, cases: list[LoopCase]) -> Iterator[Finding]:
         )
         yield _of_line("recorder-trouble", "note", line, text)
     yield from _eval(loop)
-    yield from _windows(cases)
+    yield from _windows(runs)
 
 
-def _of_line(kind: str, severity: Severity, line: object, text: str) -> Finding:
-    assert isinstance(line, dict)
-    spot = spot_of(line.get("place"))
+def _of_line(kind: str, severity: Severity, line: Mapping[str, Any], text: str) -> Finding:
     facts = {key: line[key] for key in ("alive", "variable", "count", "shapes", "error") if key in line}
-    return Finding(
-        kind=kind, severity=severity, file=spot.file, line=spot.line, message=text, evidence=facts, fix=fix_for(kind)
-    )
+    return finding_at(spot_of(line.get("place")), kind, severity, text, facts)
 
 
-def _batch_norm(case: LoopCase, update: LoopUpdate, passes: Sequence[LossPass]) -> Iterator[Finding]:
+def _batch_norm(run: OptimizerRun, update: LoopUpdate, passes: Sequence[LossPass]) -> Iterator[Finding]:
     if not all(one.norm_forwards for one in passes):
         return
     n = len(passes)
-    norms = [one.norms for one in passes if one.norms]
+    norms: list[Mapping[str, Any]] = [one.norms for one in passes if one.norms]
     momentum = norms[0].get("momentum") if norms else None
     text = f"BatchNorm takes its statistics from each of {n} micro-batches, not from the batch"
     facts: dict[str, object] = {"micro_batches": n}
@@ -80,65 +80,55 @@ def _batch_norm(case: LoopCase, update: LoopUpdate, passes: Sequence[LossPass]) 
         effective = 1 - (1 - momentum) ** n
         facts["momentum"] = effective
         text += f"; running statistics move by {effective:.3g} per update instead of {momentum:g}"
-    yield case.finding("batch-norm", "warning", passes[0].spot, text + ".", facts)
+    yield run.finding("batch-norm", "warning", passes[0].spot, text + ".", facts)
 
 
-def _variance_error(norms: Sequence[object]) -> float:
-    rows = [norm for norm in norms if isinstance(norm, dict)]
-    counts = [row["count"] for row in rows]
+def _variance_error(norms: Sequence[Mapping[str, Any]]) -> float:
+    counts = [norm["count"] for norm in norms]
     total = sum(counts)
-    worst = []
-    for channel in range(len(rows[0]["mean"])):
-        mean = sum(r["mean"][channel] * c for r, c in zip(rows, counts, strict=True)) / total
-        pooled = (
-            sum((r["var"][channel] + (r["mean"][channel] - mean) ** 2) * c for r, c in zip(rows, counts, strict=True))
-            / total
-        )
-        off = [abs(r["var"][channel] - pooled) / pooled for r in rows] if pooled else [0.0]
-        worst.append(sum(off) / len(off))
-    return sum(worst) / len(worst) if worst else 0.0
+    errors = []
+    for channel in range(len(norms[0]["mean"])):
+        means = [norm["mean"][channel] for norm in norms]
+        variances = [norm["var"][channel] for norm in norms]
+        mean = sum(m * c for m, c in zip(means, counts, strict=True)) / total
+        pooled = sum((v + (m - mean) ** 2) * c for v, m, c in zip(variances, means, counts, strict=True)) / total
+        off = [abs(variance - pooled) / pooled for variance in variances] if pooled else [0.0]
+        errors.append(sum(off) / len(off))
+    return sum(errors) / len(errors) if errors else 0.0
 
 
-def _negatives(case: LoopCase, update: LoopUpdate, n: int) -> Iterator[Finding]:
+def _negatives(run: OptimizerRun, update: LoopUpdate) -> Iterator[Finding]:
+    n, chain = len(update.micro_batches), update.first_spot.chain
     pairs = [max((term.pairs for term in one.terms), default=0) for one in update.passes]
-    if not pairs or not all(pairs) or len(case.loop.passes) < 3:
-        return
-    if not all(
-        any(term.pairs for term in one.terms)
-        for one in case.loop.passes
-        if one.spot.chain == update.passes[0].spot.chain
-    ):
+    same_line = [one for one in run.loop.passes if one.spot.chain == chain]
+    is_contrastive = all(pairs) and all(any(term.pairs for term in one.terms) for one in same_line)
+    if not is_contrastive or len(run.loop.passes) < 3:
         return
     rows = sum(pairs)
     text = (
         f"A contrastive loss over {pairs[0]} rows is accumulated {n} times: every row is compared with {pairs[0] - 1} others "
         f"instead of {rows - 1}, so this is another loss, not that of {rows} rows."
     )
-    yield case.finding("negatives-missing", "error", update.passes[0].spot, text, {"rows": pairs[0], "batch": rows})
+    yield run.finding("negatives-missing", "error", update.passes[0].spot, text, {"rows": pairs[0], "batch": rows})
 
 
-def _low_precision(case: LoopCase, updates: Sequence[LoopUpdate]) -> Iterator[Finding]:
+def _low_precision(run: OptimizerRun, updates: Sequence[LoopUpdate]) -> Iterator[Finding]:
     update = max(updates, key=lambda one: len(one.passes))
-    if not any(dtype in LOW for one in update.passes for dtype in one.dtypes):
+    low = [dtype for one in update.passes for dtype in one.dtypes if dtype in LOW]
+    if not low:
         return
     error = None if update.is_assigned or update.stale else _sum_error(update)
-    n = len(update.passes)
-    dtype = next(dtype for one in update.passes for dtype in one.dtypes if dtype in LOW)
+    n, dtype = len(update.passes), low[0]
     told = "" if error is None else f": the sum is {100 * error:.2g} % off (measured)"
     severity: Severity = "error" if error is not None and error > SMALLEST else "warning"
-    yield case.finding(
-        "low-precision-sum",
-        severity,
-        first_spot(update.passes),
-        f"{n} micro-batches are added up in {dtype}{told}.",
-        {"dtype": dtype, "error": error, "micro_batches": n},
-    )
+    facts = {"dtype": dtype, "error": error, "micro_batches": n}
+    text = f"{n} micro-batches are added up in {dtype}{told}."
+    yield run.finding("low-precision-sum", severity, update.first_spot, text, facts)
 
 
 def _sum_error(update: LoopUpdate) -> float | None:
-    if any(one.kind in ("clip", "unscale") for one in update.happenings) or any(
-        one.sync is not None for one in update.passes
-    ):
+    is_changed = any(one.kind in ("clip", "unscale") for one in update.happenings)
+    if is_changed or any(one.sync is not None for one in update.passes):
         return None
     squared = size = 0.0
     for key, row in update.probe.items():
@@ -148,47 +138,43 @@ def _sum_error(update: LoopUpdate) -> float | None:
     return math.sqrt(squared / size) if size else None
 
 
-def _learning_rate(case: LoopCase, update: LoopUpdate) -> Iterator[Finding]:
-    kind = str(case.loop.optimizers.get(case.optimizer, {}).get("kind", ""))
-    rate, n = (update.lr or (0.0,))[0], case.size
-    if n < 2 or not rate or not case.is_usually_whole:
+def _learning_rate(run: OptimizerRun, update: LoopUpdate) -> Iterator[Finding]:
+    optimizer = run.loop.optimizers.get(run.optimizer, {})
+    kind = str(optimizer.get("kind", ""))
+    rate, n = (update.lr or (0.0,))[0], run.size
+    if n < 2 or not rate or not run.is_usually_whole:
         return  # one that is not divided has a larger step already
     is_adam = "adam" in kind.lower()
     rule, better = ("the square-root rule", rate * math.sqrt(n)) if is_adam else ("the linear rule", rate * n)
-    rows = f" of {case.rows} rows" if case.rows else ""
+    rows = f" of {run.rows} rows" if run.rows else ""
     text = (
-        f"One update learns from {n} micro-batches{rows}, {n} times fewer updates than without accumulation. If "
-        "the learning rate "
-        f"{rate:g} was chosen for one micro-batch, {rule} for {kind or 'this optimizer'} says {better:.3g}, with "
-        "a warm-up. Advice, not an error."
+        f"One update learns from {n} micro-batches{rows}, {n} times fewer updates than without accumulation. If the learning "
+        f"rate {rate:g} was chosen for one micro-batch, {rule} for {kind or 'this optimizer'} says {better:.3g}, with a "
+        "warm-up. Advice, not an error."
     )
-    spot = spot_of(case.loop.optimizers.get(case.optimizer, {}).get("place"))
-    found = case.finding("learning-rate", "note", spot, text, {"lr": rate, "suggested": better, "micro_batches": n})
-    yield replace(found, fix=found.fix.replace(")", ', rule="sqrt")')) if is_adam else found
+    facts = {"lr": rate, "suggested": better, "micro_batches": n}
+    found = run.finding("learning-rate", "note", spot_of(optimizer.get("place")), text, facts)
+    yield replace(found, own_fix=found.own_fix.replace(")", ', rule="sqrt")')) if is_adam else found
 
 
-def _untold(case: LoopCase) -> Iterator[Finding]:
-    steps = case.loop.updates_of(case.optimizer)
+def _untold(run: OptimizerRun) -> Iterator[Finding]:
+    steps = run.loop.updates_of(run.optimizer)
     if not steps:
         return
-    if case.is_by_hand:
+    if run.is_by_hand:
         text = (
             "The gradients of this optimizer are written by hand: they are no multiple of what backward brought. "
             "What one batch would give cannot be told."
         )
-        yield case.finding("by-hand", "note", steps[-1].spot, text, {"updates": len(steps)})
+        yield run.finding("by-hand", "note", steps[-1].spot, text, {"updates": len(steps)})
         return
-    opaque = [
-        update
-        for update, weighing in zip(case.updates, case.weighings, strict=True)
-        if weighing is None and update.passes
-    ]
-    if opaque and 2 * len(opaque) > len(case.updates):
+    opaque = [update for update in run.updates if update.weighing is None and update.passes]
+    if opaque and 2 * len(opaque) > len(run.updates):
         text = (
             "The weight of this loss cannot be read: it is made by a function that hides how many terms it took "
             "together. Whether it is divided rightly cannot be told."
         )
-        yield case.finding("opaque-loss", "note", first_spot(opaque[-1].passes), text, {"updates": len(opaque)})
+        yield run.finding("opaque-loss", "note", opaque[-1].first_spot, text, {"updates": len(opaque)})
 
 
 def _eval(loop: WatchedLoop) -> Iterator[Finding]:
@@ -196,40 +182,19 @@ def _eval(loop: WatchedLoop) -> Iterator[Finding]:
     trained = [one for one in used if not one.is_eval]
     still = [one for one in used if one.is_eval and trained and one.serial > trained[0].serial]
     if still and not any(one.serial > still[-1].serial for one in trained):
-        spot = still[0].spot
-        text = (
-            f"model.eval() is still on in {plural(len(still), 'micro-batch')}: dropout and BatchNorm do not train "
-            "any more."
-        )
-        yield Finding(
-            kind="eval-left-on",
-            severity="warning",
-            file=spot.file,
-            line=spot.line,
-            message=text,
-            evidence={"passes": len(still)},
-            fix=fix_for("eval-left-on"),
-        )
+        noun = plural(len(still), "micro-batch")
+        text = f"model.eval() is still on in {noun}: dropout and BatchNorm do not train any more."
+        yield finding_at(still[0].spot, "eval-left-on", "warning", text, {"passes": len(still)})
 
 
-def _windows(cases: list[LoopCase]) -> Iterator[Finding]:
-    for place, one in enumerate(cases):
-        for other in cases[place + 1 :]:
-            shared = {p.serial for u in one.updates for p in u.passes} & {
-                p.serial for u in other.updates for p in u.passes
-            }
-            if (
-                shared
-                and one.size
-                and other.size
-                and one.size != other.size
-                and len(one.updates) > 1
-                and len(other.updates) > 1
-            ):
-                text = (
-                    f"Two optimizers learn from the same backward passes and step on different windows: one after {one.size} "
-                    f"micro-batches, the other after {other.size}."
-                )
-                yield other.finding(
-                    "windows-differ", "warning", other.updates[0].spot, text, {"sizes": [one.size, other.size]}
-                )
+def _windows(runs: list[OptimizerRun]) -> Iterator[Finding]:
+    serials = {run.optimizer: {one.serial for update in run.updates for one in update.passes} for run in runs}
+    for one, other in combinations(runs, 2):
+        is_differing = 0 < one.size != other.size > 0 and min(len(one.updates), len(other.updates)) > 1
+        if is_differing and serials[one.optimizer] & serials[other.optimizer]:
+            text = (
+                "Two optimizers learn from the same backward passes and step on different windows: one after "
+                f"{one.size} micro-batches, the other after {other.size}."
+            )
+            spot = other.updates[0].spot
+            yield other.finding("windows-differ", "warning", spot, text, {"sizes": [one.size, other.size]})

@@ -1,73 +1,62 @@
-"""Clipping, schedules and loss scalers: what stands where it should not."""
+"""What happens when, on which rank: clipping, schedules, loss scalers, synchronisation, and the rows of each rank."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from anybatch.doctor.finding import Finding, Severity
-from anybatch.doctor.loop_case import LoopCase, plural
-from anybatch.doctor.loops import Happening, LoopUpdate
+from anybatch.display import plural
+from anybatch.doctor.finding import Finding, Severity, Spot, finding_at
+from anybatch.doctor.loops import WatchedLoop, spot_of
+from anybatch.doctor.optimizer_run import OptimizerRun
+from anybatch.doctor.updates import Happening, LoopUpdate, LossPass
 
 
-def order_rules(case: LoopCase) -> Iterator[Finding]:
+def order_rules(run: OptimizerRun) -> Iterator[Finding]:
     """Per optimizer."""
-    yield from _clipping(case)
-    yield from _scaling(case)
-    yield from _schedules(case)
+    yield from _clipping(run)
+    yield from _scaling(run)
+    yield from _schedules(run)
 
 
-def _inside(update: LoopUpdate, one: Happening) -> bool:
-    """Between two micro-batches of the update."""
-    return len(update.passes) > 1 and update.passes[0].index < one.index < update.passes[-1].index
-
-
-def _between_lanes(case: LoopCase, place: int, one: Happening) -> bool:
-    lanes = case.lanes[place]
-    return len(lanes) > 1 and lanes[0][-1].index < one.index < lanes[-1][0].index
-
-
-def _clipping(case: LoopCase) -> Iterator[Finding]:
-    clips = case.clips()
-    for place, update in enumerate(case.updates):
+def _clipping(run: OptimizerRun) -> Iterator[Finding]:
+    clips = run.clips()
+    for update in run.updates:
         for clip in clips:
-            if _between_lanes(case, place, clip) and not case.is_by_hand:
+            if update.is_between(clip.index) and not run.is_by_hand:
                 text = (
                     f"Gradients are clipped to {clip.facts['limit']:g} between the micro-batches of update {update.number}: "
                     f"what is clipped is a part of the sum, and each micro-batch is cut by another factor."
                 )
-                yield case.finding(
-                    "clip-early",
-                    "error",
-                    clip.spot,
-                    text,
-                    {"limit": clip.facts["limit"], "norm": clip.facts.get("norm")},
-                )
-        yield from _clip_scaled(case, update, clips)
-    yield from _clip_late(case, clips)
+                facts = {"limit": clip.facts["limit"], "norm": clip.facts.get("norm")}
+                yield run.finding("clip-early", "error", clip.spot, text, facts)
+        yield from _clip_scaled(run, update, clips)
+    yield from _clip_late(run, clips)
 
 
-def _clip_scaled(case: LoopCase, update: LoopUpdate, clips: list[Happening]) -> Iterator[Finding]:
+def _clip_scaled(run: OptimizerRun, update: LoopUpdate, clips: list[Happening]) -> Iterator[Finding]:
     scales = [one.scale for one in update.passes if one.scale not in (None, 1.0)]
     if not scales:
         return
-    unscaled = [
-        h.index for h in update.happenings if h.kind == "unscale" and h.facts.get("optimizer") == case.optimizer
-    ]
+    first = min((one.index for one in update.happenings if _unscales(one, run)), default=update.index)
     for clip in clips:
-        if update.passes[0].index < clip.index < update.index and not any(i < clip.index for i in unscaled):
+        if update.passes[0].index < clip.index < update.index and clip.index < first:
             text = (
                 f"Gradients are clipped to {clip.facts['limit']:g} while they are still multiplied with the loss scale "
                 f"{scales[-1]:g}: the limit on the real gradient is {clip.facts['limit'] / scales[-1]:.3g}."
             )
-            yield case.finding(
-                "clip-scaled", "error", clip.spot, text, {"scale": scales[-1], "norm": clip.facts.get("norm")}
-            )
+            facts = {"scale": scales[-1], "norm": clip.facts.get("norm")}
+            yield run.finding("clip-scaled", "error", clip.spot, text, facts)
 
 
-def _clip_late(case: LoopCase, clips: list[Happening]) -> Iterator[Finding]:
+def _unscales(one: Happening, run: OptimizerRun) -> bool:
+    return one.kind == "unscale" and one.facts.get("optimizer") == run.optimizer
+
+
+def _clip_late(run: OptimizerRun, clips: list[Happening]) -> Iterator[Finding]:
     """After a step, before anything new came."""
-    touching = sorted(one.index for one in case.loop.passes if one.touched & case.numbers)
-    steps = [update.index for update in case.loop.updates_of(case.optimizer)]
+    touching = sorted(one.index for one in run.loop.passes if one.touched & run.numbers)
+    steps = [update.index for update in run.loop.updates_of(run.optimizer)]
     late = []
     for clip in clips:
         step = max((index for index in steps if index < clip.index), default=None)
@@ -78,123 +67,121 @@ def _clip_late(case: LoopCase, clips: list[Happening]) -> Iterator[Finding]:
             f"Gradients are clipped to {late[0].facts['limit']:g} after the step that they were meant for: no update "
             "is clipped."
         )
-        yield case.finding("clip-after-step", "error", late[0].spot, text, {"clips": len(late), "steps": len(steps)})
+        yield run.finding("clip-after-step", "error", late[0].spot, text, {"clips": len(late), "steps": len(steps)})
 
 
-def _scaling(case: LoopCase) -> Iterator[Finding]:
-    for place, update in enumerate(case.updates):
+def _scaling(run: OptimizerRun) -> Iterator[Finding]:
+    for update in run.updates:
         scales = [one.scale for one in update.passes]
         if all(scale is None for scale in scales):
             continue
         for one in update.happenings:
-            if one.kind == "scaler-update" and _between_lanes(case, place, one):
+            if not update.is_between(one.index):
+                continue
+            if one.kind == "scaler-update":
                 text = (
-                    f"scaler.update() runs between the micro-batches of update {update.number}: parts of one sum may "
-                    "have different scales."
+                    f"scaler.update() runs between the micro-batches of update {update.number}: parts of one sum may have "
+                    "different scales."
                 )
-                yield case.finding("scaler-misuse", "error", one.spot, text, {"scale": one.facts.get("scale")})
-            if (
-                one.kind == "unscale"
-                and _between_lanes(case, place, one)
-                and one.facts.get("optimizer") == case.optimizer
-            ):
+                yield run.finding("scaler-misuse", "error", one.spot, text, {"scale": one.facts.get("scale")})
+            if _unscales(one, run):
                 text = (
                     f"scaler.unscale_() runs between the micro-batches of update {update.number}: what comes after is added "
                     f"with the scale {scales[-1]:g} to gradients without it."
                 )
-                yield case.finding("scaler-misuse", "error", one.spot, text, {"scale": scales[-1]})
+                yield run.finding("scaler-misuse", "error", one.spot, text, {"scale": scales[-1]})
         if len(set(scales)) > 1:
             text = f"The micro-batches of update {update.number} have different loss scales: {', '.join(map(str, scales[:6]))}."
-            yield case.finding("scaler-misuse", "error", update.passes[-1].spot, text, {"scales": scales[:8]})
+            yield run.finding("scaler-misuse", "error", update.passes[-1].spot, text, {"scales": scales[:8]})
         unscaled = any(one.kind == "unscale" for one in update.happenings)
         if not update.is_in_scaler and not unscaled and scales[-1] not in (None, 1.0):
             text = (
                 f"The optimizer steps on gradients that are multiplied with the loss scale {scales[-1]:g}: it was not "
                 "stepped by scaler.step()."
             )
-            yield case.finding("scaler-misuse", "error", update.spot, text, {"scale": scales[-1]})
+            yield run.finding("scaler-misuse", "error", update.spot, text, {"scale": scales[-1]})
 
 
-def _schedules(case: LoopCase) -> Iterator[Finding]:
+def _schedules(run: OptimizerRun) -> Iterator[Finding]:
     groups: dict[int, list[Happening]] = defaultdict(list)
-    for one in case.loop.happenings:
-        if one.kind == "schedule" and one.facts.get("optimizer") == case.optimizer:
+    for one in run.loop.happenings:
+        if one.kind == "schedule" and one.facts.get("optimizer") == run.optimizer:
             groups[int(one.facts.get("scheduler", 0))].append(one)
     for steps in groups.values():
-        yield from _schedule(case, steps)
+        yield from _schedule(run, steps)
 
 
-def _schedule(case: LoopCase, steps: list[Happening]) -> Iterator[Finding]:
-    several = [place for place, lanes in enumerate(case.lanes) if len(lanes) > 1]
-    within = [place for place in several if any(_between_lanes(case, place, one) for one in steps)]
-    per_update = len(steps) / max(1, len(case.updates))
-    facts = {"schedule_steps": len(steps), "updates": len(case.updates), "micro_batches_per_update": case.size}
+def _schedule(run: OptimizerRun, steps: list[Happening]) -> Iterator[Finding]:
+    several = [update for update in run.updates if len(update.micro_batches) > 1]
+    within = [update for update in several if any(update.is_between(one.index) for one in steps)]
+    per_update = len(steps) / max(1, len(run.updates))
+    facts = {"schedule_steps": len(steps), "updates": len(run.updates), "micro_batches_per_update": run.size}
     if several and 2 * len(within) > len(several):
         text = (
-            f"The schedule is stepped in every micro-batch: {len(steps)} times in {plural(len(case.updates), 'update')}, "
+            f"The schedule is stepped in every micro-batch: {len(steps)} times in {plural(len(run.updates), 'update')}, "
             f"so it runs {max(per_update, 2):.0f} times as fast as the updates."
         )
-        yield case.finding("schedule-per-micro-batch", "error", steps[0].spot, text, facts)
+        yield run.finding("schedule-per-micro-batch", "error", steps[0].spot, text, facts)
         return
     early = [
         update
-        for update in case.updates
+        for update in run.updates
         if update.passes and any(update.passes[-1].index < one.index < update.index for one in steps)
     ]
-    first = case.updates[0].index if case.updates else -1
+    first = run.updates[0].index if run.updates else -1
     ahead = sum(one.index < first for one in steps)
-    is_before_first = ahead == 1 and len(steps) > 1 and not case.loop.others.get("skipped")
-    if case.updates and (2 * len(early) > len(case.updates) or is_before_first):
+    is_before_first = ahead == 1 and len(steps) > 1 and not run.loop.others.get("skipped")
+    if run.updates and (2 * len(early) > len(run.updates) or is_before_first):
         text = (
             "The schedule is stepped before the optimizer: the first learning rate is never used, and every later "
             "one an update early."
         )
-        yield case.finding("schedule-before-step", "error", steps[0].spot, text, facts)
-    if per_update > 1.5 and len(case.updates) > 2:
+        yield run.finding("schedule-before-step", "error", steps[0].spot, text, facts)
+    if per_update > 1.5 and len(run.updates) > 2:
         text = (
-            f"The schedule is stepped {per_update:.3g} times per update ({len(steps)} times in {len(case.updates)}): it ends "
+            f"The schedule is stepped {per_update:.3g} times per update ({len(steps)} times in {len(run.updates)}): it ends "
             f"after {100 / per_update:.0f} % of the updates that it was made for."
         )
-        yield case.finding("schedule-horizon", "warning", steps[0].spot, text, facts)
+        yield run.finding("schedule-horizon", "warning", steps[0].spot, text, facts)
         return
-    yield from _horizon(case, steps, per_update)
+    yield from _horizon(run, steps, per_update)
 
 
-def _horizon(case: LoopCase, steps: list[Happening], per_update: float) -> Iterator[Finding]:
+def _horizon(run: OptimizerRun, steps: list[Happening], per_update: float) -> Iterator[Finding]:
     horizon = steps[0].facts.get("horizon")
-    if not isinstance(horizon, int) or case.size < 2 or not 0.7 < per_update < 1.4:
+    if not isinstance(horizon, int) or run.size < 2 or not 0.7 < per_update < 1.4:
         return
-    whole = _epoch_lengths(case)
-    epochs = set(case.loop.intended_epochs.values())
-    pairs = [(length, count) for length in {*whole, *case.loop.lengths.values()} for count in epochs]
+    whole = _epoch_lengths(run)
+    epochs = set(run.loop.intended_epochs.values())
+    pairs = [(length, count) for length in {*whole, *run.loop.lengths.values()} for count in epochs]
     seen = [
-        math.ceil(length / case.size) * count
+        math.ceil(length / run.size) * count
         for length, count in pairs
         if abs(length * count - horizon) <= 0.02 * horizon
     ]
-    if len(steps) > max([1.1 * math.ceil(horizon / case.size), *seen]):
+    if len(steps) > max([1.1 * math.ceil(horizon / run.size), *seen]):
         return  # it has gone further than it would if it were made for micro-batches
-    finished = case.loop.reason == "finished" and abs(horizon / len(steps) / case.size - 1) < 0.25
+    finished = run.loop.reason == "finished" and abs(horizon / len(steps) / run.size - 1) < 0.25
     multiple = next(
-        (length for length in whole if length > case.size and horizon % length == 0 and horizon // length <= 200), None
+        (length for length in whole if length > run.size and horizon % length == 0 and horizon // length <= 200), None
     )
     if not seen and not finished and multiple is None:
         return
-    gets = len(steps) if finished else math.ceil(horizon / case.size)
+    gets = len(steps) if finished else math.ceil(horizon / run.size)
     left = _rate_left(str(steps[0].facts.get("kind")), str(steps[0].facts.get("by")), gets / horizon)
     severity: Severity = "error" if seen or finished else "warning"
     text = (
-        f"The schedule was made for {horizon:,} steps and gets {gets:,}, one per update of {case.size} micro-batches: "
+        f"The schedule was made for {horizon:,} steps and gets {gets:,}, one per update of {run.size} micro-batches: "
         f"it will end at {100 * gets / horizon:.0f} % of its course{left}."
     )
-    facts = {"horizon": horizon, "steps": gets, "micro_batches_per_update": case.size}
-    yield case.finding("schedule-horizon", severity, steps[0].spot, text, facts)
+    facts = {"horizon": horizon, "steps": gets, "micro_batches_per_update": run.size}
+    yield run.finding("schedule-horizon", severity, steps[0].spot, text, facts)
 
 
-def _epoch_lengths(case: LoopCase) -> set[int]:
-    used = {one.batch[0] for update in case.updates for one in update.passes if one.batch is not None}
-    begun = [line for line in case.loop.epochs if line["event"] == "epoch" and line["loader"] in used]
-    ended = [line for line in case.loop.epochs if line["event"] == "epoch-end" and line["loader"] in used]
+def _epoch_lengths(run: OptimizerRun) -> set[int]:
+    used = {one.batch[0] for update in run.updates for one in update.passes if one.batch is not None}
+    begun = [line for line in run.loop.epochs if line["event"] == "epoch" and line["loader"] in used]
+    ended = [line for line in run.loop.epochs if line["event"] == "epoch-end" and line["loader"] in used]
     lengths = {int(line["whole"]) for line in begun if line.get("whole")} | {int(line["fetched"]) for line in ended}
     return lengths - {0}
 
@@ -205,3 +192,135 @@ def _rate_left(kind: str, by: str, part: float) -> str:
     if "linear" in by:
         return f", at {100 * (1 - part):.0f} % of its learning rate"
     return ""
+
+
+def rank_rules(run: OptimizerRun) -> Iterator[Finding]:
+    """DDP's and FSDP2's switches."""
+    for update in run.updates:
+        told = [(one, one.sync) for one in update.passes if one.sync is not None]
+        if not told:
+            continue
+        forward = [sync[0] for _, sync in told]
+        torn = [one for one, sync in told if sync[0] and not sync[1]]
+        facts = {"update": update.number, "synchronised": forward}
+        if torn:
+            text = (
+                f"no_sync is around backward only ({len(torn)} of {len(told)} passes of update {update.number}): DDP decides "
+                "at forward, so these gradients are synchronised or not by accident, and are wrong."
+            )
+            yield run.finding("ddp-backward-only", "error", torn[0].spot, text, facts)
+        elif not any(forward):
+            came = (
+                "FSDP2 keeps the gradients of such passes aside, and the step has none: nothing is learnt."
+                if update.is_empty
+                else "every rank steps on its own gradients, and the ranks drift apart."
+            )
+            text = f"No micro-batch of update {update.number} is synchronised: {came}"
+            yield run.finding("ddp-never", "error", update.spot, text, facts)
+        elif len(update.micro_batches) > 1 and all(forward):
+            text = (
+                f"Gradients are synchronised in all {len(told)} micro-batches of update {update.number}; once is enough. "
+                f"The result is the same, and {len(told) - 1} of {len(told)} reductions are for nothing."
+            )
+            yield run.finding("ddp-every-pass", "warning", told[0][0].spot, text, facts)
+
+
+def row_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:
+    """Rows that count more than once."""
+    yield from _same_rows_again(runs)
+    used = {one.batch[0] for one in loop.passes if one.batch is not None}
+    for line in loop.epochs:
+        if line["event"] != "epoch" or line["loader"] not in used or loop.world < 2 or line["number"] > 1:
+            continue
+        yield from _dealt(line, loop.world)
+
+
+def rules_across(loops: Sequence[WatchedLoop]) -> Iterator[Finding]:
+    """Batches of one rank that are those of another: what no sampler says, such as a stream that nobody deals out."""
+    ranks = {loop.rank: _marks(loop) for loop in loops if any(one.sync is not None for one in loop.passes)}
+    (first, own), *others = sorted(ranks.items()) or [(0, {})]
+    for rank, theirs in others:
+        same = own.keys() & theirs.keys()
+        if len(own) > 1 and 2 * len(same) > len(theirs):
+            text = (
+                f"{len(same)} of {len(theirs)} batches of rank {rank} are the very batches of rank {first}: these rows count "
+                "several times in an update, and the ranks do the same work."
+            )
+            facts = {"same": len(same), "batches": len(theirs), "ranks": [first, rank]}
+            yield finding_at(theirs[min(same)], "rows-repeated", "error", text, facts)
+            return
+
+
+def _marks(loop: WatchedLoop) -> dict[float, Spot]:
+    """The batches of the first epoch; none where they are not told apart."""
+    begun = {
+        (line["loader"], line["number"]): spot_of(line.get("place")) for line in loop.epochs if line["event"] == "epoch"
+    }
+    first = [one for one in loop.passes if one.mark is not None and one.batch is not None and one.batch[1] == 1]
+    batches = {one.batch: one.mark for one in first}
+    is_told_apart = len(set(batches.values())) == len(batches)
+    return {one.mark: begun.get(one.batch[:2], one.spot) for one in first if one.mark and one.batch and is_told_apart}
+
+
+def _dealt(line: Mapping[str, object], world: int) -> Iterator[Finding]:
+    rows, dealt, batch = (line.get(name) for name in ("dataset", "dealt", "batch_size"))
+    spot = spot_of(line.get("place"))
+    if not isinstance(rows, int):
+        return
+    if line.get("is_plain"):
+        text = (
+            f"Each of {world} ranks reads all {rows:,} rows: every row counts {world} times in an epoch, and {world} ranks "
+            "do the work of one."
+        )
+        yield finding_at(spot, "rows-repeated", "error", text, {"rows": rows, "world": world})
+        return
+    if line.get("is_even") and isinstance(batch, int):
+        dealt = math.ceil(rows / (batch * world)) * batch * world
+    if not isinstance(dealt, int) or dealt == rows:
+        return
+    facts = {"rows": rows, "dealt": dealt, "world": world}
+    if dealt > rows:
+        text = (
+            f"{dealt - rows:,} of {rows:,} rows count twice in an epoch, because {rows:,} rows cannot be dealt evenly to "
+            f"{world} ranks."
+        )
+        yield finding_at(spot, "rows-repeated", "warning", text, facts)
+    else:
+        text = (
+            f"{rows - dealt:,} of {rows:,} rows are dealt to no rank in an epoch, because the sampler drops what cannot be "
+            f"dealt evenly to {world} ranks."
+        )
+        yield replace(finding_at(spot, "rows-repeated", "warning", text, facts), kind="tail-dropped")
+
+
+def _same_rows_again(runs: list[OptimizerRun]) -> Iterator[Finding]:
+    for run in runs:
+        for update in run.updates:
+            parts = update.micro_batches
+            if len(parts) < 2 or any(len(passes) != 1 for passes in parts):
+                continue
+            gradients = [_unit(passes[0]) for passes in parts]
+            twice = len(gradients) - len(set(gradients))
+            if all(gradients) and twice and any(gradients[0]):
+                text = (
+                    f"{twice + 1} micro-batches of update {update.number} brought the very same gradient: the same rows "
+                    f"were run again instead of new ones."
+                )
+                spot = _restarted(run.loop, [passes[0] for passes in parts]) or update.first_spot
+                yield run.finding("rows-repeated", "error", spot, text, {"update": update.number, "same": twice + 1})
+                return
+
+
+def _restarted(loop: WatchedLoop, passes: list[LossPass]) -> Spot | None:
+    """Where the loader is begun anew for every micro-batch: `next(iter(loader))`."""
+    batches = [one.batch for one in passes if one.batch is not None and one.batch[2] == 0]
+    if len(set(batches)) != len(passes):
+        return None
+    begun = (line for line in loop.epochs if line["event"] == "epoch" and line["loader"] == batches[0][0])
+    return next((spot_of(line.get("place")) for line in begun), None)
+
+
+def _unit(one: LossPass) -> tuple[float, ...]:
+    weight = one.terms[0].weight if one.terms else 1.0
+    flat = [value for key in sorted(one.probe) for value in one.probe[key]]
+    return tuple(float(f"{value / weight:.5g}") for value in flat) if weight and any(flat) else ()

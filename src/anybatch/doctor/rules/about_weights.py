@@ -5,24 +5,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from anybatch.display import plural
 from anybatch.doctor.finding import Finding, Severity
-from anybatch.doctor.loop_case import LoopCase, first_spot, plural, spans
-from anybatch.doctor.loops import LoopUpdate, Lost, WatchedLoop, Weighing, gradient_error, near, spot_of
+from anybatch.doctor.loops import WatchedLoop, spot_of
+from anybatch.doctor.optimizer_run import OptimizerRun
+from anybatch.doctor.updates import LoopUpdate, Lost, Weighing, gradient_error, near
 
 
-def weight_rules(case: LoopCase) -> Iterator[Finding]:
+def weight_rules(run: OptimizerRun) -> Iterator[Finding]:
     """Forgotten, doubled and other divisions; micro-batches of unequal size; a step in every micro-batch."""
-    if case.is_by_hand:
+    if run.is_by_hand:
         return
-    pairs = [(u, w) for u, w in zip(case.updates, case.weighings, strict=True) if w is not None]
-    if case.size == 1:
-        yield from _stepped_every(case, pairs)
-    first = case.updates[0] if case.is_off_by_one else None
-    for update, weighing in pairs:
-        is_told = update.stale or update.number in case.robbed or update is first  # by other rules
-        if max(case.size, len(weighing.shares)) > 1 and not weighing.is_plain_sum and not is_told:
-            yield from _division(case, update, weighing)
-    yield from _uneven(case, pairs)
+    if run.size == 1:
+        yield from _stepped_every(run)
+    first = run.updates[0] if run.is_off_by_one else None
+    for update, weighing in run.weighed:
+        is_told = update.stale or update.number in run.robbed or update is first  # by other rules
+        if max(run.size, len(weighing.shares)) > 1 and not weighing.is_plain_sum and not is_told:
+            yield from _division(run, update, weighing)
+    yield from _uneven(run)
 
 
 def _measured(update: LoopUpdate, weighing: Weighing) -> tuple[str, dict[str, object]]:
@@ -39,85 +40,85 @@ def _measured(update: LoopUpdate, weighing: Weighing) -> tuple[str, dict[str, ob
     return f" The gradient is {100 * error:.3g} % off what one batch would give (measured).", {**facts, "error": error}
 
 
-def _division(case: LoopCase, update: LoopUpdate, weighing: Weighing) -> Iterator[Finding]:
+def _division(run: OptimizerRun, update: LoopUpdate, weighing: Weighing) -> Iterator[Finding]:
     n, total = len(weighing.shares), weighing.total
     if near(total, 1.0) or not total:
         return
     told, facts = _measured(update, weighing)
-    spot = first_spot(update.passes)
+    spot = update.first_spot
     start = f"The weights of update {update.number} add up to {total:.2f} over {plural(n, 'micro-batch')}"
     share = weighing.shares[0]
     is_constant = all(near(each, share) for each in weighing.shares)
     if is_constant and near(share, 1.0):
         text = f"{start}: the loss is not divided, so the step is {n} times as large as that of one batch.{told}"
-        yield case.finding("not-divided", "error", spot, text, facts)
-    elif is_constant and n > 1 and near(total, 1.0 / n) and _is_surely(case, weighing, n):
+        yield run.finding("not-divided", "error", spot, text, facts)
+    elif is_constant and n > 1 and near(total, 1.0 / n) and _is_surely(run, weighing, n):
         text = f"{start}: the loss is divided by {n} twice, so the step is {n} times too small.{told}"
-        yield case.finding("divided-twice", "error", spot, text, facts)
-    elif n < case.size and is_constant and near(share, 1.0 / case.size) and case.is_usually_whole:
-        only = case.without_tail
+        yield run.finding("divided-twice", "error", spot, text, facts)
+    elif n < run.size and is_constant and near(share, 1.0 / run.size) and run.is_usually_whole:
+        only = run.without_tail
         text = (
-            f"{start}: it has {n}, and each loss is divided by {case.size}. A short update counts for too little."
+            f"{start}: it has {n}, and each loss is divided by {run.size}. A short update counts for too little."
             f"{told}{only}"
         )
-        yield case.finding("other-divisor", "warning" if only else "error", spot, text, facts)
-    elif n == case.size:
-        yield from _other(case, update, weighing, start, told, facts)
+        yield run.finding("other-divisor", "warning" if only else "error", spot, text, facts)
+    elif n == run.size:
+        yield from _other(run, update, weighing, start, told, facts)
 
 
-def _is_surely(case: LoopCase, weighing: Weighing, n: int) -> bool:
+def _is_surely(run: OptimizerRun, weighing: Weighing, n: int) -> bool:
     """With several losses a factor may be meant, unless their sum says otherwise too."""
-    return weighing.num_terms == 1 or (n in case.loop.intended.values() and not near(weighing.all_terms, 1.0))
+    return weighing.num_terms == 1 or (n in run.loop.intended.values() and not near(weighing.all_terms, 1.0))
 
 
 def _other(
-    case: LoopCase, update: LoopUpdate, weighing: Weighing, start: str, told: str, facts: dict[str, object]
+    run: OptimizerRun, update: LoopUpdate, weighing: Weighing, start: str, told: str, facts: dict[str, object]
 ) -> Iterator[Finding]:
-    spot, n = first_spot(update.passes), len(weighing.shares)
+    spot, n = update.first_spot, len(weighing.shares)
     divisor = 1.0 / weighing.shares[0] if weighing.shares[0] else 0.0
     whole = round(divisor)
     is_whole = whole >= 2 and abs(divisor - whole) < 0.01 * divisor
     is_meant = (
-        whole in case.loop.intended.values()
+        whole in run.loop.intended.values()
         or near(weighing.total, 1.0 / n**2)
         or whole > 2 * n
         or n in (whole - 1, whole + 1)
     )
-    if is_whole and (is_meant or case.loop.intended) and weighing.num_terms == 1:
+    if is_whole and (is_meant or run.loop.intended) and weighing.num_terms == 1:
         text = f"{start}: each loss is divided by {whole}, and there are {n} of them.{told}"
-        yield case.finding("other-divisor", "error", spot, text, facts)
+        yield run.finding("other-divisor", "error", spot, text, facts)
         return
     text = (
         f"{start}. If your loss has a factor of its own, such as 0.5 * loss, this is right; "
         f"if not, the division is not by {n}. It cannot be told from outside."
     )
-    yield case.finding("other-divisor", "note", spot, text, facts)
+    yield run.finding("other-divisor", "note", spot, text, facts)
 
 
-def _stepped_every(case: LoopCase, pairs: list[tuple[LoopUpdate, Weighing]]) -> Iterator[Finding]:
-    meant = {value: name for name, value in case.loop.intended.items() if value > 1}
-    if not pairs or not meant or len(case.updates) < 2:
+def _stepped_every(run: OptimizerRun) -> Iterator[Finding]:
+    meant = {value: name for name, value in run.loop.intended.items() if value > 1}
+    if not run.weighed or not meant or len(run.updates) < 2:
         return
-    if sum(not one.is_left for one in case.loop.lost) >= len(case.updates):
+    if sum(not one.is_left for one in run.loop.lost) >= len(run.updates):
         return  # they are cleared, which is told elsewhere
-    update, weighing = pairs[-1]
+    update, weighing = run.weighed[-1]
     divisor = round(1.0 / weighing.total) if weighing.total else 0
     spot = update.spot
-    facts = {"update": update.number, "weight": weighing.total, "intended": dict(case.loop.intended)}
+    facts = {"update": update.number, "weight": weighing.total, "intended": dict(run.loop.intended)}
     if divisor in meant and near(weighing.total, 1.0 / divisor):
         text = (
             f"Every update is made of one micro-batch, and its loss is divided by {divisor}: the optimizer steps in every "
             f"micro-batch, with 1/{divisor} of the gradient, instead of once per {divisor}."
         )
-        yield case.finding("stepped-every-micro-batch", "error", spot, text, facts)
+        yield run.finding("stepped-every-micro-batch", "error", spot, text, facts)
     elif near(weighing.total, 1.0):
         value, name = next(iter(meant.items()))
         text = f"`{name}` is {value}, and every update is made of one micro-batch: the optimizer steps in every micro-batch."
-        yield case.finding("stepped-every-micro-batch", "warning", spot, text, facts)
+        yield run.finding("stepped-every-micro-batch", "warning", spot, text, facts)
 
 
-def _uneven(case: LoopCase, pairs: list[tuple[LoopUpdate, Weighing]]) -> Iterator[Finding]:
-    several = [(u, w) for u, w in pairs if len(w.shares) > 1 and not u.stale]
+def _uneven(run: OptimizerRun) -> Iterator[Finding]:
+    several = [(u, w) for u, w in run.weighed if len(w.shares) > 1 and not u.stale]
     uneven = [
         (update, weighing)
         for update, weighing in several
@@ -129,88 +130,82 @@ def _uneven(case: LoopCase, pairs: list[tuple[LoopUpdate, Weighing]]) -> Iterato
     _, update, weighing = max(errors, key=lambda one: one[0])
     told, facts = _measured(update, weighing)
     counts = ", ".join(f"{count:,.4g}" for count in weighing.counts[:8])
+    ratio = max(weighing.per_term) / max(min(weighing.per_term), 1e-30)
     text = (
         f"The micro-batches of update {update.number} have {counts} terms, and each counts for the same "
-        f"{weighing.shares[0]:.3g}: a term of the smallest weighs "
-        f"{max(weighing.per_term) / max(min(weighing.per_term), 1e-30):.3g} "
-        f"times one of the largest. This is a mean of means.{told}"
+        f"{weighing.shares[0]:.3g}: a term of the smallest weighs {ratio:.3g} times one of the largest. This is a mean of "
+        f"means.{told}"
     )
     is_usual = 2 * len(uneven) > len(several)
-    yield case.finding(
-        "uneven-micro-batches", "error" if is_usual else "warning", first_spot(update.passes), text, facts
-    )
+    severity: Severity = "error" if is_usual else "warning"
+    yield run.finding("uneven-micro-batches", severity, update.first_spot, text, facts)
 
 
-def tail_rules(case: LoopCase) -> Iterator[Finding]:
+def tail_rules(run: OptimizerRun) -> Iterator[Finding]:
     """Per optimizer."""
-    if case.is_by_hand:
+    if run.is_by_hand:
         return
-    yield from _stale(case)
-    yield from _sizes(case)
+    yield from _stale(run)
+    yield from _sizes(run)
 
 
-def lost_rules(loop: WatchedLoop, cases: list[LoopCase]) -> Iterator[Finding]:
+def lost_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:
     """Passes that no optimizer used, of the whole loop."""
-    if not loop.updates or any(case.is_by_hand for case in cases):
+    if not loop.updates or any(run.is_by_hand for run in runs):
         return
-    case = max(cases, key=lambda one: len(one.updates))
+    run = max(runs, key=lambda one: len(one.updates))
     used = Counter(one.spot.chain for update in loop.updates for one in update.passes)
     has_passes = any(update.passes for update in loop.updates)
     lost = [one for one in loop.lost if used[one.loss_pass.spot.chain] or not has_passes]
-    early = [one for one in lost if not one.is_left and not _is_tail(one, loop, case)]
-    tails = [one for one in lost if not one.is_left and _is_tail(one, loop, case)]
+    left, cleared = [one for one in lost if one.is_left], [one for one in lost if not one.is_left]
+    tails = [one for one in cleared if _is_tail(one, loop, run)]
+    early = [one for one in cleared if not _is_tail(one, loop, run)]
     total = len(loop.passes)
     if early:
-        yield _cleared(case, early, total)
+        yield _cleared(run, early, total)
     elif tails:
-        yield _dropped(case, tails)
-    left = [one for one in lost if one.is_left]
+        yield _dropped(run, tails)
     if left and loop.reason == "finished" and not early and not tails:  # the last tail has the same cause as the others
         told = (
             f"{_rows(left)} never reached a step: {plural(len(left), 'micro-batch')} left in the gradients when the "
             "script ended."
         )
-        spot = case.updates[-1].spot if case.updates else left[0].spot
-        only = case.without_tail
+        spot = run.updates[-1].spot if run.updates else left[0].spot
+        only = run.without_tail
         severity: Severity = "warning" if only else "error"
-        yield case.finding("left-at-end", severity, spot, told + only, {"micro_batches": len(left), "of": total})
+        yield run.finding("left-at-end", severity, spot, told + only, {"micro_batches": len(left), "of": total})
 
 
-def _cleared(case: LoopCase, lost: list[Lost], total: int) -> Finding:
+def _cleared(run: OptimizerRun, lost: list[Lost], total: int) -> Finding:
     spot = Counter(one.spot for one in lost).most_common(1)[0][0]
     text = (
         f"{len(lost)} of {total} micro-batches were cleared before any step used them: gradients are zeroed between "
-        f"backward and step, so an update learns from {max(1, case.size) if case.updates else 0} "
-        f"micro-batch{'' if case.size == 1 else 'es'} only."
+        f"backward and step, so an update learns from {max(1, run.size) if run.updates else 0} "
+        f"micro-batch{'' if run.size == 1 else 'es'} only."
     )
-    return case.finding("cleared-before-use", "error", spot, text, {"lost": len(lost), "of": total})
+    return run.finding("cleared-before-use", "error", spot, text, {"lost": len(lost), "of": total})
 
 
-def _dropped(case: LoopCase, lost: list[Lost]) -> Finding:
-    spot = case.updates[0].spot if case.updates else lost[0].spot
+def _dropped(run: OptimizerRun, lost: list[Lost]) -> Finding:
+    spot = run.updates[0].spot if run.updates else lost[0].spot
     epochs = len({one.loss_pass.batch[:2] for one in lost if one.loss_pass.batch is not None}) or 1
-    told, facts = _in_a_whole_epoch(case, lost[0])
+    told, facts = _in_a_whole_epoch(run, lost[0])
     text = (
         f"{told or f'{_rows(lost)} never reached a step: an epoch'} ends with "
         f"{plural(facts.get('micro_batches', max(1, len(lost) // epochs)), 'micro-batch')} that no full update of "
-        f"{max(case.size, 2)} takes, cleared when the next epoch begins."
+        f"{max(run.size, 2)} takes, cleared when the next epoch begins."
     )
-    only = case.without_tail
-    return case.finding(
-        "tail-dropped",
-        "warning" if only else "error",
-        spot,
-        text + only,
-        {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line, **facts},
-    )
+    severity: Severity = "warning" if run.without_tail else "error"
+    evidence = {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line, **facts}
+    return run.finding("tail-dropped", severity, spot, text + run.without_tail, evidence)
 
 
-def _in_a_whole_epoch(case: LoopCase, lost: Lost) -> tuple[str, dict[str, int]]:
+def _in_a_whole_epoch(run: OptimizerRun, lost: Lost) -> tuple[str, dict[str, int]]:
     """What an epoch that was not cut short would lose, from what its loader says; nothing where it does not say."""
     batch = lost.loss_pass.batch
-    begun = [line for line in case.loop.epochs if line["event"] == "epoch" and batch and line["loader"] == batch[0]]
+    begun = [line for line in run.loop.epochs if line["event"] == "epoch" and batch and line["loader"] == batch[0]]
     rows, size, whole = (int((begun or [{}])[0].get(name) or 0) for name in ("dataset", "batch_size", "whole"))
-    rest = whole % case.size if case.size > 1 else 0
+    rest = whole % run.size if run.size > 1 else 0
     missed = rows - (whole - rest) * size
     if not size or not rest or not 0 < missed <= rest * size:
         return "", {}
@@ -223,13 +218,13 @@ def _rows(lost: list[Lost]) -> str:
     return f"{rows:,} rows" if rows else plural(len(lost), "micro-batch")
 
 
-def _is_tail(one: Lost, loop: WatchedLoop, case: LoopCase) -> bool:
+def _is_tail(one: Lost, loop: WatchedLoop, run: OptimizerRun) -> bool:
     """Cleared after its epoch had ended, and nothing of that epoch after it was used."""
     batch = one.loss_pass.batch
     if batch is None or batch[0] < 0:
         clearings = Counter(h.spot.chain for h in loop.happenings if h.kind == "cleared")
         usual = clearings.most_common(1)[0][0] if clearings else ""
-        return case.size > 1 and one.spot.chain != usual
+        return run.size > 1 and one.spot.chain != usual
     ended = [e["index"] for e in loop.epochs if e["event"] == "epoch-end" and (e["loader"], e["number"]) == batch[:2]]
     begun = [
         e["index"] for e in loop.epochs if e["event"] == "epoch" and e["loader"] == batch[0] and e["number"] > batch[1]
@@ -238,15 +233,15 @@ def _is_tail(one: Lost, loop: WatchedLoop, case: LoopCase) -> bool:
     if after is None or one.index < after:
         return False
     later = [p for u in loop.updates for p in u.passes if p.batch is not None and p.batch[:2] == batch[:2]]
-    return case.size > 1 and all(p.serial < one.loss_pass.serial for p in later)
+    return run.size > 1 and all(p.serial < one.loss_pass.serial for p in later)
 
 
-def _stale(case: LoopCase) -> Iterator[Finding]:
+def _stale(run: OptimizerRun) -> Iterator[Finding]:
     """Steps on gradients that were stepped on before."""
-    again = [update for update in case.updates if update.stale]
-    if len(case.updates) < 3 or 2 * len(again) < len(case.updates) - 1:
+    again = [update for update in run.updates if update.stale]
+    if len(run.updates) < 3 or 2 * len(again) < len(run.updates) - 1:
         return
-    cleared = [h for u in case.updates for h in u.happenings if h.kind == "cleared" and h.parameters & case.numbers]
+    cleared = [h for u in run.updates for h in u.happenings if h.kind == "cleared" and h.parameters & run.numbers]
     last = again[-1]
     facts = {"update": last.number, "old_micro_batches": len(last.stale), "new_micro_batches": len(last.passes)}
     if not cleared:
@@ -254,55 +249,55 @@ def _stale(case: LoopCase) -> Iterator[Finding]:
             f"Gradients are never cleared: update {last.number} steps on {plural(len(last.stale), 'micro-batch')} that were "
             f"stepped on before, besides {len(last.passes)} new."
         )
-        yield case.finding("never-cleared", "error", last.spot, text, facts)
+        yield run.finding("never-cleared", "error", last.spot, text, facts)
         return
-    per = len(case.updates) / max(1, len({h.index for h in cleared}))
+    per = len(run.updates) / max(1, len({h.index for h in cleared}))
     text = (
         f"The optimizer steps about {per:.0f} times per clearing: update {last.number} steps again on "
         f"{plural(len(last.stale), 'micro-batch')} that it has stepped on already."
     )
-    yield case.finding("stepped-every-micro-batch", "error", last.spot, text, facts)
+    yield run.finding("stepped-every-micro-batch", "error", last.spot, text, facts)
 
 
-def _sizes(case: LoopCase) -> Iterator[Finding]:
+def _sizes(run: OptimizerRun) -> Iterator[Finding]:
     """Updates of another size than the rest."""
-    if case.size < 2 or len(case.updates) < 3 or any(update.stale for update in case.updates):
+    if run.size < 2 or len(run.updates) < 3 or any(update.stale for update in run.updates):
         return
-    sizes = [len(lanes) for lanes in case.lanes]
-    if case.is_off_by_one:
-        weighing = case.weighings[0]
+    sizes = [len(update.micro_batches) for update in run.updates]
+    if run.is_off_by_one:
+        weighing = run.updates[0].weighing
         counts = "" if weighing is None else f", and its weights add up to {weighing.total:.2f}"
         text = (
-            f"The first update is made of {plural(sizes[0], 'micro-batch')}, the others of {case.size}{counts}: "
+            f"The first update is made of {plural(sizes[0], 'micro-batch')}, the others of {run.size}{counts}: "
             f"the count that decides when to step is off by one."
         )
-        yield case.finding("off-by-one", "error", case.updates[0].spot, text, {"sizes": sizes[:8]})
-    for place, (update, size) in list(enumerate(zip(case.updates, sizes, strict=True)))[1:]:
-        is_carried = spans(update.passes) or (size > case.size and update.passes[0].batch is None)
-        if size != case.size and is_carried and not case.is_whole(place):
+        yield run.finding("off-by-one", "error", run.updates[0].spot, text, {"sizes": sizes[:8]})
+    for update, size in list(zip(run.updates, sizes, strict=True))[1:]:
+        is_carried = update.spans_epochs or (size > run.size and update.passes[0].batch is None)
+        if size != run.size and is_carried and not update.is_whole:
             text = (
-                f"Update {update.number} is made of {size} micro-batches instead of {case.size}: what was left of one epoch "
+                f"Update {update.number} is made of {size} micro-batches instead of {run.size}: what was left of one epoch "
                 f"lies in the gradients when the next begins."
             )
             facts = {"update": update.number, "sizes": sizes[:12]}
-            only = case.without_tail
-            yield case.finding("tail-leaks", "warning" if only else "error", update.spot, text + only, facts)
+            only = run.without_tail
+            yield run.finding("tail-leaks", "warning" if only else "error", update.spot, text + only, facts)
             return
 
 
-def logging_rules(case: LoopCase) -> Iterator[Finding]:
+def logging_rules(run: OptimizerRun) -> Iterator[Finding]:
     """Numbers read off the loss that backward was given, where that is 1/n of it and nobody multiplies it back."""
-    n = case.size
-    divided = [w for w in case.weighings if w is not None and w.kind == "mean" and w.num_terms == 1 and w.ratio == 1.0]
+    n = run.size
+    divided = [w for _, w in run.weighed if w.kind == "mean" and w.num_terms == 1 and w.ratio == 1.0]
     if n < 2 or not any(len(w.shares) == n and all(near(share, 1 / n) for share in w.shares) for w in divided):
         return
-    for line in case.loop.others.get("read", ()):
+    for line in run.loop.others.get("read", ()):
         if not _is_undone(line):
             text = (
                 f"The loss that is read here was divided by {n} for backward: what is logged is 1/{n} of the loss of a "
                 "micro-batch."
             )
-            yield case.finding("loss-logged-divided", "warning", spot_of(line.get("place")), text, {"divided_by": n})
+            yield run.finding("loss-logged-divided", "warning", spot_of(line.get("place")), text, {"divided_by": n})
 
 
 def _is_undone(line: Mapping[str, Any]) -> bool:

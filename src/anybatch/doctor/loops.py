@@ -1,4 +1,7 @@
-"""From a log to its updates: which passes lay in the gradients when an optimizer stepped. Pure."""
+"""From logs to loops: reads the log of a process, and follows which passes lay in the gradients when an optimizer stepped.
+
+No torch here: the recorder writes with the functions at the end, and logs are judged without it.
+"""
 
 import json
 import struct
@@ -8,31 +11,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from anybatch.doctor.loops.loop_facts import (
-    Happening,
-    LoopUpdate,
-    LossPass,
-    LossTerm,
-    Lost,
-    Probe,
-    Spot,
-    WatchedLoop,
-    spot_of,
-)
+from anybatch.doctor.finding import Spot
+from anybatch.doctor.updates import Happening, LoopUpdate, LossPass, LossTerm, Lost, Probe
 
 SUFFIX = ".doctor.jsonl"
-
-
 LARGEST_LINE = 4_000_000
 """Characters of a line that is still read: a log is a file that anyone may have written."""
-
-
+HAPPENINGS = ("clip", "schedule", "unscale", "scaler-update", "zero")
+KEPT_AS_THEY_ARE = ("kept", "unowned", "trouble", "read")
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What one process told, in order."""
+    """Events of one process, in order."""
 
     name: str
     lines: tuple[Line, ...] = field(repr=False)
@@ -49,48 +41,77 @@ class Log:
         return any(line.get("event") in ("backward", "step") for line in self.lines)
 
 
-KEPT_AS_THEY_ARE = ("kept", "unowned", "trouble", "read")
+def read_logs(folder: Path) -> list[Log]:
+    """Every log in a folder, or the one log that `folder` is, by rank; torn last lines are left out."""
+    files = [folder] if folder.is_file() else sorted(folder.glob(f"*{SUFFIX}"))
+    logs = [Log(file.name, tuple(_lines(file.read_text(errors="replace").splitlines()))) for file in files]
+    return sorted(logs, key=lambda log: (log.rank, log.name))
 
 
-BETWEEN = ("clip", "schedule", "unscale", "scaler-update", "zero")
+def _lines(texts: Iterable[str]) -> Iterator[Line]:
+    """A place in the code is written once, on a line of its own, and named by its number from then on."""
+    places: dict[int, Line] = {}
+    for text in texts:
+        for line in _events(text) if len(text) <= LARGEST_LINE else ():
+            if line["event"] == "place":
+                places[len(places)] = line
+                continue
+            if isinstance(line.get("place"), int):
+                line["place"] = places.get(line["place"], {})
+            yield line
 
 
-def loop_of(log: Log) -> WatchedLoop:
-    """The loop that a log tells of."""
-    reader = _Reader()
-    for index, line in enumerate(log.lines):
-        reader.read(index, line)
-    return reader.loop(log.rank)
+def _events(text: str) -> list[Line]:
+    """None where a line is torn, or not ours."""
+    try:
+        read = json.loads(text)
+    except ValueError:
+        return []
+    events = read if isinstance(read, list) else [read]
+    return [event for event in events if isinstance(event, dict) and isinstance(event.get("event"), str)]
 
 
-class _Reader:
-    """Follows what lies in every parameter's gradient, line by line."""
+class WatchedLoop:
+    """One process, made from its log; follows what lies in every parameter's gradient, line by line."""
 
-    def __init__(self) -> None:
-        self.passes: dict[int, LossPass] = {}
-        self.contents: dict[int, list[int]] = defaultdict(list)
-        """Passes by parameter."""
-        self.pending: list[int] = []
-        """Passes whose gradients are not yet in `.grad`."""
-        self.assigned: set[int] = set()
-        self.used_by: dict[int, set[int]] = defaultdict(set)
-        """Passes that an optimizer has stepped on."""
-        self.used: set[int] = set()
-        self.removed: dict[int, tuple[int, Spot]] = {}
-        """Where a pass was last taken out of a gradient."""
+    def __init__(self, log: Log) -> None:
+        self.rank, self.world, self.reason = log.rank, 1, "killed"
         self.optimizers: dict[int, dict[str, Any]] = {}
         self.updates: list[LoopUpdate] = []
         self.happenings: list[Happening] = []
         self.epochs: list[Line] = []
-        self.intent: Line = {}
+        self.intended: dict[str, int] = {}
+        """Variables that look like the number of micro-batches."""
+        self.intended_epochs: dict[str, int] = {}
+        self.lengths: dict[str, int] = {}
+        """Of lists in the user's variables: perhaps batches."""
         self.others: dict[str, list[Line]] = defaultdict(list)
-        self.world, self.reason, self.stepping = 1, "killed", 0
+        """Lines that are taken as they are: kept, unowned, trouble, read, skipped."""
+        self._passes: dict[int, LossPass] = {}
+        self._contents: dict[int, list[int]] = defaultdict(list)
+        """Passes by parameter."""
+        self._pending: list[int] = []
+        """Passes whose gradients are not yet in `.grad`."""
+        self._assigned: set[int] = set()
+        self._used_by: dict[int, set[int]] = defaultdict(set)
+        """Passes that an optimizer has stepped on."""
+        self._used: set[int] = set()
+        self._removed: dict[int, tuple[int, Spot]] = {}
+        """Where a pass was last taken out of a gradient."""
+        self._stepping = 0
+        for index, line in enumerate(log.lines):
+            self._read(index, line)
+        self.passes = tuple(self._passes.values())
+        self.lost = self._find_lost()
 
-    def read(self, index: int, line: Line) -> None:
-        """One line; those of an unknown kind are passed over."""
+    def updates_of(self, optimizer: int) -> list[LoopUpdate]:
+        """In order."""
+        return [update for update in self.updates if update.optimizer == optimizer]
+
+    def _read(self, index: int, line: Line) -> None:
         event = line["event"]
-        reader = getattr(self, f"_read_{event.replace('-', '_')}", None)
-        if event in BETWEEN:
+        reader = getattr(self, f"_read_{event.replace('-', '_')}", None)  # None of an event that is not known
+        if event in HAPPENINGS:
             self.happenings.append(_happening(event, index, line))
         elif event in KEPT_AS_THEY_ARE:
             self.others[event].append(line)
@@ -101,14 +122,15 @@ class _Reader:
         self.world = int(line.get("world", 1))
 
     def _read_intent(self, _: int, line: Line) -> None:
-        self.intent = line
         self.world = int(line.get("world", self.world))
+        self.intended, self.intended_epochs, self.lengths = (
+            dict(line.get(name, {})) for name in ("steps", "epochs", "lengths")
+        )
 
     def _read_epoch(self, index: int, line: Line) -> None:
         self.epochs.append({**line, "index": index})
 
-    def _read_epoch_end(self, index: int, line: Line) -> None:
-        self.epochs.append({**line, "index": index})
+    _read_epoch_end = _read_epoch
 
     def _read_end(self, _: int, line: Line) -> None:
         self.reason = str(line.get("reason", "finished"))
@@ -117,52 +139,50 @@ class _Reader:
         self.optimizers[line["optimizer"]] = {**line, "numbers": unpacked(line["parameters"])}
 
     def _read_step_begin(self, _: int, __: Line) -> None:
-        self.stepping += 1
+        self._stepping += 1
 
     def _read_backward(self, index: int, line: Line) -> None:
         one = _pass(index, line)
-        self.passes[one.serial] = one
+        self._passes[one.serial] = one
         if one.sync == (False, False) and not one.touched:
-            self.pending.append(one.serial)  # FSDP2 keeps it elsewhere until ranks synchronise
+            self._pending.append(one.serial)  # FSDP2 keeps it elsewhere until ranks synchronise
             return
         for number in one.touched:
-            self.contents[number] += [*self.pending, one.serial]
+            self._contents[number] += [*self._pending, one.serial]
         if one.touched:
-            for serial in self.pending:
-                self.passes[serial] = replace(self.passes[serial], touched=one.touched)
-            self.pending = []
+            for serial in self._pending:
+                self._passes[serial] = replace(self._passes[serial], touched=one.touched)
+            self._pending = []
 
     def _read_changed(self, index: int, line: Line) -> None:
         numbers = unpacked(line["parameters"])
-        how = line["how"]
-        if how != "cleared":
-            self.assigned |= numbers
+        if line["how"] != "cleared":
+            self._assigned |= numbers
             self.happenings.append(_happening("modified", index, line))
             return
         spot = spot_of(line.get("place"))
         for number in numbers:
-            for serial in self.contents.pop(number, ()):
-                self.removed[serial] = (index, spot)
-                if self.stepping:  # a closure: what step() clears is its own affair
-                    self.used.add(serial)
-        self.assigned -= numbers
-        if not self.stepping:
+            for serial in self._contents.pop(number, ()):
+                self._removed[serial] = (index, spot)
+                if self._stepping:  # a closure: what step() clears is its own affair
+                    self._used.add(serial)
+        self._assigned -= numbers
+        if not self._stepping:
             self.happenings.append(_happening("cleared", index, line))
 
     def _read_skipped(self, _: int, line: Line) -> None:
         """An overflow: its passes were looked at and rightly left alone."""
-        self.used |= self._held(line["optimizer"])
+        self._used |= self._held(line["optimizer"])
         self.others["skipped"].append(line)
 
     def _read_step(self, index: int, line: Line) -> None:
-        self.stepping = max(0, self.stepping - 1)
+        self._stepping = max(0, self._stepping - 1)
         number = line["optimizer"]
-        own = self.optimizers.get(number, {}).get("numbers", frozenset())
         held = self._held(number)
         if not held and not line.get("holding"):
-            held, self.pending = set(self.pending), []  # FSDP2 never synchronised, so that the step had nothing
-        known = self.used_by[number]
-        earlier = [update for update in self.updates if update.optimizer == number]
+            held, self._pending = set(self._pending), []  # FSDP2 never synchronised, so that the step had nothing
+        known = self._used_by[number]
+        earlier = self.updates_of(number)
         since = earlier[-1].index if earlier else -1
         self.updates.append(
             LoopUpdate(
@@ -171,71 +191,59 @@ class _Reader:
                 index=index,
                 seconds=float(line.get("t", 0)),
                 spot=spot_of(line.get("place")),
-                passes=tuple(self.passes[serial] for serial in sorted(held - known)),
+                passes=tuple(self._passes[serial] for serial in sorted(held - known)),
                 stale=tuple(sorted(held & known)),
                 happenings=tuple(one for one in self.happenings if one.index > since),
                 lr=tuple(line.get("lr", ())),
                 probe=_probe(line.get("probe")),
-                is_assigned=bool(self.assigned & own),
+                is_assigned=bool(self._assigned & self.parameters_of(number)),
                 is_in_scaler=bool(line.get("scaler")),
                 is_empty=not line.get("holding"),
             )
         )
         known |= held
-        self.used |= held
+        self._used |= held
+
+    def parameters_of(self, optimizer: int) -> frozenset[int]:
+        """By their numbers."""
+        return self.optimizers.get(optimizer, {}).get("numbers", frozenset())  # type: ignore[no-any-return]
 
     def _held(self, optimizer: int) -> set[int]:
-        own = self.optimizers.get(optimizer, {}).get("numbers", frozenset())
-        return {serial for number in own for serial in self.contents.get(number, ())}
+        return {serial for number in self.parameters_of(optimizer) for serial in self._contents.get(number, ())}
 
-    def loop(self, rank: int) -> WatchedLoop:
-        """What came of it."""
-        left = {serial for serials in self.contents.values() for serial in serials}
+    def _find_lost(self) -> list[Lost]:
+        left = {serial for serials in self._contents.values() for serial in serials}
         owned = {number for one in self.optimizers.values() for number in one["numbers"]}
         lost = []
-        for serial, one in sorted(self.passes.items()):
-            if serial in self.used or not one.touched & owned:
-                continue
-            index, spot = self.removed.get(serial, (one.index, one.spot))
-            lost.append(Lost(loss_pass=one, spot=spot, index=index, is_left=serial in left))
-        return WatchedLoop(
-            rank=rank,
-            world=self.world,
-            optimizers=self.optimizers,
-            passes=tuple(self.passes.values()),
-            updates=tuple(self.updates),
-            lost=tuple(lost),
-            happenings=tuple(self.happenings),
-            epochs=tuple(self.epochs),
-            intended=dict(self.intent.get("steps", {})),
-            intended_epochs=dict(self.intent.get("epochs", {})),
-            lengths=dict(self.intent.get("lengths", {})),
-            others={kind: tuple(lines) for kind, lines in self.others.items()},
-            reason=self.reason,
-        )
+        for serial, one in sorted(self._passes.items()):
+            if serial not in self._used and one.touched & owned:
+                index, spot = self._removed.get(serial, (one.index, one.spot))
+                lost.append(Lost(loss_pass=one, spot=spot, index=index, is_left=serial in left))
+        return lost
+
+
+def spot_of(place: Any) -> Spot:
+    """A place as the log has it; an empty one of anything else."""
+    if not isinstance(place, Mapping):
+        return Spot()
+    line = place.get("line", 0)
+    text = {name: str(place.get(name, "")) for name in ("file", "function", "via", "chain")}
+    return Spot(line=line if isinstance(line, int) else 0, **text)
 
 
 def _happening(kind: str, index: int, line: Line) -> Happening:
-    parameters = unpacked(line.get("parameters", ""))
     return Happening(
         kind=kind,
         index=index,
         seconds=float(line.get("t", 0)),
         spot=spot_of(line.get("place")),
-        parameters=parameters,
+        parameters=unpacked(line.get("parameters", "")),
         facts=line,
     )
 
 
-def _probe(values: Any) -> Probe:
-    if not isinstance(values, Mapping):
-        return {}
-    return {key: from_hex(row) if isinstance(row, str) else tuple(map(float, row)) for key, row in values.items()}
-
-
 def _pass(index: int, line: Line) -> LossPass:
-    batch = line.get("batch")
-    sync = line.get("sync")
+    batch, sync = line.get("batch"), line.get("sync")
     return LossPass(
         serial=int(line["serial"]),
         index=index,
@@ -268,36 +276,10 @@ def _term(term: Mapping[str, Any]) -> LossTerm:
     )
 
 
-def read_logs(folder: Path) -> list[Log]:
-    """Every log in a folder, or the one log that `folder` is, by rank; torn last lines are left out."""
-    files = [folder] if folder.is_file() else sorted(folder.glob(f"*{SUFFIX}"))
-    logs = [Log(file.name, tuple(_lines(file.read_text(errors="replace").splitlines()))) for file in files]
-    return sorted(logs, key=lambda log: (log.rank, log.name))
-
-
-def _lines(texts: Iterable[str]) -> Iterator[Line]:
-    """A place in the code is written once, on a line of its own, and named by its number from then on."""
-    places: dict[int, Line] = {}
-    for text in texts:
-        if len(text) > LARGEST_LINE:
-            continue
-        for line in _events(text):
-            if line["event"] == "place":
-                places[len(places)] = line
-                continue
-            if isinstance(line.get("place"), int):
-                line["place"] = places.get(line["place"], {})
-            yield line
-
-
-def _events(text: str) -> list[Line]:
-    """Of one line; none where it is torn, or not ours."""
-    try:
-        read = json.loads(text)
-    except ValueError:
-        return []
-    events = read if isinstance(read, list) else [read]
-    return [event for event in events if isinstance(event, dict) and isinstance(event.get("event"), str)]
+def _probe(values: Any) -> Probe:
+    if not isinstance(values, Mapping):
+        return {}
+    return {key: from_hex(row) if isinstance(row, str) else tuple(map(float, row)) for key, row in values.items()}
 
 
 def as_hex(values: list[float]) -> str:

@@ -10,9 +10,10 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache, wraps
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,69 +22,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from anybatch.core import num_writes
+from anybatch.doctor.finding import Spot
 from anybatch.doctor.loops import SUFFIX, as_hex, packed
-
-VARIABLE = "ANYBATCH_DOCTOR"
-"""The environment variable that carries the options to every process of a run."""
-
+from anybatch.doctor.recording import Watch
 
 FLUSHED = ("start", "step", "trouble")
 """A script that is killed leaves what was seen until its last update."""
-
-
 MOST_UNWRITTEN = 200
-
-
+PROBED, ELEMENTS = 2, 16
+"""Parameters of an optimizer, and numbers of each, whose gradients are written down."""
 Signature = tuple[int, int] | None
-
-
 _encode = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
 
 
-@dataclass(frozen=True, slots=True)
-class CodePlace:
-    """A line of the user's, the chain of calls that led to it, and the library function in between."""
-
-    file: str
-    line: int
-    function: str
-    via: str
-    chain: str
-
-    def as_json(self) -> dict[str, object]:
-        """For the log."""
-        return {"file": self.file, "line": self.line, "function": self.function, "via": self.via, "chain": self.chain}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
-    """What was asked for. 0 stands for no end and for whole epochs."""
-
-    folder: str
-    updates: int = 20
-    short_epochs: int = 13
-
-    def as_environment(self) -> dict[str, str]:
-        """For the processes of a run."""
-        return {VARIABLE: json.dumps(asdict(self))}
-
-
-def watch_from_environment() -> Watch | None:
-    """What the process was started with; None where no doctor watches."""
-    text = os.environ.get(VARIABLE)
-    return None if not text else Watch(**json.loads(text))
-
-
-class Ending(SystemExit):
-    """Raised in the script once the updates asked for are seen: a clean exit that no `except Exception` catches."""
-
-
-class Tape:
-    """What one process shows. Every method looks, and none writes to a tensor."""
+class EventLog:
+    """Events of one process, and the state that they are told from. No method writes to a tensor."""
 
     def __init__(self, watch: Watch) -> None:
         Path(watch.folder).mkdir(parents=True, exist_ok=True)
-        self.watch = watch
+        self.watch, self.patches = watch, Patches()
         name = f"{os.environ.get('RANK', '0')}-{os.getpid()}-{time.time_ns() % 10**9}{SUFFIX}"
         self._file = (Path(watch.folder) / name).open("w")
         self._began = time.perf_counter()
@@ -94,7 +51,7 @@ class Tape:
         self.probes: dict[int, tuple[int, int]] = {}
         """By the number of a parameter: how many of its gradient's numbers are written down, and how far apart."""
         self.arrived: dict[int, list[float]] = {}
-        self._places: dict[CodePlace, int] = {}
+        self._places: dict[Spot, int] = {}
         self._unwritten: list[dict[str, Any]] = []
         self.num_passes = self.num_updates = self.depth = 0
         self.steps: dict[int, int] = {}
@@ -113,19 +70,15 @@ class Tape:
             torch=torch.__version__,
         )
 
-    def write(self, event: str, place: CodePlace | None = None, **facts: Any) -> None:
-        """One event."""
-        self.add(event, place, facts)
-
-    def add(self, event: str, place: CodePlace | None, facts: dict[str, Any]) -> None:
-        """One event, as a dict that becomes ours; what happened since the last update is one line of the log."""
+    def write(self, event: str, place: Spot | None = None, **facts: Any) -> None:
+        """Note one event; what happened since the last update is one line of the file."""
         if self.is_ended or self._file.closed:
             return
         if place is not None:
             number = self._places.get(place)
             if number is None:
                 number = self._places[place] = len(self._places)
-                self._unwritten.append({"event": "place", **place.as_json()})
+                self._unwritten.append({"event": "place", **asdict(place)})
             facts["place"] = number
         facts["event"], facts["t"] = event, round(time.perf_counter() - self._began, 6)
         self._unwritten.append(facts)
@@ -145,6 +98,30 @@ class Tape:
         self.is_ended = True
         self._file.close()
 
+    def around(
+        self,
+        owner: Any,
+        name: str,
+        before: Callable[..., Any] | None = None,
+        after: Callable[..., Any] | None = None,
+    ) -> None:
+        """Call `before(*arguments)` and `after(result, *arguments)`, both safely, around `owner.name`."""
+        begin = None if before is None else self.safely(before)
+        end = None if after is None else self.safely(after)
+
+        def make(original: Any) -> Any:
+            def replaced(*arguments: Any, **named: Any) -> Any:
+                if begin is not None:
+                    begin(*arguments, **named)
+                result = original(*arguments, **named)
+                if end is not None:
+                    end(result, *arguments, **named)
+                return result
+
+            return replaced
+
+        self.patches.replace(owner, name, make)
+
     def safely(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """`action`, which neither raises into the user's script nor runs once the recorder has failed or ended."""
 
@@ -156,16 +133,11 @@ class Tape:
                 return action(*arguments, **named)
             except Exception as error:
                 self.is_broken = True
-                where = error.__traceback__
-                while where is not None and where.tb_next is not None:
-                    where = where.tb_next
-                line = 0 if where is None else where.tb_lineno
+                line = [number for _, number in walk_tb(error.__traceback__)][-1]
                 self.write("trouble", error=f"{type(error).__name__}: {error}"[:300], within=action.__name__, line=line)
                 return None
 
         return guarded
-
-    # --- parameters and optimizers
 
     def number(self, parameter: Tensor) -> int:
         """The number of a parameter, a new one at first sight."""
@@ -225,30 +197,26 @@ class Tape:
         arrived, self.arrived = self.arrived, {}
         return {str(number): as_hex(values) for number, values in arrived.items()}
 
-    # --- gradients
-
     def look(self, cleared_by: str = "", place: Any = None) -> None:
         """Compare every gradient with what it was, and write down what changed since."""
         now = self._now()
         changed = self._changed(now)
         if not changed:
             return
-        cleared = [
-            n for n in changed if now[n] is None or (not cleared_by and self._is_zero(n)) or cleared_by == "zero_grad"
-        ]
-        rest = sorted(set(changed) - set(cleared))
-        assigned = [n for n in rest if self.signatures[n] is None or self.signatures[n][0] != now[n][0]]  # type: ignore[index]
+        how: dict[str, list[int]] = {"cleared": [], "assigned": [], "modified": []}
+        for number in changed:
+            before, after = self.signatures[number], now[number]
+            if after is None or cleared_by or self._is_zero(number):
+                how["cleared"].append(number)
+            else:
+                how["assigned" if before is None or before[0] != after[0] else "modified"].append(number)
         self.signatures = now
         spot = place or here()
-        if cleared and not cleared_by:
-            spot = cleared_above(spot)
-        for how, numbers in (
-            ("cleared", cleared),
-            ("assigned", assigned),
-            ("modified", sorted(set(rest) - set(assigned))),
-        ):
+        if how["cleared"] and not cleared_by:
+            spot = _cleared_above(spot)
+        for name, numbers in how.items():
             if numbers:
-                self.write("changed", how=how, parameters=packed(numbers), by=cleared_by, place=spot)
+                self.write("changed", how=name, parameters=packed(numbers), by=cleared_by, place=spot)
 
     def _is_zero(self, number: int) -> bool:
         parameter = self.parameters[number]()
@@ -267,7 +235,7 @@ class Tape:
         return [] if now == before else [n for n, one in enumerate(now) if one != before[n]]
 
     def _now(self) -> list[Signature]:
-        """What is gone has not been cleared."""
+        """A collected parameter keeps its last signature: it was not zeroed."""
         return [
             before
             if (parameter := reference()) is None
@@ -283,16 +251,16 @@ class _Arrival:
 
     __torch_unserializable__ = True
 
-    def __init__(self, tape: Tape, number: int) -> None:
-        self._tape, self._number = weakref.ref(tape), number
+    def __init__(self, log: EventLog, number: int) -> None:
+        self._log, self._number = weakref.ref(log), number
 
     def __call__(self, gradient: Tensor) -> None:
-        tape = self._tape()
-        if tape is None or tape.is_ended or tape.is_broken or gradient.is_sparse or type(gradient) is not Tensor:
+        log = self._log()
+        if log is None or log.is_ended or log.is_broken or gradient.is_sparse or type(gradient) is not Tensor:
             return
-        taken = _probed(gradient, tape.probes[self._number])
-        before = tape.arrived.get(self._number)
-        tape.arrived[self._number] = taken if before is None else [a + b for a, b in zip(before, taken, strict=True)]
+        taken = _probed(gradient, log.probes[self._number])
+        before = log.arrived.get(self._number)
+        log.arrived[self._number] = taken if before is None else [a + b for a, b in zip(before, taken, strict=True)]
 
 
 def _probed(gradient: Tensor, probe: tuple[int, int]) -> list[float]:
@@ -312,26 +280,23 @@ def _signature(parameter: Tensor) -> Signature:
 
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
-
-
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 @cache
-def is_users(filename: str) -> bool:
-    """False of torch, of every installed package, of Python itself and of anybatch."""
-    if filename.startswith("<"):
-        return False
-    if "site-packages" in filename or "dist-packages" in filename or filename.startswith(_OURS):
-        return False
-    return not filename.startswith(_STDLIB)
+def _owner(filename: str) -> str:
+    """ "user" of the user's own code, "ours" of anybatch, "library" of torch, every installed package and Python itself."""
+    if filename.startswith(_OURS):
+        return "ours"
+    is_installed = "site-packages" in filename or "dist-packages" in filename
+    return "library" if is_installed or filename.startswith(("<", _STDLIB)) else "user"
 
 
 def user_frames(most: int = 200) -> Iterator[FrameType]:
     """The frames of the user's own code, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and most:
-        if is_users(frame.f_code.co_filename):
+        if _owner(frame.f_code.co_filename) == "user":
             yield frame
         frame, most = frame.f_back, most - 1
 
@@ -339,7 +304,7 @@ def user_frames(most: int = 200) -> Iterator[FrameType]:
 _CLEARS = re.compile(r"\.grad\s*=\s*None|\.grad\.(zero_|detach_)\(|\.grad\.data\.zero_\(|\.grad\.fill_\(")
 
 
-def cleared_above(place: CodePlace, most: int = 40) -> CodePlace:
+def _cleared_above(place: Spot, most: int = 40) -> Spot:
     """The line above that clears gradients by hand, which is seen only when backward comes; `place` where there is none."""
     for line in range(place.line - 1, max(0, place.line - most), -1):
         if _CLEARS.search(linecache.getline(place.file, line)):
@@ -347,7 +312,7 @@ def cleared_above(place: CodePlace, most: int = 40) -> CodePlace:
     return place
 
 
-def here() -> CodePlace:
+def here() -> Spot:
     """The innermost line of the user's, worked out once for a chain of calls: a loop comes by again and again."""
     via: CodeType | None = None
     codes: list[CodeType] = []
@@ -355,11 +320,11 @@ def here() -> CodePlace:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        whose = _whose(code.co_filename)
-        if whose == "user":
+        owner = _owner(code.co_filename)
+        if owner == "user":
             codes.append(code)
             lines.append(frame.f_lineno)
-        elif whose == "library" and not codes:
+        elif owner == "library" and not codes:
             via = code
         frame = frame.f_back
     key = (id(via), *map(id, codes), *lines)
@@ -369,22 +334,17 @@ def here() -> CodePlace:
     return known[0]
 
 
-_KNOWN: dict[tuple[int, ...], tuple[CodePlace, object]] = {}
+_KNOWN: dict[tuple[int, ...], tuple[Spot, object]] = {}
 """By the identity of the code that led there, which is kept alive: to hash code takes longer than all else."""
 
 
-@cache
-def _whose(filename: str) -> str:
-    return "user" if is_users(filename) else "ours" if filename.startswith(_OURS) else "library"
-
-
-def _place(via: CodeType | None, codes: list[CodeType], lines: list[int]) -> CodePlace:
+def _place(via: CodeType | None, codes: list[CodeType], lines: list[int]) -> Spot:
     through = "" if via is None else via.co_name
     if not codes:
-        return CodePlace("", 0, "", through, "")
+        return Spot("", 0, "", through, "")
     files = [code.co_filename for code in codes]
     mark = f"{zlib.crc32(repr(list(zip(files, lines, strict=True))).encode()):08x}"
-    return CodePlace(os.path.abspath(files[0]), lines[0], codes[0].co_name, through, mark)
+    return Spot(os.path.abspath(files[0]), lines[0], codes[0].co_name, through, mark)
 
 
 class Patches:
@@ -415,26 +375,3 @@ class Patches:
         for handle in self.handles:
             handle.remove()
         self._before, self.handles = [], []
-
-
-def around(before: Callable[..., Any], after: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A replacement that calls `before(*arguments)` and `after(result, *arguments)` around the original."""
-
-    def make(original: Any) -> Any:
-        def replaced(*arguments: Any, **named: Any) -> Any:
-            before(*arguments, **named)
-            result = original(*arguments, **named)
-            after(result, *arguments, **named)
-            return result
-
-        return replaced
-
-    return make
-
-
-def nothing(*_: Any, **__: Any) -> None:
-    """For one side of `around`."""
-
-
-PROBED, ELEMENTS = 2, 16
-"""Parameters of an optimizer, and numbers of each, whose gradients are written down."""

@@ -1,40 +1,165 @@
-"""What each micro-batch counted for in an update: its weight, its terms, and the gradient that one batch would have given."""
+"""What was seen of a training loop, and what each micro-batch counted for in an update."""
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
-from anybatch.doctor.loops.loop_facts import CRITERIA, LoopUpdate, LossPass, LossTerm, Probe
+from anybatch.doctor.finding import Spot
 
+CRITERIA = (
+    *("NllLoss", "MseLoss", "BinaryCrossEntropy", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"),
+    *("MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss", "KlDiv"),
+)
+"""How the names of torch's autograd nodes begin that reduce a loss over its terms themselves."""
+Probe = Mapping[str, tuple[float, ...]]
+"""Some numbers of some gradients, by parameter."""
 SAME = 0.02
 """Relative difference below which two weights are the same."""
 BY_HAND = 0.05
 """Part of a gradient that no multiple of what backward brought explains, above which it was made by hand."""
 
-Lane = tuple[LossPass, ...]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerm:
+    """One mean or sum within a loss, and the weight that backward gave it."""
+
+    role: str
+    kind: str
+    weight: float
+    counts: tuple[float, ...]
+    """How many terms it took together; several where a sum may be counted in several ways."""
+    pairs: int = 0
+    """Rows of a square of logits whose targets are each row once: a contrastive loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPass:
+    """One call of backward."""
+
+    serial: int
+    index: int
+    """Its place in the log."""
+    seconds: float
+    spot: Spot
+    loss: float | None
+    terms: tuple[LossTerm, ...]
+    touched: frozenset[int]
+    batch: tuple[int, int, int] | None
+    """Loader, epoch and number of the batch that was fetched last."""
+    rows: int | None
+    mark: float | None
+    """A number that tells the rows of one batch from those of another; of many ranks only."""
+    scale: float | None
+    sync: tuple[bool, bool] | None
+    """Whether ranks were to synchronise, as it stood at forward and at backward."""
+    probe: Probe = field(repr=False)
+    is_retained: bool = False
+    is_eval: bool = False
+    dtypes: tuple[str, ...] = ()
+    norms: Mapping[str, Any] | None = None
+    norm_forwards: int = 0
+
+
+MicroBatchPasses = tuple[LossPass, ...]
 """The backward passes of one micro-batch."""
 
 
-def lanes_of(passes: Sequence[LossPass]) -> tuple[Lane, ...]:
-    """Passes put together by micro-batch: several losses of one forward are one micro-batch."""
-    counts = Counter(one.spot.chain for one in passes)
-    lanes: list[list[LossPass]] = []
-    for one in passes:
-        if not lanes or _begins_a_lane(one, lanes[-1], counts):
-            lanes.append([one])
-        else:
-            lanes[-1].append(one)
-    return tuple(tuple(lane) for lane in lanes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """Anything that is neither a pass nor a step: clip, schedule, unscale, scaler-update, zero, cleared, modified."""
+
+    kind: str
+    index: int
+    seconds: float
+    spot: Spot
+    parameters: frozenset[int] = frozenset()
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
-def _begins_a_lane(one: LossPass, lane: list[LossPass], counts: Counter[str]) -> bool:
-    last = lane[-1]
+@dataclass(frozen=True, kw_only=True)
+class LoopUpdate:
+    """One step of one optimizer, and what it was made of."""
+
+    number: int
+    """1 for the first of this optimizer."""
+    optimizer: int
+    index: int
+    seconds: float
+    spot: Spot
+    passes: tuple[LossPass, ...]
+    """In the gradients for the first time."""
+    stale: tuple[int, ...]
+    """Passes that were stepped on before, and never cleared."""
+    happenings: tuple[Happening, ...]
+    """Since the step before of this optimizer."""
+    lr: tuple[float, ...]
+    probe: Probe = field(repr=False)
+    is_assigned: bool = False
+    """Somebody wrote to the gradients other than backward, clipping and unscaling."""
+    is_in_scaler: bool = False
+    is_empty: bool = False
+    """No parameter had a gradient."""
+
+    @cached_property
+    def micro_batches(self) -> tuple[MicroBatchPasses, ...]:
+        """Passes put together by micro-batch: several losses of one forward are one micro-batch."""
+        counts = Counter(one.spot.chain for one in self.passes)
+        found: list[list[LossPass]] = []
+        for one in self.passes:
+            if not found or _begins_micro_batch(one, found[-1], counts):
+                found.append([one])
+            else:
+                found[-1].append(one)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def weighing(self) -> "Weighing | None":
+        """Weights of the micro-batches; None where no loss could be read, or where the gradients were made by hand."""
+        return _weigh(self)
+
+    @property
+    def is_whole(self) -> bool:
+        """The weights add up to 1: whatever the size of the update is, it is meant so."""
+        return self.weighing is not None and near(self.weighing.total, 1.0)
+
+    @property
+    def first_spot(self) -> Spot:
+        """Line of the first pass."""
+        return self.passes[0].spot if self.passes else Spot()
+
+    @property
+    def spans_epochs(self) -> bool:
+        """True if it has passes of two epochs of one loader."""
+        epochs = {one.batch[:2] for one in self.passes if one.batch is not None}
+        return len(epochs) > len({loader for loader, _ in epochs})
+
+    def is_between(self, index: int) -> bool:
+        """True of a place in the log after the first micro-batch and before the last."""
+        parts = self.micro_batches
+        return len(parts) > 1 and parts[0][-1].index < index < parts[-1][0].index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A pass that no step ever used."""
+
+    loss_pass: LossPass
+    spot: Spot
+    """Where it was cleared; the pass itself where it was left at the end."""
+    index: int
+    is_left: bool
+
+
+def _begins_micro_batch(one: LossPass, passes: list[LossPass], counts: Counter[str]) -> bool:
+    last = passes[-1]
     if one.batch is not None and last.batch is not None and one.batch != last.batch:
         return True
     if last.is_retained and one.batch == last.batch:
         return False
-    if any((one.spot.chain, one.touched) == (other.spot.chain, other.touched) for other in lane):
+    if any((one.spot.chain, one.touched) == (other.spot.chain, other.touched) for other in passes):
         return True
     is_unrolled = counts[one.spot.chain] == 1 and counts[last.spot.chain] > 1 and one.touched == last.touched
     return is_unrolled and [t.role for t in one.terms] == [t.role for t in last.terms]
@@ -84,25 +209,35 @@ def near(one: float, other: float) -> bool:
     return abs(one - other) <= SAME * max(abs(one), abs(other))
 
 
-def weigh(update: LoopUpdate) -> Weighing | None:
-    """The weights of an update; None where no loss could be read, or where the gradients were made by hand."""
-    lanes = lanes_of(update.passes)
+def _weigh(update: LoopUpdate) -> Weighing | None:
+    parts = update.micro_batches
     ratio = ratio_by_hand(update)
-    if not lanes or ratio is None:
+    if not parts or ratio is None:
         return None
-    roles = [_roles(lane) for lane in lanes]
+    roles = [_roles(passes) for passes in parts]
     common = [key for key in roles[0] if all(key in found for found in roles)]
     readable = [key for key in common if all(found[key].kind != "opaque" and found[key].counts for found in roles)]
     if not readable:
         return None
     best = max(readable, key=lambda key: (key[1].startswith(CRITERIA), abs(_share(roles[0][key], 0))))
-    scales = [lane[0].scale or 1.0 for lane in lanes]
+    scales = [passes[0].scale or 1.0 for passes in parts]
     together = [key for key in readable if key[:2] == best[:2]]
     choices = []
     for keys in {(best,), tuple(together)} if _are_equal([roles[0][key] for key in together]) else {(best,)}:
         terms = [_merged([found[key] for key in keys]) for found in roles]
         ways = min(len(term.counts) for term in terms) if terms[0].kind == "sum" else 1
-        choices += [_weighing(best[1], terms, scales, ratio, way, len(common)) for way in range(ways)]
+        for way in range(ways):
+            shares = (_share(term, way) / scale * ratio for term, scale in zip(terms, scales, strict=True))
+            choices.append(
+                Weighing(
+                    role=best[1],
+                    kind=terms[0].kind,
+                    shares=tuple(shares),
+                    counts=tuple(term.counts[way] for term in terms),
+                    ratio=ratio,
+                    num_terms=len(common),
+                )
+            )
     whole = math.fsum(
         _share(found[key], -1) / scale for found, scale in zip(roles, scales, strict=True) for key in readable
     )
@@ -129,22 +264,14 @@ def _distance(one: Weighing) -> float:
     return min(abs(math.log(total)), abs(math.log(total / len(one.shares))) + 0.1)
 
 
-def _weighing(
-    role: str, terms: Sequence[LossTerm], scales: Sequence[float], ratio: float, choice: int, num_terms: int
-) -> Weighing:
-    shares = tuple(_share(term, choice) / scale * ratio for term, scale in zip(terms, scales, strict=True))
-    counts = tuple(term.counts[choice] for term in terms)
-    return Weighing(role=role, kind=terms[0].kind, shares=shares, counts=counts, ratio=ratio, num_terms=num_terms)
-
-
 def _share(term: LossTerm, choice: int) -> float:
     return term.weight if term.kind != "sum" else term.weight * (term.counts[choice] if term.counts else 1.0)
 
 
-def _roles(lane: Lane) -> dict[tuple[int, str, int], LossTerm]:
-    """Terms by pass within the lane, role, and number among those of that role; repeats of a mean over all count once."""
+def _roles(passes: MicroBatchPasses) -> dict[tuple[int, str, int], LossTerm]:
+    """Terms by pass within the micro-batch, role, and number among those of that role."""
     found: dict[tuple[int, str, int], LossTerm] = {}
-    for place, one in enumerate(lane):
+    for place, one in enumerate(passes):
         seen: Counter[str] = Counter()
         for term in one.terms:
             found[place, term.role, seen[term.role]] = term
@@ -170,10 +297,10 @@ def ratio_by_hand(update: LoopUpdate) -> float | None:
     rest = math.sqrt(math.fsum((b - ratio * a) ** 2 for a, b in zip(one, other, strict=True)))
     if not size or rest > BY_HAND * size:
         return None
-    return ratio / clip_factor(update)
+    return ratio / _clip_factor(update)
 
 
-def clip_factor(update: LoopUpdate) -> float:
+def _clip_factor(update: LoopUpdate) -> float:
     """By how much clipping made the gradients smaller, after the last pass."""
     last = update.passes[-1].index if update.passes else -1
     factor = 1.0
@@ -195,15 +322,13 @@ def _sum(parts: Sequence[tuple[Probe, float]]) -> dict[str, list[float]]:
 
 def gradient_error(update: LoopUpdate, weighing: Weighing) -> float | None:
     """|what the step got - what one batch would give| / |what one batch would give|, on the probed numbers."""
-    lanes = lanes_of(update.passes)
     units = math.fsum(weighing.counts)
-    if not units or any(not share for share in weighing.shares) or any(len(lane) != 1 for lane in lanes):
+    if not units or not all(weighing.shares) or any(len(passes) != 1 for passes in update.micro_batches):
         return None
-    scales = [lane[0].scale or 1.0 for lane in lanes]
-    got = _sum([(lane[0].probe, weighing.ratio / scale) for lane, scale in zip(lanes, scales, strict=True)])
-    triples = zip(lanes, scales, weighing.shares, weighing.counts, strict=True)
-    factors = [(lane[0].probe, weighing.ratio / scale / share * count / units) for lane, scale, share, count in triples]
-    right = _sum(factors)
+    arrived = [(passes[0].probe, weighing.ratio / (passes[0].scale or 1.0)) for passes in update.micro_batches]
+    got = _sum(arrived)
+    parts = zip(arrived, weighing.shares, weighing.counts, strict=True)
+    right = _sum([(probe, factor / share * count / units) for (probe, factor), share, count in parts])
     difference = math.fsum((a - b) ** 2 for key in right for a, b in zip(got[key], right[key], strict=True))
     size = math.fsum(value * value for row in right.values() for value in row)
     return math.sqrt(difference / size) if size else None
