@@ -6,8 +6,7 @@ from typing import Any
 
 from anybatch.display import html_block, html_table, plural
 from anybatch.doctor.finding import SEVERITIES, Finding, in_order, name_ranks
-from anybatch.doctor.loops import HAPPENINGS, Log, WatchedLoop, read_logs
-from anybatch.doctor.optimizer_run import OptimizerRun
+from anybatch.doctor.loops import HAPPENINGS, Log, OptimizerRun, WatchedLoop, read_logs
 from anybatch.doctor.rules import (
     logging_rules,
     loop_rules,

@@ -81,9 +81,8 @@ def _seen(loop: WatchedLoop, num_ranks: int) -> list[str]:
 
 def _cut_short(loop: WatchedLoop) -> str:
     """The epochs that `--short-epochs` ended."""
-    whole = {line["loader"]: line.get("whole") or 0 for line in loop.epochs if line["event"] == "epoch"}
-    ended = [line for line in loop.epochs if line["event"] == "epoch-end"]
-    cut = [line for line in ended if line["fetched"] < whole.get(line["loader"], 0)]
+    whole = {epoch["loader"]: epoch.get("whole") or 0 for epoch in loop.epochs}
+    cut = [end for end in loop.epoch_ends if end["fetched"] < whole.get(end["loader"], 0)]
     if not cut:
         return ""
     return f" Epochs of {whole[cut[0]['loader']]:,} micro-batches were cut to {cut[0]['fetched']} (--short-epochs)."

@@ -8,8 +8,7 @@ from typing import Any
 
 from anybatch.display import plural
 from anybatch.doctor.finding import Finding, Severity, finding_at
-from anybatch.doctor.loops import WatchedLoop, spot_of
-from anybatch.doctor.optimizer_run import OptimizerRun
+from anybatch.doctor.loops import OptimizerRun, WatchedLoop, spot_of
 from anybatch.doctor.updates import LoopUpdate, LossPass
 
 LOW = ("bfloat16", "float16")

@@ -4,11 +4,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from anybatch.display import plural
 from anybatch.doctor.finding import Finding, Severity, Spot, finding_at
-from anybatch.doctor.loops import WatchedLoop, spot_of
-from anybatch.doctor.optimizer_run import OptimizerRun
+from anybatch.doctor.loops import OptimizerRun, WatchedLoop
 from anybatch.doctor.updates import Happening, LoopUpdate, LossPass
 
 
@@ -123,11 +123,8 @@ def _schedule(run: OptimizerRun, steps: list[Happening]) -> Iterator[Finding]:
         )
         yield run.finding("schedule-per-micro-batch", "error", steps[0].spot, text, facts)
         return
-    early = [
-        update
-        for update in run.updates
-        if update.passes and any(update.passes[-1].index < one.index < update.index for one in steps)
-    ]
+    stepped = [update for update in run.updates if update.passes]
+    early = [u for u in stepped if any(u.passes[-1].index < one.index < u.index for one in steps)]
     first = run.updates[0].index if run.updates else -1
     ahead = sum(one.index < first for one in steps)
     is_before_first = ahead == 1 and len(steps) > 1 and not run.loop.others.get("skipped")
@@ -153,19 +150,14 @@ def _horizon(run: OptimizerRun, steps: list[Happening], per_update: float) -> It
         return
     whole = _epoch_lengths(run)
     epochs = set(run.loop.intended_epochs.values())
-    pairs = [(length, count) for length in {*whole, *run.loop.lengths.values()} for count in epochs]
-    seen = [
-        math.ceil(length / run.size) * count
-        for length, count in pairs
-        if abs(length * count - horizon) <= 0.02 * horizon
-    ]
+    pairs = product({*whole, *run.loop.lengths.values()}, epochs)
+    meant = [(length, count) for length, count in pairs if abs(length * count - horizon) <= 0.02 * horizon]
+    seen = [math.ceil(length / run.size) * count for length, count in meant]
     if len(steps) > max([1.1 * math.ceil(horizon / run.size), *seen]):
         return  # it has gone further than it would if it were made for micro-batches
     finished = run.loop.reason == "finished" and abs(horizon / len(steps) / run.size - 1) < 0.25
-    multiple = next(
-        (length for length in whole if length > run.size and horizon % length == 0 and horizon // length <= 200), None
-    )
-    if not seen and not finished and multiple is None:
+    is_multiple = any(n > run.size and horizon % n == 0 and horizon // n <= 200 for n in whole)
+    if not seen and not finished and not is_multiple:
         return
     gets = len(steps) if finished else math.ceil(horizon / run.size)
     left = _rate_left(str(steps[0].facts.get("kind")), str(steps[0].facts.get("by")), gets / horizon)
@@ -180,10 +172,8 @@ def _horizon(run: OptimizerRun, steps: list[Happening], per_update: float) -> It
 
 def _epoch_lengths(run: OptimizerRun) -> set[int]:
     used = {one.batch[0] for update in run.updates for one in update.passes if one.batch is not None}
-    begun = [line for line in run.loop.epochs if line["event"] == "epoch" and line["loader"] in used]
-    ended = [line for line in run.loop.epochs if line["event"] == "epoch-end" and line["loader"] in used]
-    lengths = {int(line["whole"]) for line in begun if line.get("whole")} | {int(line["fetched"]) for line in ended}
-    return lengths - {0}
+    whole = {int(one.get("whole") or 0) for one in run.loop.epochs if one["loader"] in used}
+    return (whole | {int(one["fetched"]) for one in run.loop.epoch_ends if one["loader"] in used}) - {0}
 
 
 def _rate_left(kind: str, by: str, part: float) -> str:
@@ -229,10 +219,9 @@ def row_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:
     """Rows that count more than once."""
     yield from _same_rows_again(runs)
     used = {one.batch[0] for one in loop.passes if one.batch is not None}
-    for line in loop.epochs:
-        if line["event"] != "epoch" or line["loader"] not in used or loop.world < 2 or line["number"] > 1:
-            continue
-        yield from _dealt(line, loop.world)
+    for epoch in loop.epochs:
+        if epoch["loader"] in used and loop.world > 1 and epoch["number"] <= 1:
+            yield from _dealt(epoch, epoch["spot"], loop.world)
 
 
 def rules_across(loops: Sequence[WatchedLoop]) -> Iterator[Finding]:
@@ -253,28 +242,25 @@ def rules_across(loops: Sequence[WatchedLoop]) -> Iterator[Finding]:
 
 def _marks(loop: WatchedLoop) -> dict[float, Spot]:
     """The batches of the first epoch; none where they are not told apart."""
-    begun = {
-        (line["loader"], line["number"]): spot_of(line.get("place")) for line in loop.epochs if line["event"] == "epoch"
-    }
+    begun = {(epoch["loader"], epoch["number"]): epoch["spot"] for epoch in loop.epochs}
     first = [one for one in loop.passes if one.mark is not None and one.batch is not None and one.batch[1] == 1]
     batches = {one.batch: one.mark for one in first}
     is_told_apart = len(set(batches.values())) == len(batches)
     return {one.mark: begun.get(one.batch[:2], one.spot) for one in first if one.mark and one.batch and is_told_apart}
 
 
-def _dealt(line: Mapping[str, object], world: int) -> Iterator[Finding]:
-    rows, dealt, batch = (line.get(name) for name in ("dataset", "dealt", "batch_size"))
-    spot = spot_of(line.get("place"))
+def _dealt(epoch: Mapping[str, object], spot: Spot, world: int) -> Iterator[Finding]:
+    rows, dealt, batch = (epoch.get(name) for name in ("dataset", "dealt", "batch_size"))
     if not isinstance(rows, int):
         return
-    if line.get("is_plain"):
+    if epoch.get("is_plain"):
         text = (
             f"Each of {world} ranks reads all {rows:,} rows: every row counts {world} times in an epoch, and {world} ranks "
             "do the work of one."
         )
         yield finding_at(spot, "rows-repeated", "error", text, {"rows": rows, "world": world})
         return
-    if line.get("is_even") and isinstance(batch, int):
+    if epoch.get("is_even") and isinstance(batch, int):
         dealt = math.ceil(rows / (batch * world)) * batch * world
     if not isinstance(dealt, int) or dealt == rows:
         return
@@ -316,8 +302,7 @@ def _restarted(loop: WatchedLoop, passes: list[LossPass]) -> Spot | None:
     batches = [one.batch for one in passes if one.batch is not None and one.batch[2] == 0]
     if len(set(batches)) != len(passes):
         return None
-    begun = (line for line in loop.epochs if line["event"] == "epoch" and line["loader"] == batches[0][0])
-    return next((spot_of(line.get("place")) for line in begun), None)
+    return next((epoch["spot"] for epoch in loop.epochs if epoch["loader"] == batches[0][0]), None)
 
 
 def _unit(one: LossPass) -> tuple[float, ...]:

@@ -7,8 +7,7 @@ from typing import Any
 
 from anybatch.display import plural
 from anybatch.doctor.finding import Finding, Severity
-from anybatch.doctor.loops import WatchedLoop, spot_of
-from anybatch.doctor.optimizer_run import OptimizerRun
+from anybatch.doctor.loops import OptimizerRun, WatchedLoop, spot_of
 from anybatch.doctor.updates import LoopUpdate, Lost, Weighing, gradient_error, near
 
 
@@ -56,12 +55,10 @@ def _division(run: OptimizerRun, update: LoopUpdate, weighing: Weighing) -> Iter
         text = f"{start}: the loss is divided by {n} twice, so the step is {n} times too small.{told}"
         yield run.finding("divided-twice", "error", spot, text, facts)
     elif n < run.size and is_constant and near(share, 1.0 / run.size) and run.is_usually_whole:
-        only = run.without_tail
         text = (
-            f"{start}: it has {n}, and each loss is divided by {run.size}. A short update counts for too little."
-            f"{told}{only}"
+            f"{start}: it has {n}, and each loss is divided by {run.size}. A short update counts for too little.{told}"
         )
-        yield run.finding("other-divisor", "warning" if only else "error", spot, text, facts)
+        yield run.tail_finding("other-divisor", spot, text, facts)
     elif n == run.size:
         yield from _other(run, update, weighing, start, told, facts)
 
@@ -136,8 +133,7 @@ def _uneven(run: OptimizerRun) -> Iterator[Finding]:
         f"{weighing.shares[0]:.3g}: a term of the smallest weighs {ratio:.3g} times one of the largest. This is a mean of "
         f"means.{told}"
     )
-    is_usual = 2 * len(uneven) > len(several)
-    severity: Severity = "error" if is_usual else "warning"
+    severity: Severity = "error" if 2 * len(uneven) > len(several) else "warning"
     yield run.finding("uneven-micro-batches", severity, update.first_spot, text, facts)
 
 
@@ -171,9 +167,7 @@ def lost_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]
             "script ended."
         )
         spot = run.updates[-1].spot if run.updates else left[0].spot
-        only = run.without_tail
-        severity: Severity = "warning" if only else "error"
-        yield run.finding("left-at-end", severity, spot, told + only, {"micro_batches": len(left), "of": total})
+        yield run.tail_finding("left-at-end", spot, told, {"micro_batches": len(left), "of": total})
 
 
 def _cleared(run: OptimizerRun, lost: list[Lost], total: int) -> Finding:
@@ -195,15 +189,14 @@ def _dropped(run: OptimizerRun, lost: list[Lost]) -> Finding:
         f"{plural(facts.get('micro_batches', max(1, len(lost) // epochs)), 'micro-batch')} that no full update of "
         f"{max(run.size, 2)} takes, cleared when the next epoch begins."
     )
-    severity: Severity = "warning" if run.without_tail else "error"
     evidence = {"lost": len(lost), "epochs": epochs, "cleared_at": lost[0].spot.line, **facts}
-    return run.finding("tail-dropped", severity, spot, text + run.without_tail, evidence)
+    return run.tail_finding("tail-dropped", spot, text, evidence)
 
 
 def _in_a_whole_epoch(run: OptimizerRun, lost: Lost) -> tuple[str, dict[str, int]]:
     """What an epoch that was not cut short would lose, from what its loader says; nothing where it does not say."""
     batch = lost.loss_pass.batch
-    begun = [line for line in run.loop.epochs if line["event"] == "epoch" and batch and line["loader"] == batch[0]]
+    begun = [epoch for epoch in run.loop.epochs if batch and epoch["loader"] == batch[0]]
     rows, size, whole = (int((begun or [{}])[0].get(name) or 0) for name in ("dataset", "batch_size", "whole"))
     rest = whole % run.size if run.size > 1 else 0
     missed = rows - (whole - rest) * size
@@ -225,10 +218,8 @@ def _is_tail(one: Lost, loop: WatchedLoop, run: OptimizerRun) -> bool:
         clearings = Counter(h.spot.chain for h in loop.happenings if h.kind == "cleared")
         usual = clearings.most_common(1)[0][0] if clearings else ""
         return run.size > 1 and one.spot.chain != usual
-    ended = [e["index"] for e in loop.epochs if e["event"] == "epoch-end" and (e["loader"], e["number"]) == batch[:2]]
-    begun = [
-        e["index"] for e in loop.epochs if e["event"] == "epoch" and e["loader"] == batch[0] and e["number"] > batch[1]
-    ]
+    ended = [e["index"] for e in loop.epoch_ends if (e["loader"], e["number"]) == batch[:2]]
+    begun = [e["index"] for e in loop.epochs if e["loader"] == batch[0] and e["number"] > batch[1]]
     after = min([*ended, *begun], default=None)
     if after is None or one.index < after:
         return False
@@ -280,8 +271,7 @@ def _sizes(run: OptimizerRun) -> Iterator[Finding]:
                 f"lies in the gradients when the next begins."
             )
             facts = {"update": update.number, "sizes": sizes[:12]}
-            only = run.without_tail
-            yield run.finding("tail-leaks", "warning" if only else "error", update.spot, text + only, facts)
+            yield run.tail_finding("tail-leaks", update.spot, text, facts)
             return
 
 
