@@ -105,3 +105,10 @@ def test_the_same_diagnosis_as_text_json_sarif_and_annotations():
         .splitlines()[0]
         .startswith("::error file=/a/train.py,line=7,title=not-divided::The weights")
     )
+
+
+def test_a_finding_without_a_line_is_annotated_too():
+    trouble = {"event": "trouble", "error": "ValueError: no", "within": "look", "line": 3}
+    diagnosis = judge([_log(_pass(0, 1.0), _step(), CLEARED, trouble)])
+    assert [one.file for one in diagnosis.findings if one.kind == "recorder-trouble"] == [""]
+    assert "::notice file=,line=1,title=recorder-trouble::The recorder failed" in as_github(diagnosis)

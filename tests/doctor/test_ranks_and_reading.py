@@ -108,3 +108,39 @@ def test_a_divided_loss_that_is_logged_as_it_is_is_told_and_one_that_is_mended_i
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found == ([] if line is None else [["loss-logged-divided", line]])
+
+
+ONE_LOSS_PER_ROW = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(3, 5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(8):
+    targets = torch.randint(0, 5, (4,))
+    targets[:{ignored}] = -100
+    losses = nn.functional.cross_entropy(model(torch.randn(4, 3)), targets, reduction="none")
+    (losses.sum() / (targets != -100).sum() / 2).backward()
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def watch_rows(code: str, out: str) -> None:
+    from anybatch import Doctor
+
+    with Doctor() as doctor:
+        exec(compile(code, f"{out}/loop.py", "exec"), {})
+    parts = [part for update in doctor.diagnosis.as_json()["updates"] for part in update["micro_batches"]]
+    with open(f"{out}/found.json", "w") as file:
+        json.dump([[part["terms"], part["weight"]] for part in parts], file)
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_the_sum_of_one_loss_per_row_has_a_term_for_each_target_that_is_not_ignored(ignored, tmp_path):
+    done = run_function(watch_rows, ONE_LOSS_PER_ROW.format(ignored=ignored), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == [[4 - ignored, pytest.approx(0.5)]] * 8

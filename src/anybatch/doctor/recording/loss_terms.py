@@ -171,8 +171,8 @@ def _kept(node: Any) -> tuple[float | None, dict[str, Any]]:
         node = children[0]
         name = node.name()
         if name.startswith("NllLoss"):
-            facts = _nll(node)
-            return facts["counts"][1], {key: facts[key] for key in ("pairs",) if key in facts}
+            facts = _nll(node)  # of one loss per row: its sum of weights is 0
+            return facts.pop("counts")[0], facts
         if name.startswith("MulBackward"):
             for mask in (saved_by(node, "other"), saved_by(node, "self")):
                 if _is_mask(mask):
