@@ -17,7 +17,6 @@ from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -61,14 +60,7 @@ class EventLog:
         self.is_ended = self.is_broken = self.is_inside_scaler = False
         self.reason = "finished"
         self.current: dict[str, Any] = {}
-        self.write(
-            "start",
-            rank=int(os.environ.get("RANK", 0)),
-            world=int(os.environ.get("WORLD_SIZE", 1)),
-            updates=watch.updates,
-            short_epochs=watch.short_epochs,
-            torch=torch.__version__,
-        )
+        self.write("start", rank=int(os.environ.get("RANK", 0)), world=int(os.environ.get("WORLD_SIZE", 1)))
 
     def write(self, event: str, place: Spot | None = None, **facts: Any) -> None:
         """Note one event; what happened since the last update is one line of the file."""
@@ -168,7 +160,6 @@ class EventLog:
                 optimizer=number,
                 kind=type(optimizer).__name__,
                 parameters=packed(numbers),
-                lr=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
                 place=here(),
             )
         return number
@@ -197,7 +188,7 @@ class EventLog:
         arrived, self.arrived = self.arrived, {}
         return {str(number): as_hex(values) for number, values in arrived.items()}
 
-    def look(self, cleared_by: str = "", place: Any = None) -> None:
+    def look(self, *, is_zeroed: bool = False, place: Spot | None = None) -> None:
         """Compare every gradient with what it was, and write down what changed since."""
         now = self._now()
         changed = self._changed(now)
@@ -206,17 +197,17 @@ class EventLog:
         how: dict[str, list[int]] = {"cleared": [], "assigned": [], "modified": []}
         for number in changed:
             before, after = self.signatures[number], now[number]
-            if after is None or cleared_by or self._is_zero(number):
+            if after is None or is_zeroed or self._is_zero(number):
                 how["cleared"].append(number)
             else:
                 how["assigned" if before is None or before[0] != after[0] else "modified"].append(number)
         self.signatures = now
         spot = place or here()
-        if how["cleared"] and not cleared_by:
+        if how["cleared"] and not is_zeroed:
             spot = _cleared_above(spot)
         for name, numbers in how.items():
             if numbers:
-                self.write("changed", how=name, parameters=packed(numbers), by=cleared_by, place=spot)
+                self.write("changed", how=name, parameters=packed(numbers), place=spot)
 
     def _is_zero(self, number: int) -> bool:
         parameter = self.parameters[number]()
@@ -285,7 +276,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 @cache
 def _owner(filename: str) -> str:
-    """ "user" of the user's own code, "ours" of anybatch, "library" of torch, every installed package and Python itself."""
+    """Tell the user's own code from anybatch ("ours") and from torch, installed packages and Python ("library")."""
     if filename.startswith(_OURS):
         return "ours"
     is_installed = "site-packages" in filename or "dist-packages" in filename

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anybatch.core import leaves_of
 from anybatch.doctor.finding import Spot
 from anybatch.doctor.loops import packed
 from anybatch.doctor.recording import Ending
@@ -21,7 +22,6 @@ from anybatch.doctor.recording.loss_terms import watch_terms
 
 WALKED = 2
 """Backward passes of a place in the code whose whole graph is walked for its leaves."""
-MOST_NODES = 20_000
 OF_THE_BATCH = ("batch", "rows", "mark", "is_eval")
 OF_ONE_PASS = ("scale", "norms", "norm_forwards")
 """What was seen on the way to a pass: as long as the batch is the same, and once."""
@@ -157,13 +157,8 @@ class BackwardWatch:
         current = log.current
         forward = current.pop("sync", current.get("fsdp"))
         value: Any = loss.tolist() if loss.dim() == 0 else None
-        event = {
-            "serial": log.num_passes,
-            "terms": terms,
-            "touched": touched,
-            "dtypes": dtypes,
-            "probe": log.take_arrived(),
-        }
+        event = {"serial": log.num_passes, "terms": terms, "touched": touched, "dtypes": dtypes}
+        event["probe"] = log.take_arrived()
         if value is not None:
             event["loss"] = value
         if forward is not None:
@@ -208,17 +203,9 @@ class BackwardWatch:
         if self._walked[place.chain] >= WALKED:
             return
         self._walked[place.chain] += 1
-        waiting: list[Any] = [loss.grad_fn]
-        seen: set[Any] = set()
-        while waiting and len(seen) < MOST_NODES:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
+        for leaf in leaves_of([loss]):
             if isinstance(leaf, nn.Parameter):
                 self._leaves.setdefault(id(leaf), (weakref.ref(leaf), place))
-            waiting += [child for child, _ in node.next_functions]
 
     def _tell_unowned(self) -> None:
         """Leaves of the graph that no optimizer has, once there were updates."""
@@ -238,7 +225,7 @@ class BackwardWatch:
         if lost:
             self._told_unowned |= {key for key, _, _ in lost}
             shapes = [list(leaf.shape) for _, leaf, _ in lost]
-            self.log.write("unowned", shapes=shapes[:8], count=len(shapes), owned=len(owned), place=lost[0][2])
+            log.write("unowned", shapes=shapes[:8], count=len(shapes), place=lost[0][2])
 
 
 def _rank() -> dict[str, int]:

@@ -80,20 +80,17 @@ class _Loaders:
 
 def _sampling(loader: Any) -> dict[str, Any]:
     sampler = getattr(loader, "sampler", None)
-    facts: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": type(sampler).__name__}
+    facts: dict[str, Any] = {"batch_size": loader.batch_size}
     try:
         facts["dataset"] = len(loader.dataset)
     except (TypeError, NotImplementedError):
         return facts
     if isinstance(sampler, DistributedSampler):
-        facts |= {"replicas": sampler.num_replicas, "dealt": sampler.total_size, "drop_last": sampler.drop_last}
+        facts["dealt"] = sampler.total_size
     facts["is_plain"] = type(sampler) in (RandomSampler, SequentialSampler) and type(loader) is DataLoader
     batches: Any = getattr(loader, "batch_sampler", None)
     if type(batches).__name__ == "BatchSamplerShard":
-        facts |= {"replicas": batches.num_processes, "is_even": bool(getattr(batches, "even_batches", False))}
-        facts["is_plain"] = False
-    if isinstance(sampler, RandomSampler) and sampler.replacement:
-        facts["replacement"] = True
+        facts |= {"is_even": bool(getattr(batches, "even_batches", False)), "is_plain": False}
     return facts
 
 
@@ -169,7 +166,6 @@ def _watch_norms(log: EventLog) -> None:
                 "var": rows.var(1, unbiased=False).tolist(),
                 "count": rows.shape[1],
                 "momentum": layer.momentum,
-                "batch": True,
             }
 
     log.around(BatchNormLayer, "forward", before=normalised)

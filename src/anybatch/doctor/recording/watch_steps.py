@@ -23,7 +23,7 @@ def install_step_watch(log: EventLog) -> None:
     _watch_optimizers(log)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         for module in (nn.utils.clip_grad, nn.utils):
-            log.patches.replace(module, name, _clipping(log, name))
+            log.patches.replace(module, name, _clipping(log))
     _Schedules(log)
     _watch_scalers(log)
 
@@ -31,7 +31,7 @@ def install_step_watch(log: EventLog) -> None:
 def _watch_optimizers(log: EventLog) -> None:
     def zeroed(*_: Any, **__: Any) -> None:
         place = here()
-        log.look("zero_grad", place)
+        log.look(is_zeroed=True, place=place)
         log.write("zero", place=place)
 
     def begin(optimizer: Optimizer) -> None:
@@ -74,7 +74,7 @@ def _watch_optimizers(log: EventLog) -> None:
     ]
 
 
-def _clipping(log: EventLog, name: str) -> Any:
+def _clipping(log: EventLog) -> Any:
     def make(original: Any) -> Any:
         def clip(*arguments: Any, **named: Any) -> Any:
             given = arguments[0] if arguments else named.pop("parameters")
@@ -95,7 +95,6 @@ def _clipping(log: EventLog, name: str) -> Any:
                 parameters=packed(numbers),
                 limit=limit if math.isfinite(limit) else None,
                 norm=norm if norm is not None and math.isfinite(norm) else None,
-                kind=name,
                 place=here(),
             )
 
@@ -138,15 +137,12 @@ class _Schedules:
         known = self.numbers.get(id(scheduler))
         if known is None or known[0]() is not scheduler:
             known = self.numbers[id(scheduler)] = (weakref.ref(scheduler), len(self.numbers))
-        number, rates = None, []
-        if isinstance(optimizer := getattr(scheduler, "optimizer", None), Optimizer):
-            number, rates = self.log.optimizer(optimizer), [float(group["lr"]) for group in optimizer.param_groups]
+        optimizer = getattr(scheduler, "optimizer", None)
         self.log.write(
             "schedule",
             scheduler=known[1],
-            optimizer=number,
+            optimizer=self.log.optimizer(optimizer) if isinstance(optimizer, Optimizer) else None,
             kind=type(scheduler).__name__,
-            lr=rates,
             horizon=_horizon(scheduler),
             by=_function(scheduler),
             place=here(),
