@@ -16,14 +16,13 @@ from anybatch.doctor.rules import (
     rank_rules,
     row_rules,
     rules_across,
-    tail_rules,
     weight_rules,
 )
 from anybatch.doctor.updates import LoopUpdate
 
 SHOWN_EVENTS = 44
 """Events of the time line."""
-PER_OPTIMIZER = (weight_rules, tail_rules, order_rules, rank_rules, model_rules, logging_rules)
+PER_OPTIMIZER = (weight_rules, order_rules, rank_rules, model_rules, logging_rules)
 
 
 @dataclass(frozen=True, slots=True)

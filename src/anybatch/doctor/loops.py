@@ -361,20 +361,16 @@ def _pass(index: int, line: Line) -> LossPass:
         index=index,
         seconds=float(line.get("t", 0)),
         spot=spot_of(line.get("place")),
-        loss=line.get("loss"),
         terms=tuple(_term(term) for term in line.get("terms", ())),
         touched=unpacked(line.get("touched", "")),
         batch=None if not batch else (batch[0], batch[1], batch[2]),
-        rows=line.get("rows"),
-        mark=line.get("mark"),
-        scale=line.get("scale"),
         sync=None if sync is None else (bool(sync[0]), bool(sync[1])),
         probe=_probe(line.get("probe")),
         is_retained=bool(line.get("retained")),
         is_eval=bool(line.get("is_eval")),
         dtypes=tuple(line.get("dtypes", ())),
-        norms=line.get("norms"),
         norm_forwards=int(line.get("norm_forwards", 0)),
+        **{name: line.get(name) for name in ("loss", "rows", "mark", "scale", "norms")},
     )
 
 

@@ -222,8 +222,10 @@ def _weigh(update: LoopUpdate) -> Weighing | None:
     best = max(readable, key=lambda key: (key[1].startswith(CRITERIA), abs(_share(roles[0][key], 0))))
     scales = [passes[0].scale or 1.0 for passes in parts]
     together = [key for key in readable if key[:2] == best[:2]]
+    first = [roles[0][key] for key in together]
+    is_perhaps_one_mean = all(term.kind == "mean" and near(term.weight, first[0].weight) for term in first)
     choices = []
-    for keys in {(best,), tuple(together)} if _are_equal([roles[0][key] for key in together]) else {(best,)}:
+    for keys in {(best,), tuple(together)} if is_perhaps_one_mean else {(best,)}:
         terms = [_merged([found[key] for key in keys]) for found in roles]
         ways = min(len(term.counts) for term in terms) if terms[0].kind == "sum" else 1
         for way in range(ways):
@@ -242,11 +244,6 @@ def _weigh(update: LoopUpdate) -> Weighing | None:
         _share(found[key], -1) / scale for found, scale in zip(roles, scales, strict=True) for key in readable
     )
     return replace(min(choices, key=_distance), all_terms=whole * ratio)
-
-
-def _are_equal(terms: Sequence[LossTerm]) -> bool:
-    """Means of the same kind and weight: perhaps one mean of them all."""
-    return all(term.kind == "mean" and near(term.weight, terms[0].weight) for term in terms)
 
 
 def _merged(terms: Sequence[LossTerm]) -> LossTerm:

@@ -69,7 +69,7 @@ def _reducing(root: Any) -> Iterator[Any]:
             continue
         seen.add(node)
         name = node.name()
-        if _is_criterion(node, name):
+        if name.startswith(CRITERIA) and saved_by(node, "reduction") in (MEAN, SUM):
             yield node
             continue
         if "AccumulateGrad" in name:
@@ -113,10 +113,6 @@ def _num_out(node: Any) -> int:
     return math.prod(outputs[0].shape) if outputs else 1
 
 
-def _is_criterion(node: Any, name: str) -> bool:
-    return name.startswith(CRITERIA) and saved_by(node, "reduction") in (MEAN, SUM)
-
-
 def _facts(node: Any) -> dict[str, Any]:
     name = node.name().partition("Backward")[0]
     reduction = saved_by(node, "reduction")
@@ -142,18 +138,15 @@ def _counts(sizes: tuple[int, ...]) -> list[float]:
 def _nll(node: Any) -> dict[str, Any]:
     target, total = saved_by(node, "target"), saved_by(node, "total_weight")
     units = number_of(total) if total is not None and total.numel() else 0.0
-    is_weighted = not units or saved_by(node, "weight") is not None
-    counted = number_of((target != _signed(saved_by(node, "ignore_index"))).sum()) if is_weighted else units
+    counted, ignored = units, saved_by(node, "ignore_index")
+    if not units or saved_by(node, "weight") is not None:
+        ignored -= 2**64 if ignored >= 2**63 else 0  # the graph keeps -100 as a number without a sign
+        counted = number_of((target != ignored).sum())
     rows = int(target.shape[0]) if target.dim() else 1
     is_square = rows > 1 and tuple(saved_by(node, "self").shape) == (rows, rows)
     is_pairs = is_square and bool((target.sort().values == torch.arange(rows, device=target.device)).all())
     counts = [units] if units == counted == rows else list(dict.fromkeys([units or counted, counted, float(rows)]))
     return {"counts": counts, "pairs": rows} if is_pairs else {"counts": counts}
-
-
-def _signed(number: int) -> int:
-    """The graph keeps -100 as a number without a sign."""
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _is_mask(tensor: Any) -> bool:

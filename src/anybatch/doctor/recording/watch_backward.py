@@ -144,7 +144,9 @@ class BackwardWatch:
         if not self._is_intent_told:
             self._is_intent_told = True
             log.write("intent", None, **_intended(), **_rank())
-        return place, hooks, _flag(log)
+        module = log.current["ddp"]() if "ddp" in log.current else None
+        flag = None if module is None else bool(module.require_backward_grad_sync)  # as it stands when backward begins
+        return place, hooks, flag
 
     def _end(self, state: Any, tensors: Any, is_retained: bool) -> None:
         if state is None:
@@ -233,13 +235,6 @@ def _rank() -> dict[str, int]:
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     return {"rank": dist.get_rank(), "world": dist.get_world_size()}
-
-
-def _flag(log: EventLog) -> bool | None:
-    """DDP's switch as it stands when backward begins."""
-    module = log.current.get("ddp")
-    module = None if module is None else module()
-    return None if module is None else bool(module.require_backward_grad_sync)
 
 
 def _intended() -> dict[str, dict[str, int]]:

@@ -137,14 +137,14 @@ class _Schedules:
         known = self.numbers.get(id(scheduler))
         if known is None or known[0]() is not scheduler:
             known = self.numbers[id(scheduler)] = (weakref.ref(scheduler), len(self.numbers))
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer, functions = getattr(scheduler, "optimizer", None), getattr(scheduler, "lr_lambdas", [])
         self.log.write(
             "schedule",
             scheduler=known[1],
             optimizer=self.log.optimizer(optimizer) if isinstance(optimizer, Optimizer) else None,
             kind=type(scheduler).__name__,
             horizon=_horizon(scheduler),
-            by=_function(scheduler),
+            by=getattr(getattr(functions[0], "func", functions[0]), "__name__", "") if functions else "",
             place=here(),
         )
 
@@ -162,11 +162,6 @@ def _horizon(scheduler: Any) -> int | None:
     if not known or len(known) < len(inner):
         return None
     return sum(known) if hasattr(scheduler, "_milestones") else max(known)
-
-
-def _function(scheduler: Any) -> str:
-    functions = getattr(scheduler, "lr_lambdas", [])
-    return getattr(getattr(functions[0], "func", functions[0]), "__name__", "") if functions else ""
 
 
 def _is_first() -> bool:

@@ -2,4 +2,4 @@
 
 from anybatch.doctor.rules.about_models import loop_rules, model_rules
 from anybatch.doctor.rules.about_orders import order_rules, rank_rules, row_rules, rules_across
-from anybatch.doctor.rules.about_weights import logging_rules, lost_rules, tail_rules, weight_rules
+from anybatch.doctor.rules.about_weights import logging_rules, lost_rules, weight_rules

@@ -148,7 +148,9 @@ def _horizon(run: OptimizerRun, steps: list[Happening], per_update: float) -> It
     horizon = steps[0].facts.get("horizon")
     if not isinstance(horizon, int) or run.size < 2 or not 0.7 < per_update < 1.4:
         return
-    whole = _epoch_lengths(run)
+    used = {one.batch[0] for update in run.updates for one in update.passes if one.batch is not None}
+    begun = {int(one.get("whole") or 0) for one in run.loop.epochs if one["loader"] in used}
+    whole = (begun | {int(one["fetched"]) for one in run.loop.epoch_ends if one["loader"] in used}) - {0}
     epochs = set(run.loop.intended_epochs.values())
     pairs = product({*whole, *run.loop.lengths.values()}, epochs)
     meant = [(length, count) for length, count in pairs if abs(length * count - horizon) <= 0.02 * horizon]
@@ -168,12 +170,6 @@ def _horizon(run: OptimizerRun, steps: list[Happening], per_update: float) -> It
     )
     facts = {"horizon": horizon, "steps": gets, "micro_batches_per_update": run.size}
     yield run.finding("schedule-horizon", severity, steps[0].spot, text, facts)
-
-
-def _epoch_lengths(run: OptimizerRun) -> set[int]:
-    used = {one.batch[0] for update in run.updates for one in update.passes if one.batch is not None}
-    whole = {int(one.get("whole") or 0) for one in run.loop.epochs if one["loader"] in used}
-    return (whole | {int(one["fetched"]) for one in run.loop.epoch_ends if one["loader"] in used}) - {0}
 
 
 def _rate_left(kind: str, by: str, part: float) -> str:

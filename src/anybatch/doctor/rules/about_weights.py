@@ -12,7 +12,7 @@ from anybatch.doctor.updates import LoopUpdate, Lost, Weighing, gradient_error, 
 
 
 def weight_rules(run: OptimizerRun) -> Iterator[Finding]:
-    """Forgotten, doubled and other divisions; micro-batches of unequal size; a step in every micro-batch."""
+    """Forgotten, doubled and other divisions; micro-batches of unequal size; steps on old gradients, updates of odd sizes."""
     if run.is_by_hand:
         return
     if run.size == 1:
@@ -23,6 +23,8 @@ def weight_rules(run: OptimizerRun) -> Iterator[Finding]:
         if max(run.size, len(weighing.shares)) > 1 and not weighing.is_plain_sum and not is_told:
             yield from _division(run, update, weighing)
     yield from _uneven(run)
+    yield from _stale(run)
+    yield from _sizes(run)
 
 
 def _measured(update: LoopUpdate, weighing: Weighing) -> tuple[str, dict[str, object]]:
@@ -48,10 +50,12 @@ def _division(run: OptimizerRun, update: LoopUpdate, weighing: Weighing) -> Iter
     start = f"The weights of update {update.number} add up to {total:.2f} over {plural(n, 'micro-batch')}"
     share = weighing.shares[0]
     is_constant = all(near(each, share) for each in weighing.shares)
+    # with several losses a factor may be meant, unless their sum says otherwise too
+    is_surely_twice = weighing.num_terms == 1 or (n in run.loop.intended.values() and not near(weighing.all_terms, 1.0))
     if is_constant and near(share, 1.0):
         text = f"{start}: the loss is not divided, so the step is {n} times as large as that of one batch.{told}"
         yield run.finding("not-divided", "error", spot, text, facts)
-    elif is_constant and n > 1 and near(total, 1.0 / n) and _is_surely(run, weighing, n):
+    elif is_constant and n > 1 and near(total, 1.0 / n) and is_surely_twice:
         text = f"{start}: the loss is divided by {n} twice, so the step is {n} times too small.{told}"
         yield run.finding("divided-twice", "error", spot, text, facts)
     elif n < run.size and is_constant and near(share, 1.0 / run.size) and run.is_usually_whole:
@@ -61,11 +65,6 @@ def _division(run: OptimizerRun, update: LoopUpdate, weighing: Weighing) -> Iter
         yield run.tail_finding("other-divisor", spot, text, facts)
     elif n == run.size:
         yield from _other(run, update, weighing, start, told, facts)
-
-
-def _is_surely(run: OptimizerRun, weighing: Weighing, n: int) -> bool:
-    """With several losses a factor may be meant, unless their sum says otherwise too."""
-    return weighing.num_terms == 1 or (n in run.loop.intended.values() and not near(weighing.all_terms, 1.0))
 
 
 def _other(
@@ -135,14 +134,6 @@ def _uneven(run: OptimizerRun) -> Iterator[Finding]:
     )
     severity: Severity = "error" if 2 * len(uneven) > len(several) else "warning"
     yield run.finding("uneven-micro-batches", severity, update.first_spot, text, facts)
-
-
-def tail_rules(run: OptimizerRun) -> Iterator[Finding]:
-    """Per optimizer."""
-    if run.is_by_hand:
-        return
-    yield from _stale(run)
-    yield from _sizes(run)
 
 
 def lost_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:
