@@ -1,4 +1,4 @@
-"""Logs in, a diagnosis out: the findings of all ranks put together, and what each update was made of."""
+"""Logs in, a diagnosis out: the findings of all ranks put together, and the micro-batches of each update."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ PER_OPTIMIZER = (weight_rules, order_rules, rank_rules, model_rules, logging_rul
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found, and what was seen."""
+    """Findings, and the loops that they were found in."""
 
     findings: tuple[Finding, ...]
     loops: tuple[WatchedLoop, ...]
@@ -101,7 +101,7 @@ def _findings_of(loop: WatchedLoop) -> list[Finding]:
 
 
 def describe_update(update: LoopUpdate) -> dict[str, Any]:
-    """What an update was made of, for JSON."""
+    """Describe the micro-batches and events of an update, for JSON."""
     parts, weighing = update.micro_batches, update.weighing
     unknown = (None,) * len(parts)
     shares, counts = (weighing.shares, weighing.counts) if weighing is not None else (unknown, unknown)

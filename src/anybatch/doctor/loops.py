@@ -88,7 +88,7 @@ class WatchedLoop:
         """Variables that look like the number of micro-batches."""
         self.intended_epochs: dict[str, int] = {}
         self.lengths: dict[str, int] = {}
-        """Of lists in the user's variables: perhaps batches."""
+        """Lengths of lists in the user's variables, which may hold batches."""
         self.others: dict[str, list[Line]] = defaultdict(list)
         """Lines that are taken as they are: kept, unowned, trouble, read, skipped."""
         self._passes: dict[int, LossPass] = {}
@@ -101,7 +101,7 @@ class WatchedLoop:
         """Passes that an optimizer has stepped on."""
         self._used: set[int] = set()
         self._removed: dict[int, tuple[int, Spot]] = {}
-        """Where a pass was last taken out of a gradient."""
+        """Index and line at which a pass was last taken out of a gradient."""
         self._stepping = 0
         for index, line in enumerate(log.lines):
             self._read(index, line)
@@ -109,7 +109,7 @@ class WatchedLoop:
         self.lost = self._find_lost()
 
     def updates_of(self, optimizer: int) -> list[LoopUpdate]:
-        """In order."""
+        """Updates of one optimizer, in order."""
         return [update for update in self.updates if update.optimizer == optimizer]
 
     def _read(self, index: int, line: Line) -> None:
@@ -236,7 +236,7 @@ class OptimizerRun:
 
     @cached_property
     def updates(self) -> list[LoopUpdate]:
-        """Those that had something to step on."""
+        """Updates that had something to step on."""
         return [update for update in self.loop.updates_of(self.optimizer) if update.passes or update.stale]
 
     @cached_property
@@ -266,7 +266,7 @@ class OptimizerRun:
 
     @cached_property
     def without_tail(self) -> str:
-        """What to add where only our cutting of the epochs left a tail; empty where there is a real one."""
+        """Sentence to add where only our cutting of the epochs left a tail; empty where there is a real one."""
         batches = [one.batch for update in self.updates for one in update.passes if one.batch is not None]
         used, seen = {batch[0] for batch in batches}, max((batch[2] + 1 for batch in batches), default=0)
         whole = [int(one["whole"]) for one in self.loop.epochs if one["loader"] in used and one.get("whole")]
@@ -309,11 +309,11 @@ class OptimizerRun:
 
     @cached_property
     def numbers(self) -> frozenset[int]:
-        """Of its parameters."""
+        """Numbers of its parameters."""
         return self.loop.parameters_of(self.optimizer)
 
     def clips(self) -> list[Happening]:
-        """Of its parameters, without mere measurements."""
+        """Clippings of its parameters, without mere measurements."""
         return [
             one
             for one in self.loop.happenings
@@ -323,7 +323,7 @@ class OptimizerRun:
     def finding(
         self, kind: str, severity: Severity, spot: Spot, message: str, evidence: Mapping[str, Any] | None = None
     ) -> Finding:
-        """With the fix for this number of micro-batches and rows."""
+        """A finding with the fix for this number of micro-batches and rows."""
         meant = [number for number in self.loop.intended.values() if number > 1]
         size = self.size if self.size > 1 or not meant else meant[0]
         return finding_at(spot, kind, severity, message, evidence, num_micro_batches=size, rows=self.rows)
@@ -400,7 +400,7 @@ def as_hex(values: list[float]) -> str:
 
 
 def from_hex(text: str) -> tuple[float, ...]:
-    """What `as_hex` wrote.
+    """Read the numbers that `as_hex` wrote.
 
     >>> from_hex(as_hex([0.1, -3.0]))
     (0.1, -3.0)

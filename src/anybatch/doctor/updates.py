@@ -1,4 +1,4 @@
-"""What was seen of a training loop, and what each micro-batch counted for in an update."""
+"""Passes and updates of a training loop as values, and the weight of each micro-batch in its update."""
 
 import math
 from collections import Counter
@@ -148,7 +148,7 @@ class Lost:
 
     loss_pass: LossPass
     spot: Spot
-    """Where it was cleared; the pass itself where it was left at the end."""
+    """The line that cleared it; that of the pass where it was left at the end."""
     index: int
     is_left: bool
 
@@ -172,24 +172,24 @@ class Weighing:
     role: str
     kind: str
     shares: tuple[float, ...]
-    """What each micro-batch counted for; they add up to 1 where the update is one batch's mean."""
+    """Weight of each micro-batch; they add up to 1 where the update is one batch's mean."""
     counts: tuple[float, ...]
     """Terms of each."""
     ratio: float
-    """What `.grad` was multiplied with by hand."""
+    """Factor that `.grad` was multiplied with by hand."""
     all_terms: float = 0.0
-    """What all readable losses together add up to."""
+    """Sum of the weights of all readable losses."""
     num_terms: int = 1
     """Losses that were added up; with several, a factor may be meant."""
 
     @property
     def total(self) -> float:
-        """Of all shares."""
+        """Sum of the weights."""
         return math.fsum(self.shares)
 
     @property
     def per_term(self) -> tuple[float, ...]:
-        """What one term of each micro-batch counted for."""
+        """Weight of one term of each micro-batch."""
         return tuple(share / count if count else 0.0 for share, count in zip(self.shares, self.counts, strict=True))
 
     @property
@@ -277,7 +277,7 @@ def _roles(passes: MicroBatchPasses) -> dict[tuple[int, str, int], LossTerm]:
 
 
 def ratio_by_hand(update: LoopUpdate) -> float | None:
-    """What the gradients were multiplied with besides clipping and unscaling; None where they are no multiple of what came."""
+    """Factor on the gradients besides clipping and unscaling; None where they are no multiple of what backward brought."""
     if not update.is_assigned:
         return 1.0
     if update.stale or any(one.sync is not None for one in update.passes):

@@ -24,7 +24,7 @@ ENDED = {
 
 
 def describe(diagnosis: Diagnosis) -> str:
-    """What each update was made of, and what is wrong."""
+    """Describe the updates and the findings."""
     lines = [line for loop in diagnosis.loops[:1] for line in _seen(loop, len(diagnosis.loops))]
     for finding in diagnosis.findings:
         lines += ["", *_finding(finding)]

@@ -20,7 +20,7 @@ VARIABLE = "ANYBATCH_DOCTOR"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What was asked for. 0 stands for no end and for whole epochs."""
+    """Options of the recorder. 0 stands for no end and for whole epochs."""
 
     folder: str
     updates: int = 20

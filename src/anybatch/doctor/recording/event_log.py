@@ -339,7 +339,7 @@ def _place(via: CodeType | None, codes: list[CodeType], lines: list[int]) -> Spo
 
 
 class Patches:
-    """What was replaced, with what was there."""
+    """Replaced functions of torch, with their originals."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any, bool]] = []

@@ -1,4 +1,4 @@
-"""What a loss is made of: the nodes of its graph that reduce many terms to one number, and the weight that each gets.
+"""Terms of a loss: the nodes of its graph that reduce many numbers to one, and the weight that each gets.
 
 The gradient that arrives at such a node is the weight of its mean, or of its sum, in this update: 1/n, 1, scale/n, n_k/N. It is
 read by a hook in front of the node while backward runs; nothing lies on the forward path.
@@ -30,7 +30,7 @@ def number_of(tensor: Tensor) -> float:
 
 
 def saved_by(node: Any, name: str) -> Any:
-    """What a node of the graph keeps, such as "target"; None where it keeps nothing of that name."""
+    """A value that a node of the graph keeps, such as "target"; None where it keeps nothing of that name."""
     return getattr(node, SAVED + name, None)
 
 
@@ -48,7 +48,7 @@ class TermHook:
         self.weight = None if gradient is None or gradient.numel() != 1 else number_of(gradient)
 
     def close(self) -> dict[str, Any] | None:
-        """What was seen, for the log; None of a node that no gradient came to."""
+        """Remove the hook. Returns the term for the log; None if no gradient came to the node."""
         self.handle.remove()
         self.node = None
         return None if self.weight is None else {**self.facts, "weight": self.weight}

@@ -24,7 +24,7 @@ WALKED = 2
 """Backward passes of a place in the code whose whole graph is walked for its leaves."""
 OF_THE_BATCH = ("batch", "rows", "mark", "is_eval")
 OF_ONE_PASS = ("scale", "norms", "norm_forwards")
-"""What was seen on the way to a pass: as long as the batch is the same, and once."""
+"""Facts that hold for all passes of a batch, and facts that hold for the next pass only."""
 KEPT = 6
 """Report a leak above this many live graphs."""
 MOST_READS = 8
@@ -231,14 +231,14 @@ class BackwardWatch:
 
 
 def _rank() -> dict[str, int]:
-    """Of a process that was not told by its environment, such as one that was spawned."""
+    """The rank, for a process whose environment does not say it, such as one that was spawned."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     return {"rank": dist.get_rank(), "world": dist.get_world_size()}
 
 
 def _intended() -> dict[str, dict[str, int]]:
-    """Whole numbers in the user's frames, by what their names say, and lengths of lists, which may hold batches; a guess."""
+    """Guess the numbers of micro-batches and epochs from names of variables; lengths of lists, which may hold batches."""
     steps: dict[str, int] = {}
     epochs: dict[str, int] = {}
     lengths: dict[str, int] = {}
@@ -264,7 +264,7 @@ def _numbers(frame: FrameType) -> Iterator[tuple[str, int]]:
 
 
 def _fields(value: Any) -> Iterator[tuple[str, int]]:
-    """Of a dict, a namespace, a config object."""
+    """Whole numbers in a dict, a namespace or a config object."""
     fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
     if isinstance(fields, Mapping) and len(fields) <= MOST_NAMES:
         for name, inner in list(fields.items()):

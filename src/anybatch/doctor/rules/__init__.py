@@ -1,4 +1,4 @@
-"""What is wrong with a loop: one file for each family of rules, pure functions of what was seen."""
+"""Rules: pure functions from loops to findings, one file for each family."""
 
 from anybatch.doctor.rules.about_models import loop_rules, model_rules
 from anybatch.doctor.rules.about_orders import order_rules, rank_rules, row_rules, rules_across

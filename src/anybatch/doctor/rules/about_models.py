@@ -1,4 +1,4 @@
-"""What the model and its numbers make of accumulation: BatchNorm, negatives, precision, graphs; and what cannot be told."""
+"""Rules on the model and its numbers: BatchNorm, negatives, precision, graphs; and notes on what cannot be told."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ def model_rules(run: OptimizerRun) -> Iterator[Finding]:
 
 
 def loop_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:
-    """Of the whole loop."""
+    """Rules on the whole loop."""
     for line in loop.others.get("kept", ()):
         name = line.get("variable")
         who = f"`{name}` keeps" if name else "something keeps"

@@ -1,4 +1,4 @@
-"""What happens when, on which rank: clipping, schedules, loss scalers, synchronisation, and the rows of each rank."""
+"""Rules on the order of events and on ranks: clipping, schedules, loss scalers, synchronisation, the rows of each rank."""
 
 import math
 from collections import defaultdict
@@ -294,7 +294,7 @@ def _same_rows_again(runs: list[OptimizerRun]) -> Iterator[Finding]:
 
 
 def _restarted(loop: WatchedLoop, passes: list[LossPass]) -> Spot | None:
-    """Where the loader is begun anew for every micro-batch: `next(iter(loader))`."""
+    """The line that begins the loader anew for every micro-batch: `next(iter(loader))`."""
     batches = [one.batch for one in passes if one.batch is not None and one.batch[2] == 0]
     if len(set(batches)) != len(passes):
         return None

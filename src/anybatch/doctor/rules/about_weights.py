@@ -185,7 +185,7 @@ def _dropped(run: OptimizerRun, lost: list[Lost]) -> Finding:
 
 
 def _in_a_whole_epoch(run: OptimizerRun, lost: Lost) -> tuple[str, dict[str, int]]:
-    """What an epoch that was not cut short would lose, from what its loader says; nothing where it does not say."""
+    """The rows that a whole epoch would lose, from what its loader says; nothing where it does not say."""
     batch = lost.loss_pass.batch
     begun = [epoch for epoch in run.loop.epochs if batch and epoch["loader"] == batch[0]]
     rows, size, whole = (int((begun or [{}])[0].get(name) or 0) for name in ("dataset", "batch_size", "whole"))
