@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from anybatch.core import num_writes
 from anybatch.doctor.finding import Spot
 from anybatch.doctor.loops import SUFFIX, as_hex, packed
-from anybatch.doctor.recording import Watch
+from anybatch.doctor.recording.watch import Watch
 
 FLUSHED = ("start", "step", "trouble")
 """A script that is killed leaves what was seen until its last update."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from anybatch.core import leaves_of
 from anybatch.doctor.finding import Spot
 from anybatch.doctor.loops import packed
-from anybatch.doctor.recording import Ending
 from anybatch.doctor.recording.event_log import EventLog, here, user_frames
 from anybatch.doctor.recording.loss_terms import watch_terms
+from anybatch.doctor.recording.watch import Ending
 
 WALKED = 2
 """Backward passes of a place in the code whose whole graph is walked for its leaves."""

@@ -11,8 +11,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch.doctor.loops import packed
-from anybatch.doctor.recording import Ending
 from anybatch.doctor.recording.event_log import EventLog, here
+from anybatch.doctor.recording.watch import Ending
 
 HORIZONS = ("T_max", "total_steps", "total_iters", "T_0")
 """How torch's schedulers call the number of steps that they are made for."""
