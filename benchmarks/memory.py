@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from anybatch import Objective, Update, huggingface, measure_peak, plan, supervised
 from anybatch.core.batch import tensors
-from anybatch.memory.tracing.meter import bytes_of
+from anybatch.memory.meter import bytes_of
 from benchmarks.models import (
     LongAttention,
     Recurrent,

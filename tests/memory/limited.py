@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Cost, Coupled, Objective, Rows, Tokens, Update, info_nce, measure_peak, supervised
-from anybatch.memory.tracing.meter import bytes_of, standing_tensors
+from anybatch.memory.meter import bytes_of, standing_tensors
 
 WIDTH = 128
 LENGTH = 64

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Accumulator, PlanError, Update, measure_peak, plan, supervised
-from anybatch.memory.predicting import recompute_blocks
+from anybatch.memory.checkpointing import recompute_blocks
 from tests.reference import gradient, relative_error
 
 CLASSES = supervised(nn.CrossEntropyLoss())

@@ -20,8 +20,8 @@ from anybatch import (
     supervised,
 )
 from anybatch.core import Running
-from anybatch.memory.predicting.envelope import fit_envelope
-from anybatch.memory.tracing.recorder import Timeline
+from anybatch.memory.envelope import fit_envelope
+from anybatch.memory.recorder import Timeline
 from benchmarks.models import LongAttention
 
 CLASSES = supervised(nn.CrossEntropyLoss())

@@ -11,7 +11,7 @@ import transformers
 from anybatch import Update, measure_peak, plan
 from anybatch.app.cli.main import run
 from anybatch.memory import parameters_on_meta, plan_config
-from anybatch.memory.predicting.ways_to_fit import last_sentence
+from anybatch.memory.ways_to_fit import last_sentence
 from anybatch.objectives import huggingface
 
 SMALL = {

@@ -1,11 +1,12 @@
 """Predicting an update's peak memory, measuring it, choosing what fits."""
 
+from anybatch.memory.config import parameters_on_meta, plan_config
 from anybatch.memory.fit import Fit, fastest_fit
 from anybatch.memory.fitting import Fitted
-from anybatch.memory.from_config import parameters_on_meta, plan_config
+from anybatch.memory.memory_plan import Breakdown, Checkpointing, Plan, SizePeak
+from anybatch.memory.meter import bytes_of, drop_gradients, measure_peak, metered, optimizer_tensors, standing_tensors
 from anybatch.memory.planning import MARGIN, plan
-from anybatch.memory.predicting import Breakdown, Checkpointing, Plan, SizePeak, WayToFit
-from anybatch.memory.tracing import bytes_of, drop_gradients, measure_peak, metered, optimizer_tensors, standing_tensors
+from anybatch.memory.ways_to_fit import WayToFit
 
 __all__ = [
     "Breakdown",

@@ -10,7 +10,7 @@ from torch import nn
 from anybatch.batch_norm import uses_batch_statistics
 from anybatch.core import Batch, BatchNormLayer, Rows, Split, num_rows, tensors
 from anybatch.display import show_bytes
-from anybatch.memory.predicting import Plan
+from anybatch.memory.memory_plan import Plan
 from anybatch.ragged import Auto, Choice, Tokens
 
 WORTH_PLANNING = 0.85

@@ -26,34 +26,16 @@ from anybatch.core import (
 )
 from anybatch.display import parse_bytes
 from anybatch.errors import PlanError, levels_to_the_caller
-from anybatch.memory.predicting import (
-    Breakdown,
-    Checkpointing,
-    LargestFitting,
-    MicroBatchSource,
-    Plan,
-    SizePeak,
-    Trials,
-    available_bytes,
-    find_largest_fitting,
-    find_ways,
-    micro_batch_source_of,
-    model_bytes,
-    notes_for,
-    recompute_blocks,
-    start_trials,
-)
-from anybatch.memory.tracing import (
-    Moment,
-    Moments,
-    Parts,
-    TrialSetup,
-    bytes_of,
-    highest,
-    is_watched,
-    keeping_random_states,
-    optimizer_tensors,
-)
+from anybatch.memory.checkpointing import recompute_blocks
+from anybatch.memory.largest_fitting import LargestFitting, find_largest_fitting
+from anybatch.memory.memory_plan import Breakdown, Checkpointing, Plan, SizePeak
+from anybatch.memory.meter import bytes_of, optimizer_tensors
+from anybatch.memory.micro_batch_source import MicroBatchSource, micro_batch_source_of
+from anybatch.memory.probe import TrialSetup
+from anybatch.memory.recorder import Moment, Moments, highest
+from anybatch.memory.trial_copies import Parts, is_watched, keeping_random_states
+from anybatch.memory.trials import Trials, available_bytes, notes_for, start_trials
+from anybatch.memory.ways_to_fit import find_ways, model_bytes
 from anybatch.parallel import peeled, wrapping_of
 from anybatch.ragged import Tokens
 

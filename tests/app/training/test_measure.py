@@ -4,7 +4,7 @@ from torch import nn
 from anybatch import Update, supervised
 from anybatch.app.records.schema import MemoryPoint
 from anybatch.app.training.measure import MOST_POINTS, thin_out, with_memory, with_timeline
-from anybatch.memory.tracing.meter import bytes_of
+from anybatch.memory.meter import bytes_of
 
 
 def wide_update(micro_batch):

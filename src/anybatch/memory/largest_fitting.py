@@ -4,9 +4,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from anybatch.errors import MemoryLimitError
-from anybatch.memory.predicting.envelope import Envelope, PassShape, Peaks, fit_envelope, largest_below
-from anybatch.memory.predicting.trials import Trials, available_bytes
-from anybatch.memory.tracing import bytes_of
+from anybatch.memory.envelope import Envelope, PassShape, Peaks, fit_envelope, largest_below
+from anybatch.memory.meter import bytes_of
+from anybatch.memory.trials import Trials, available_bytes
 
 MOST_OFF = 0.001
 """How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybatch.memory.tracing import Timeline
+from anybatch.memory.recorder import Timeline
 
 PassShape = tuple[int, int | None]
 """Rows of a micro-batch, and their length where it varies."""

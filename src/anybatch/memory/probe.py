@@ -28,9 +28,9 @@ from anybatch.core import (
     rows,
     tensors,
 )
-from anybatch.memory.tracing.meter import bytes_of, drop_gradients, metered, optimizer_tensors
-from anybatch.memory.tracing.recorder import MemoryKind, Recorder, Timeline
-from anybatch.memory.tracing.trial_copies import Parts, choosing_as_real, fake_batch, fake_copies, real_copies, undone
+from anybatch.memory.meter import bytes_of, drop_gradients, metered, optimizer_tensors
+from anybatch.memory.recorder import MemoryKind, Recorder, Timeline
+from anybatch.memory.trial_copies import Parts, choosing_as_real, fake_batch, fake_copies, real_copies, undone
 
 HIDDEN = {
     "aten::convolution": "a convolution",

@@ -26,8 +26,8 @@ from anybatch.core import (
     tensors,
 )
 from anybatch.errors import PlanError
-from anybatch.memory.tracing.meter import optimizer_tensors
-from anybatch.memory.tracing.recorder import ELSEWHERE
+from anybatch.memory.meter import optimizer_tensors
+from anybatch.memory.recorder import ELSEWHERE
 from anybatch.verification import PythonState, functions_of
 
 Parts = tuple[nn.Module, Optimizer | None, Any]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from anybatch.core import Batch, map_tensors, num_rows, take_rows, tensors
-from anybatch.memory.predicting.envelope import PassShape
-from anybatch.memory.tracing import bytes_of
+from anybatch.memory.envelope import PassShape
+from anybatch.memory.meter import bytes_of
 from anybatch.ragged import RowLengths, Tokens, narrow, padded_dims
 
 SHORTEST = 4

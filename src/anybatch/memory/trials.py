@@ -10,22 +10,13 @@ import torch
 from anybatch.core import Batch, BatchNormLayer, free_bytes
 from anybatch.display import show_bytes
 from anybatch.errors import PlanError, first_line
-from anybatch.memory.predicting.envelope import Envelope, PassShape, fit_envelope
-from anybatch.memory.predicting.memory_plan import Method
-from anybatch.memory.predicting.micro_batch_source import MicroBatchSource
-from anybatch.memory.tracing import (
-    NODE_BYTES,
-    NORM_BYTES,
-    FakeProbe,
-    Moments,
-    Probe,
-    RealProbe,
-    Timeline,
-    TrialSetup,
-    bytes_of,
-    is_real,
-    optimizer_tensors,
-)
+from anybatch.memory.envelope import Envelope, PassShape, fit_envelope
+from anybatch.memory.memory_plan import Method
+from anybatch.memory.meter import bytes_of, optimizer_tensors
+from anybatch.memory.micro_batch_source import MicroBatchSource
+from anybatch.memory.probe import NODE_BYTES, NORM_BYTES, FakeProbe, Probe, RealProbe, TrialSetup
+from anybatch.memory.recorder import Moments, Timeline
+from anybatch.memory.trial_copies import is_real
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from anybatch.display import facts_table, html_block, html_table, sentences, show_bytes
-from anybatch.memory.predicting.envelope import Peaks
-from anybatch.memory.predicting.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence
+from anybatch.memory.envelope import Peaks
+from anybatch.memory.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, last_sentence
 
 Method = Literal["fake tensors", "real steps"]
 
