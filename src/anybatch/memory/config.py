@@ -13,8 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from anybatch.core import Sums
 from anybatch.display import did_you_mean, one_of
 from anybatch.errors import PlanError, first_line
-from anybatch.memory.memory_plan import Plan
-from anybatch.memory.planning import plan
+from anybatch.memory.planning import Plan, plan
 from anybatch.objectives import huggingface
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -30,7 +30,7 @@ class Envelope:
 
 
 def curve_terms(shape: PassShape) -> tuple[float, ...]:
-    """The terms whose multiples add up to the bytes of an op."""
+    """Return the terms whose multiples add up to the bytes of an op."""
     rows, length = shape
     if length is None:
         return (1, rows)
@@ -40,7 +40,7 @@ def curve_terms(shape: PassShape) -> tuple[float, ...]:
 def fit_envelope(
     shapes: Sequence[PassShape], timelines: Sequence[Timeline], needed: Sequence[PassShape] = ()
 ) -> Envelope | None:
-    """The envelope through these timelines; None where they ran different ops, so that there is no curve per op.
+    """Fit the envelope through these timelines; None if they ran different ops, so that there is no curve per op.
 
     There are as many shapes as terms. Where lengths vary, ops that are highest for none of the `needed` shapes are left out;
     else those that are highest for no number of rows.
@@ -50,24 +50,20 @@ def fit_envelope(
     live = torch.tensor([timeline.live for timeline in timelines], dtype=torch.float64)
     basis = torch.tensor([curve_terms(shape) for shape in shapes], dtype=torch.float64)
     curves = torch.linalg.solve(basis, live).T.unique(dim=0)
-    kept = _steepest(curves) if not needed else _highest(curves, needed)
-    return Envelope(tuple(tuple(curve) for curve in kept.tolist()))
+    if not needed:
+        return Envelope(_steepest(curves))
+    terms = torch.tensor([curve_terms(shape) for shape in needed], dtype=torch.float64)
+    winners = {int((curves @ values).argmax()) for values in terms}
+    return Envelope(tuple(tuple(curves[index].tolist()) for index in sorted(winners)))
 
 
-def _steepest(lines: Tensor) -> Tensor:
+def _steepest(lines: Tensor) -> tuple[tuple[float, ...], ...]:
     """The lines that no steeper one lies above at 0 already."""
-    kept = []
-    highest = -float("inf")
+    kept: list[tuple[float, ...]] = []
     for fixed, per_row in sorted(lines.tolist(), key=lambda line: (-line[1], -line[0])):
-        if fixed > highest:
+        if not kept or fixed > kept[-1][0]:
             kept.append((fixed, per_row))
-            highest = fixed
-    return torch.tensor(kept, dtype=torch.float64)
-
-
-def _highest(curves: Tensor, needed: Sequence[PassShape]) -> Tensor:
-    winners = [int((curves @ torch.tensor(curve_terms(shape), dtype=torch.float64)).argmax()) for shape in needed]
-    return curves[sorted(set(winners))]
+    return tuple(kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +80,9 @@ class Peaks:
     row_length: int = 1
     """The size of one row, where rows do not differ in length."""
     left_behind: int = 0
-    """What each micro-batch beyond the second leaves until the end of the update."""
+    """Bytes that each micro-batch beyond the second leaves until the end of the update."""
     outside_once: int = 0
-    """Of the peak, what lies outside torch's allocator whatever the size."""
+    """Bytes of the peak that lie outside torch's allocator whatever the size."""
     outside_each: int = 0
     """The same for each micro-batch."""
     fixed: int = 0
@@ -97,46 +93,58 @@ class Peaks:
         return self._of_two(size) + self.left_behind * max(self._num_passes(size) - 2, 0)
 
     def outside(self, size: int) -> int:
-        """Of the peak, what lies outside torch's allocator."""
+        """Bytes of the peak that lie outside torch's allocator."""
         return self.outside_once + self.outside_each * self._num_passes(size)
 
     def worst(self, size: int) -> PassShape:
         """The largest micro-batch of this size."""
         if not self.lengths:
             return max(size // self.row_length, 1), None
-        shapes: list[PassShape] = [
-            (min(size // length, self.num_rows), length) for length in self.lengths if length <= size
-        ]
+        fitting = [length for length in self.lengths if length <= size]
+        shapes: list[PassShape] = [(min(size // length, self.num_rows), length) for length in fitting]
         shapes = shapes or [(1, self.lengths[0])]
         return shapes[-1] if self.envelope is None else max(shapes, key=self.envelope.peak)
+
+    def least(self, smallest: int) -> int:
+        """The lowest peak; not always that of the smallest size, because every micro-batch leaves something."""
+        whole = self.num_rows * self.row_length
+        return min(self.peak(smallest * 2**power) for power in range((whole // smallest).bit_length()))
+
+    def largest(self, limit: int, smallest: int, most: int) -> int:
+        """The largest size up to `most` whose peak is at most `limit`; 0 if none is.
+
+        The smallest sizes may need more than those after them: the search begins at the last power of two that fits.
+        """
+        one = 1 if self.lengths else self.row_length
+        powers = [smallest * 2**power for power in range((most // smallest).bit_length())]
+        start = max((size for size in powers if self.peak(size) <= limit), default=0)
+        steps = (min(2 * start - 1, most) - start) // one
+        return start + one * largest_below(limit, lambda step: self.peak(start + step * one), steps) if start else 0
 
     def _num_passes(self, size: int) -> int:
         rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
         return -(-self.num_rows // rows)
 
     def _of_two(self, size: int) -> int:
+        """The peak of two micro-batches; between two sizes that were tried, on the chord, which lies above a convex curve."""
         known = dict(self.tried)
         if size in known:
             return known[size]
         if self.envelope is not None and (not self.tried or size > self.tried[-1][0]):
             return self.envelope.peak(self.worst(size))
-        return self._on_chord(size)
-
-    def _on_chord(self, size: int) -> int:
-        """Between two sizes that were tried, on the line through both: peaks are convex in the size, so it lies above them."""
-        below = max(((tried, peak) for tried, peak in self.tried if tried < size), default=None)
-        above = min(((tried, peak) for tried, peak in self.tried if tried > size), default=None)
-        if below is None and above is not None:
-            return above[1]
-        if above is None:  # beyond all that was tried
-            below, above = self.tried[-2:] if len(self.tried) > 1 else ((0, self.fixed), self.tried[-1])
-        assert below is not None
-        share = (size - below[0]) / (above[0] - below[0])
-        return round(below[1] + share * (above[1] - below[1]))
+        below = [one for one in self.tried if one[0] < size]
+        above = [one for one in self.tried if one[0] > size]
+        if above and not below:
+            return above[0][1]
+        if above:
+            low, high = below[-1], above[0]
+        else:  # beyond all that was tried
+            low, high = self.tried[-2:] if len(self.tried) > 1 else ((0, self.fixed), self.tried[-1])
+        return round(low[1] + (size - low[0]) / (high[0] - low[0]) * (high[1] - low[1]))
 
 
-def largest_below(limit: float, peak: Callable[[int], int], most: int) -> int:
-    """The largest size from 1 to `most` whose peak is at most `limit`, by bisection; 0 if there is none."""
+def largest_below(limit: float, peak: Callable[[int], float], most: int) -> int:
+    """Find the largest size from 1 to `most` whose peak is at most `limit`, by bisection; 0 if there is none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

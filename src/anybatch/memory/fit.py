@@ -1,16 +1,110 @@
 """`Fit`: the largest micro-batch that fits, by prediction; the fastest of those that do for "auto"."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from anybatch.core import Batch, MicroBatches, Rows, Split, Workload, in_arrival_order, is_sharded, smaller
+import torch
+from torch import nn
+
+from anybatch.batch_norm import batch_norms, uses_batch_statistics
+from anybatch.core import (
+    Batch,
+    MicroBatches,
+    Rows,
+    Split,
+    Workload,
+    in_arrival_order,
+    is_sharded,
+    num_rows,
+    smaller,
+    tensors,
+)
 from anybatch.display import parse_bytes, show_bytes
 from anybatch.errors import MemoryLimitError, SplitError, first_line, levels_to_the_caller
-from anybatch.memory.fitting import BatchShape, Fitted, Fitting, fitting_within, shape_of
-from anybatch.memory.planning import plan
-from anybatch.ragged import Auto, Doubling, Tokens
+from anybatch.memory.planning import Plan, plan
+from anybatch.ragged import Auto, Choice, Doubling, Tokens
+
+WORTH_PLANNING = 0.85
+"""Rows shorter than this share of those that were planned for have a plan of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The micro-batch that fits, and how that is known."""
+
+    kind: Literal["rows", "tokens"]
+    """The unit of `size`."""
+    size: int
+    """At most this many rows, or tokens with padding, per micro-batch."""
+    plan: Plan | None
+    """The prediction; None where there could be none."""
+    reason: str
+    """Why there could be no prediction."""
+    fastest: Choice | None
+    """The fastest size up to `size`, where it is searched for."""
+    retries: int
+    """How often memory ran out all the same, and the micro-batch was halved."""
+
+    def describe(self) -> str:
+        """Say in words what was chosen, and why."""
+        size = f"{self.size} {self.kind} per micro-batch"
+        if self.plan is None:
+            text = f"{size}, found by doubling until memory ran out, because it could not be predicted: {self.reason}"
+        else:
+            peak = self.plan.peak_bytes if self.size == self.plan.micro_batch else self.plan.peak(self.size)
+            room = f"{show_bytes(self.plan.memory)} less {self.plan.margin:.0%}"
+            text = f"{size} at most, predicted to need {show_bytes(peak)} of {room} ({self.plan.method})"
+        if self.retries:
+            text += f"; memory ran out {self.retries} times all the same"
+        return f"{text}. " + self.fastest.describe() if self.fastest is not None else f"{text}."
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchShape:
+    """Number of rows, and the dtype and shape of each tensor's row: all of a batch that decides its memory."""
+
+    rows: int
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    @property
+    def row_elements(self) -> int:
+        return sum(math.prod(sizes) for _, sizes in self.tensors)
+
+    def covers(self, other: "_BatchShape") -> bool:
+        """True if a batch of the other shape needs no more than one of this."""
+        if other.rows > self.rows or len(other.tensors) != len(self.tensors):
+            return False
+        return all(
+            dtype == own_dtype and len(sizes) == len(own) and all(a <= b for a, b in zip(sizes, own, strict=True))
+            for (dtype, sizes), (own_dtype, own) in zip(other.tensors, self.tensors, strict=True)
+        )
+
+
+@dataclass(slots=True)
+class _Fitting:
+    """The split chosen for batches up to one shape."""
+
+    shape: _BatchShape
+    split: Split
+    kind: Literal["rows", "tokens"]
+    size: int
+    plan: Plan | None = None
+    reason: str = ""
+    retries: int = 0
+    chosen: int = field(init=False)
+    """Upper bound of `size`; `asked` is the split for it."""
+    asked: Split = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chosen, self.asked = self.size, self.split
+
+    def wastes(self, shape: _BatchShape) -> bool:
+        """True where rows as short as these could be so many more in a micro-batch that it is worth planning for them."""
+        is_cut = isinstance(self.asked, Rows) and shape.rows > self.chosen and not self.reason
+        return is_cut and shape.row_elements < WORTH_PLANNING * self.shape.row_elements
 
 
 class Fit(Split):
@@ -62,8 +156,8 @@ class Fit(Split):
         self.most = Rows(most) if isinstance(most, int) else most
         self.fastest = bool(fastest)
         self.margin = margin
-        self._fits: list[Fitting] = []
-        self._last: Fitting | None = None
+        self._fits: list[_Fitting] = []
+        self._last: _Fitting | None = None
 
     def __repr__(self) -> str:
         given = [repr(show_bytes(self.memory))] if self.memory is not None else []
@@ -93,7 +187,7 @@ class Fit(Split):
 
     def choose_for(self, workload: Workload, batch: Batch) -> None:
         """Choose for a batch like this one, unless that was done."""
-        shape = shape_of(batch, self.most)
+        shape = _shape_of(batch, self.most)
         covering = [fitting for fitting in self._fits if fitting.shape.covers(shape)]
         found = min(covering, key=lambda fitting: (fitting.shape.row_elements, fitting.shape.rows), default=None)
         if found is None or found.wastes(shape):
@@ -123,7 +217,7 @@ class Fit(Split):
     @property
     def learn(self) -> Callable[[MicroBatches, Sequence[float | None]], None] | None:
         """The `learn` of the split inside; None where that has none, so that micro-batches are not timed."""
-        return None if self._last is None else getattr(self._last.split, "learn", None)
+        return None if self._last is None else self._last.split.learn
 
     @property
     def sums(self) -> Literal["fp32", "param"]:
@@ -139,9 +233,7 @@ class Fit(Split):
             return None
         last.split = shrunk
         last.retries += 1
-        largest = (
-            max(len(rows) for rows in ran.row_numbers) if last.kind == "rows" or ran.cut is None else ran.cut.largest
-        )
+        largest = max(map(len, ran.row_numbers)) if last.kind == "rows" or ran.cut is None else ran.cut.largest
         last.size = max(largest // 2, 1)
         return self
 
@@ -155,19 +247,18 @@ class Fit(Split):
         """This split, with micro-batches of at most `size` for batches like the last one, and not more than was chosen."""
         last = self._last
         assert last is not None
-        resized = getattr(last.split, "resized", None)
+        resized = last.split.resized
         last.size = min(size, last.chosen)
         is_asked = size >= last.chosen and last.split is not last.asked  # one that changes itself is told of the size
         last.split = last.asked if is_asked or resized is None else resized(size)
         return self
 
     def _tokens_for(self, batch: Batch) -> Tokens | None:
-        is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
-        # slack gives up time for memory, and here memory is what there is
-        own = Tokens(1, slack=0) if self.most is None and is_masked else None
-        return self.most if isinstance(self.most, Tokens) else own
+        if self.most is None and isinstance(batch, Mapping) and "attention_mask" in batch:
+            return Tokens(1, slack=0)  # slack gives up time for memory, and here memory is what there is
+        return self.most if isinstance(self.most, Tokens) else None
 
-    def _predict(self, workload: Workload, batch: Batch, shape: BatchShape) -> Fitting:
+    def _predict(self, workload: Workload, batch: Batch, shape: _BatchShape) -> _Fitting:
         tokens = self._tokens_for(batch)
         try:
             found = plan(
@@ -189,14 +280,22 @@ class Fit(Split):
                 f"{show_bytes(found.limit)}: {show_bytes(found.memory)} less {found.margin:.0%}. Allow more, use shorter "
                 "rows, an optimizer with less state, autocast=torch.bfloat16, or torch.utils.checkpoint inside the model."
             )
-        return fitting_within(found, workload.model, shape, most=self.most, tokens=tokens, is_fastest=self.fastest)
+        most: Rows | Tokens
+        if tokens is None:
+            size = max(min(found.micro_batch, self.most.size if isinstance(self.most, Rows) else found.rows), 1)
+            most = Rows(size) if self.fastest else Rows(size, tail=_least_tail(workload.model, size))
+        else:  # where memory seems not to suffice for a row, a row is tried
+            largest = tokens.budget if self.most is tokens else found.whole_size
+            size = max(min(found.micro_batch, largest), found.whole_size // found.rows)
+            most = tokens.with_budget(size)
+        return _Fitting(shape, Auto(most=most) if self.fastest else most, found.unit, size, found)
 
-    def _unpredicted(self, workload: Workload, shape: BatchShape, error: Exception) -> Fitting:
+    def _unpredicted(self, workload: Workload, shape: _BatchShape, error: Exception) -> _Fitting:
         """As many rows as fitted in a smaller batch of such rows; else rows that double until memory runs out."""
         fewer = [one for one in self._fits if one.plan is not None and one.shape.covers(replace(shape, rows=1))]
         if fewer:
             last = fewer[-1]
-            return Fitting(shape, last.split, last.kind, last.size, last.plan, first_line(error))
+            return _Fitting(shape, last.split, last.kind, last.size, last.plan, first_line(error))
         why = f"{self!r} cannot be kept: what an update takes could not be predicted ({first_line(error)})"
         if self.memory is not None and any(is_sharded(one) for one in workload.model.parameters()):
             raise MemoryLimitError(f"{why}. Give micro_batch=n, in rows; or Fit(), which doubles.") from error
@@ -206,7 +305,7 @@ class Fit(Split):
                 stacklevel=levels_to_the_caller(),
             )
         most = self.most.size if isinstance(self.most, Rows) else None
-        return Fitting(shape, Doubling(most), "rows", 1, reason=first_line(error))
+        return _Fitting(shape, Doubling(most), "rows", 1, reason=first_line(error))
 
 
 def fastest_fit(memory: str | int | None = None, *, most: "int | Rows | Tokens | None" = None) -> Fit:
@@ -214,3 +313,15 @@ def fastest_fit(memory: str | int | None = None, *, most: "int | Rows | Tokens |
     fit = Fit(memory, most=most)
     fit.fastest = True
     return fit
+
+
+def _shape_of(batch: Batch, most: Rows | Tokens | None) -> _BatchShape:
+    if isinstance(most, Tokens) and most.collate is not None:
+        lengths = most.measure(batch).lengths
+        return _BatchShape(len(lengths), ((torch.long, (max(lengths),)),))
+    return _BatchShape(num_rows(batch), tuple((tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors(batch)))
+
+
+def _least_tail(model: nn.Module, size: int) -> int:
+    """The fewest rows of a last micro-batch: a quarter of the others where it has statistics of its own, else 2."""
+    return max(size // 4, 2) if any(map(uses_batch_statistics, batch_norms(model).values())) else 2

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Metered(Generic[Result]):
-    """What an action returned, and what it allocated and freed, in order."""
+    """Result of an action, and its allocations in order."""
 
     result: Result
     allocations: tuple[tuple[int, int], ...]
@@ -38,11 +39,7 @@ class Metered(Generic[Result]):
 
     def peak(self, standing: int) -> int:
         """The most in use at any moment, on top of `standing` bytes that were there before."""
-        live = peak = standing
-        for _, nbytes in self.allocations:
-            live += nbytes
-            peak = max(peak, live)
-        return peak
+        return max(accumulate((nbytes for _, nbytes in self.allocations), initial=standing))
 
 
 def metered(action: Callable[[], Result], device_type: str = "cpu", *, names_ops: bool = False) -> Metered[Result]:
@@ -56,17 +53,14 @@ def metered(action: Callable[[], Result], device_type: str = "cpu", *, names_ops
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
     with profile(activities=activities, profile_memory=True) as profiler, named:
         result = action()
-    events = profiler_events(profiler)
-    stages = sorted(
-        (event.start_ns(), event.name().removeprefix(_PREFIX)) for event in events if event.name().startswith(_PREFIX)
-    )
-    allocations = [
-        (event.start_ns(), event.nbytes())
-        for event in events
-        if event.name() == "[memory]" and event.device_type().name.lower() == device_type
-    ]
+    stages, allocations = [], []
+    for event in profiler_events(profiler):
+        if event.name().startswith(_PREFIX):
+            stages.append((event.start_ns(), event.name().removeprefix(_PREFIX)))
+        elif event.name() == "[memory]" and event.device_type().name.lower() == device_type:
+            allocations.append((event.start_ns(), event.nbytes()))
     allocations.sort(key=lambda allocation: allocation[0])
-    return Metered(result, tuple(allocations), tuple(stages))
+    return Metered(result, tuple(allocations), tuple(sorted(stages)))
 
 
 def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:
@@ -84,20 +78,19 @@ def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:
 
 
 def standing_tensors(update: Update) -> list[Tensor]:
-    """What lives from update to update: parameters, buffers, the optimizer's state."""
+    """List what lives from update to update: parameters, buffers, the optimizer's state."""
     return [*update.parameters(), *update.model.buffers(), *optimizer_tensors(update.optimizer)]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The memory that these tensors hold together, in this process; views of one storage count once."""
+    """Count the bytes that these tensors hold together, in this process; views of one storage count once."""
     held = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-    storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in held}
-    return sum(storages.values())
+    return sum({storage_key(one.untyped_storage()): one.untyped_storage().nbytes() for one in held}.values())
 
 
-def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The optimizer's state: moments, momentum buffers."""
-    for state in optimizer.state.values():
+def optimizer_tensors(optimizer: Optimizer | None) -> Iterator[Tensor]:
+    """Yield the optimizer's state: moments, momentum buffers; nothing without an optimizer."""
+    for state in () if optimizer is None else optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 

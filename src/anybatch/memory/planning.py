@@ -1,15 +1,17 @@
-"""`plan()`: the largest micro-batch that fits, before anything runs."""
+"""`plan()`: the largest micro-batch that fits, before anything runs; `Plan`: what it found."""
 
 import gc
 import warnings
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from anybatch.batch_norm import batch_norms
 from anybatch.core import (
     Autocast,
     Batch,
@@ -22,20 +24,27 @@ from anybatch.core import (
     Running,
     Sums,
     forget_fake_results,
+    outer_random,
     tensors,
 )
-from anybatch.display import parse_bytes
+from anybatch.display import facts_table, html_block, html_table, parse_bytes, sentences, show_bytes
 from anybatch.errors import PlanError, levels_to_the_caller
 from anybatch.memory.checkpointing import recompute_blocks
-from anybatch.memory.largest_fitting import LargestFitting, find_largest_fitting
-from anybatch.memory.memory_plan import Breakdown, Checkpointing, Plan, SizePeak
+from anybatch.memory.envelope import Peaks
 from anybatch.memory.meter import bytes_of, optimizer_tensors
-from anybatch.memory.micro_batch_source import MicroBatchSource, micro_batch_source_of
-from anybatch.memory.probe import TrialSetup
+from anybatch.memory.probe import Parts, TrialSetup, is_watched
 from anybatch.memory.recorder import Moment, Moments, highest
-from anybatch.memory.trial_copies import Parts, is_watched, keeping_random_states
-from anybatch.memory.trials import Trials, available_bytes, notes_for, start_trials
-from anybatch.memory.ways_to_fit import find_ways, model_bytes
+from anybatch.memory.trials import (
+    LargestFitting,
+    Method,
+    MicroBatchSource,
+    Trials,
+    available_bytes,
+    find_largest_fitting,
+    micro_batch_source_of,
+    start_trials,
+)
+from anybatch.memory.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, find_ways, last_sentence, model_bytes
 from anybatch.parallel import peeled, wrapping_of
 from anybatch.ragged import Tokens
 
@@ -43,6 +52,186 @@ MARGIN = 0.05
 """The share of an accelerator's memory that a plan leaves free, unless told otherwise."""
 MARGIN_ON_CPU = 0.15
 """The same on the CPU, whose kernels allocate and keep memory that neither fake tensors nor the profiler show."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """What the memory at the peak is made of, in bytes."""
+
+    parameters: int
+    """Parameters and buffers."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """What forward left for backward."""
+    inputs: int
+    temporaries: int
+    """All else that lives at that moment: what one op hands to the next."""
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizePeak:
+    """The predicted peak of one micro-batch size."""
+
+    size: int
+    """Rows, or tokens."""
+    peak: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """What recomputing each block of the model in backward, instead of keeping what it saved, would change."""
+
+    blocks: str
+    """Which modules: their path, how many, of what kind."""
+    size: int
+    """The micro-batch that is compared."""
+    peak: int
+    """With checkpointing."""
+    saved: int
+    """Bytes less than without it; 0 where it does not help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The peak memory of a whole update for any micro-batch size, and the largest that fits.
+
+    Sizes are rows, or tokens of a `Tokens` split (`unit`). A peak counts parameters, buffers, gradients that live from
+    micro-batch to micro-batch, the optimizer's state, activations, temporaries, and the batch where it lies in that memory.
+    """
+
+    unit: Literal["rows", "tokens"]
+    micro_batch: int
+    """The largest that fits; 0: not even one row does."""
+    peak_bytes: int
+    """The peak at that size; where nothing fits, the peak of one row."""
+    rows: int
+    """The rows of the batch."""
+    whole_size: int
+    """The size of the batch in one piece: rows, or padded tokens."""
+    whole_bytes: int
+    """The peak of the batch in one piece."""
+    least_bytes: int
+    """The peak of the smallest micro-batch: one row."""
+    memory: int
+    """All the memory there is, in bytes."""
+    margin: float
+    """The share of it that is left free."""
+    device: str
+    sizes: tuple[SizePeak, ...]
+    breakdown: Breakdown
+    checkpointing: Checkpointing | None
+    method: Method
+    reason: str
+    """Why this method."""
+    is_confirmed: bool
+    """True where the size chosen was itself tried, and its peak is not computed from others."""
+    notes: tuple[str, ...]
+    peaks: Peaks = field(repr=False)
+    sums: Literal["fp32", "param"] = "fp32"
+    """What gradients of bf16 and fp16 parameters are summed in."""
+    ways_to_fit: tuple[WayToFit, ...] = ()
+    """What could be changed, with the peak of `micro_batch`, or of one row where nothing fits."""
+
+    def __repr__(self) -> str:
+        size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
+        peak = f"{show_bytes(self.peak_bytes)} of {show_bytes(self.limit)}"
+        return (
+            f"Plan({size}, peak {peak}, whole batch of {self.rows} rows {show_bytes(self.whole_bytes)}, {self.method})"
+        )
+
+    def _repr_html_(self) -> str:
+        head, _, *rest = _sentences(self)
+        sizes = [[entry.size, show_bytes(entry.peak), "yes" if entry.fits else "no"] for entry in self.sizes]
+        parts = {part.name: show_bytes(getattr(self.breakdown, part.name)) for part in fields(self.breakdown)}
+        tables = html_table([self.unit, "peak", "fits"], sizes), sentences(["At the peak:"]), facts_table(parts)
+        return html_block(head, *tables, sentences(rest))
+
+    @property
+    def limit(self) -> int:
+        """The highest peak that fits: the memory without the margin."""
+        return int(self.memory * (1 - self.margin))
+
+    @property
+    def fits(self) -> bool:
+        """True if some micro-batch does."""
+        return self.micro_batch > 0
+
+    @property
+    def needs_accumulation(self) -> bool:
+        """True where the whole batch in one piece does not fit."""
+        return self.whole_bytes > self.limit
+
+    def peak(self, size: int) -> int:
+        """The predicted peak of an update in micro-batches of `size` rows, or at most `size` tokens.
+
+        For a batch like the one that was planned for, in more than one micro-batch; `whole_bytes` is for one. Where sizes
+        could only be tried one by one, it is the peak of the next larger one that was.
+        """
+        return self.peaks.peak(size)
+
+    def outside(self, size: int) -> int:
+        """Of `peak(size)`, what lies outside torch's allocator: the nodes of the graph, what each micro-batch leaves.
+
+        Counted on the CPU, where it lies in the same memory: some 1,000 bytes a node and 2,000 a micro-batch.
+        """
+        return self.peaks.outside(size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: everything but the curves."""
+        found = {name: value for name, value in asdict(self).items() if name != "peaks"}
+        return found | {"limit": self.limit, "fits": self.fits, "needs_accumulation": self.needs_accumulation}
+
+    def describe(self) -> str:
+        """The plan in sentences."""
+        return "\n".join(_sentences(self))
+
+
+def _sentences(plan: Plan) -> list[str]:
+    limit = f"{show_bytes(plan.memory)} less {plan.margin:.0%} margin"
+    if not plan.fits:
+        head = (
+            f"Not even one row fits: it needs {show_bytes(plan.least_bytes)}, and there is {limit} "
+            f"({show_bytes(plan.limit)}) on {plan.device}."
+        )
+    elif not plan.needs_accumulation:
+        head = (
+            f"The whole batch of {plan.rows} rows fits in one piece: {show_bytes(plan.whole_bytes)} of {limit} on "
+            f"{plan.device}. Accumulation is not needed."
+        )
+    else:
+        head = (
+            f"The largest micro-batch that fits is {plan.micro_batch} {plan.unit}: {show_bytes(plan.peak_bytes)} of {limit} "
+            f"on {plan.device}. The whole batch of {plan.rows} rows in one piece would need {show_bytes(plan.whole_bytes)}."
+        )
+    parts = ", ".join(
+        f"{part.name} {show_bytes(getattr(plan.breakdown, part.name))}" for part in fields(plan.breakdown)
+    )
+    lines = [head, f"Of it: {parts}."]
+    if plan.checkpointing is not None:
+        lines.append(checkpointing_sentence(plan.checkpointing, plan.unit))
+    confirmed = "tried at the size chosen" if plan.is_confirmed else "not tried at the size chosen"
+    lines.append(f"Predicted with {plan.method}, {confirmed}: {plan.reason}.")
+    if plan.sums == "param":
+        lines.append(f"Gradients are summed in the parameters' own dtype: off by {PRICE_OF_LOW_SUMS}.")
+    return [*lines, *plan.notes, last_sentence(plan.ways_to_fit, is_fitting=plan.fits)]
+
+
+def checkpointing_sentence(found: Checkpointing, unit: str) -> str:
+    """What gradient checkpointing would save."""
+    size = f"a micro-batch of {found.size} {unit if found.size != 1 else unit.removesuffix('s')}"
+    if found.saved <= 0:
+        return f"Checkpointing {found.blocks} would save nothing at {size}."
+    return (
+        f"Checkpointing {found.blocks} would save {show_bytes(found.saved)} at {size} (peak {show_bytes(found.peak)}), for a "
+        "second forward of each."
+    )
 
 
 def plan(
@@ -101,93 +290,88 @@ def plan(
         if value is not None:
             said = f"plan({name}={value!r}) is deprecated and ignored: {instead}. Leave it out."
             warnings.warn(said, DeprecationWarning, stacklevel=levels_to_the_caller())
-    if isinstance(batch, Dealt):
-        batch = batch.batch
-    if running is None:
-        running = Running(
-            autocast=autocast,
-            batch_norm=batch_norm,
-            offload=offload,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            sums=sums,
-        )
+    running = running or Running(
+        autocast=autocast, batch_norm=batch_norm, offload=offload, clip_norm=clip_norm, clip_value=clip_value, sums=sums
+    )
     module, bucket_bytes = _without_wrappers(model)
     there = _device_of(module, device)
     if margin is None:
         margin = MARGIN_ON_CPU if there.type == "cpu" else MARGIN
     asked = None if memory is None else parse_bytes(memory) - bucket_bytes
-    tokens = split if isinstance(split, Tokens) else None
+    source = micro_batch_source_of(
+        batch.batch if isinstance(batch, Dealt) else batch, split if isinstance(split, Tokens) else None
+    )
+    is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
+    own = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+    setup = TrialSetup(
+        parts=(module, optimizer, objective),
+        device=there,
+        batch_bytes=0 if is_elsewhere else source.nbytes,
+        is_elsewhere=is_elsewhere,
+        running=running,
+        is_in_place=own <= {there.type} and not bucket_bytes and not is_watched(module),
+    )
     for kind in ("fp32", "param") if running.sums == "auto" else (running.sums,):
-        planned = _plan(
-            (module, optimizer, objective),
-            micro_batch_source_of(batch, tokens),
-            there,
-            replace(running, sums=kind),
-            asked=asked,
-            margin=margin,
-            checkpointing=checkpointing,
-            bucket_bytes=bucket_bytes,
-        )
+        setup = replace(setup, running=replace(running, sums=kind))
+        planned = _plan(setup, source, asked, margin, checkpointing=checkpointing, bucket_bytes=bucket_bytes)
         if planned.fits:
             break
     return planned
 
 
 def _plan(
-    parts: Parts,
+    setup: TrialSetup,
     source: MicroBatchSource,
-    there: torch.device,
-    running: Running,
-    *,
     asked: int | None,
     margin: float,
+    *,
     checkpointing: bool,
     bucket_bytes: int,
 ) -> Plan:
-    module = parts[0]
-    with keeping_random_states(), ExitStack() as undo:
-        is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
-        own = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
-        is_in_place = own <= {there.type} and not bucket_bytes and not is_watched(module)
-        batch_bytes = 0 if is_elsewhere else source.nbytes
-        trials = start_trials(TrialSetup(parts, there, batch_bytes, is_elsewhere, running, is_in_place), source, undo)
+    with ExitStack() as undo:
+        undo.callback(outer_random().restore)
+        undo.enter_context(torch.random.fork_rng())
+        trials = start_trials(setup, source, undo)
         # what the first trial had torch load is no longer free, nor are buckets that are there already
-        room = available_bytes(there) + _already(parts, there) if asked is None else asked
+        room = available_bytes(setup.device) + _already(setup.parts, setup.device) if asked is None else asked
         limit = int(room * (1 - margin))
         found = find_largest_fitting(trials, limit)
-        moments = _moments(trials, found)
-        saved, recomputed = _try_checkpointing(trials, found) if checkpointing else (None, ())
-    trials.seen.clear()
+        tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
+        moments = (_known_parts(trials, found.peak),) if tried is None else tried[1]
+        saved, recomputed = _try_checkpointing(trials, found, tried) if checkpointing else (None, ())
+    trials.timelines.clear()
     forget_fake_results()
     gc.collect()
+    top = highest(moments)
+    beside = found.peak - top.total  # what kernels allocate that fake tensors do not show
+    is_fp32_sum = setup.running.sums != "param"
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
         micro_batch=found.size,
         peak_bytes=found.peak,
         rows=source.num_rows,
-        whole_size=source.num_rows * (source.row_length or 1),
+        whole_size=source.num_rows * source.one,
         whole_bytes=found.whole,
         least_bytes=found.least,
         memory=room,
         margin=margin,
-        device=str(there),
+        device=str(setup.device),
         sizes=_table(found, source, limit),
-        breakdown=_breakdown(found, moments),
+        breakdown=Breakdown(**{**top.kinds, "temporaries": max(top.temporaries + beside, 0)}),
         checkpointing=saved,
         method=trials.method,
         reason=trials.reason,
         is_confirmed=found.is_confirmed,
-        notes=notes_for(trials, bucket_bytes=bucket_bytes),
+        notes=_notes(trials, bucket_bytes),
         peaks=found.peaks,
-        sums="param" if running.sums == "param" else "fp32",
+        sums="fp32" if is_fp32_sum else "param",
         ways_to_fit=find_ways(
             moments,
             recomputed,
             "" if saved is None else saved.blocks,
-            model_bytes(trials.probe.parts, is_fp32_sum=running.sums != "param"),
+            model_bytes(trials.probe.parts, is_fp32_sum=is_fp32_sum),
             limit=limit,
-            beside=max(found.peak - highest(moments).total, 0),
+            beside=max(beside, 0),
         ),
     )
 
@@ -214,67 +398,6 @@ def _without_wrappers(model: nn.Module) -> tuple[nn.Module, int]:
     return model, buckets
 
 
-def _table(found: LargestFitting, source: MicroBatchSource, limit: int) -> tuple[SizePeak, ...]:
-    """Powers of two, the size chosen, and the whole batch in one piece."""
-    one, most = source.row_length or 1, source.num_rows * (source.row_length or 1)
-    sizes = {one * 2**power for power in range(source.num_rows.bit_length())} | {found.size}
-    if found.peaks.envelope is None:
-        sizes = {size for size, _ in found.peaks.tried}
-    table = [SizePeak(size=size, peak=found.peaks.peak(size), fits=False) for size in sorted(sizes) if 0 < size < most]
-    table.append(SizePeak(size=most, peak=found.whole, fits=False))
-    return tuple(replace(entry, fits=entry.peak <= limit) for entry in table)
-
-
-def _moments(trials: Trials, found: LargestFitting) -> Moments:
-    """What memory is made of at the size found, moment by moment; without fake tensors what is known of one moment."""
-    tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
-    return (_known_parts(trials, found.peak),) if tried is None else tried[1]
-
-
-def _breakdown(found: LargestFitting, moments: Moments) -> Breakdown:
-    seen = highest(moments)
-    rest = found.peak - seen.total  # what kernels allocate beside
-    return Breakdown(**{**seen.kinds, "temporaries": max(seen.temporaries + rest, 0)})
-
-
-def _known_parts(trials: Trials, peak: int) -> Moment:
-    """The peak without fake tensors: what lives between updates is known, and the rest counts as activations."""
-    model, optimizer, _ = trials.probe.parts
-    parameters = bytes_of([*model.parameters(), *model.buffers()])
-    gradients = bytes_of(one for one in model.parameters() if one.requires_grad)
-    state = 0 if optimizer is None else bytes_of(optimizer_tensors(optimizer))
-    rest = peak - parameters - gradients - state - trials.setup.batch_bytes
-    return Moment(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=state,
-        activations=max(rest, 0),
-        inputs=trials.setup.batch_bytes,
-    )
-
-
-def _try_checkpointing(trials: Trials, found: LargestFitting) -> tuple[Checkpointing | None, Moments]:
-    """The same update with the model's repeated blocks recomputed, on fake tensors; None where that cannot run."""
-    if trials.fake is None:
-        return None, ()
-    without = trials.fake_peak(found.shape, is_whole=found.is_whole)
-    try:
-        blocks = recompute_blocks(trials.fake.parts[0])  # of a copy that is not tried again without
-        tried = trials.fake_peak(found.shape, is_whole=found.is_whole, is_known=False)
-    except Exception:  # blocks that cannot be run a second time have nothing to save
-        return None, ()
-    if tried is None or without is None:
-        return None, ()
-    saved = without[0] - tried[0]
-    checkpointing = Checkpointing(
-        blocks=blocks,
-        size=found.size or (trials.source.row_length or 1) * trials.smallest,
-        peak=found.peak - saved,
-        saved=max(saved, 0),
-    )
-    return checkpointing, tried[1]
-
-
 def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:
     if device is not None:
         return torch.device(device)
@@ -284,6 +407,76 @@ def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.dev
 
 def _already(parts: Parts, device: torch.device) -> int:
     """Bytes of the model and the optimizer that lie on the device already: the update needs them, and they are not free."""
-    model, optimizer, _ = parts
-    held = [*model.parameters(), *model.buffers(), *([] if optimizer is None else optimizer_tensors(optimizer))]
+    held = [*parts[0].parameters(), *parts[0].buffers(), *optimizer_tensors(parts[1])]
     return bytes_of(tensor for tensor in held if tensor.device.type == device.type)
+
+
+def _table(found: LargestFitting, source: MicroBatchSource, limit: int) -> tuple[SizePeak, ...]:
+    """Powers of two, the size chosen, and the whole batch in one piece."""
+    most = source.num_rows * source.one
+    sizes = {source.one * 2**power for power in range(source.num_rows.bit_length())} | {found.size}
+    if found.peaks.envelope is None:
+        sizes = {size for size, _ in found.peaks.tried}
+    peaks = {size: found.peaks.peak(size) for size in sorted(sizes) if 0 < size < most} | {most: found.whole}
+    return tuple(SizePeak(size=size, peak=peak, fits=peak <= limit) for size, peak in peaks.items())
+
+
+def _known_parts(trials: Trials, peak: int) -> Moment:
+    """The peak without fake tensors: what lives between updates is known, and the rest counts as activations."""
+    model, optimizer, _ = trials.probe.parts
+    known = Moment(
+        parameters=bytes_of([*model.parameters(), *model.buffers()]),
+        gradients=bytes_of(one for one in model.parameters() if one.requires_grad),
+        optimizer=bytes_of(optimizer_tensors(optimizer)),
+        inputs=trials.setup.batch_bytes,
+    )
+    return replace(known, activations=max(peak - known.total, 0))
+
+
+def _try_checkpointing(
+    trials: Trials, found: LargestFitting, without: tuple[int, Moments] | None
+) -> tuple[Checkpointing | None, Moments]:
+    """Try the same update with the model's repeated blocks recomputed, on fake tensors; None where that cannot run."""
+    if trials.fake is None or without is None:
+        return None, ()
+    try:
+        blocks = recompute_blocks(trials.fake.parts[0])  # of a copy that is not tried again without
+        tried = trials.fake_peak(found.shape, is_whole=found.is_whole, is_known=False)
+    except Exception:  # blocks that cannot be run a second time have nothing to save
+        return None, ()
+    assert tried is not None
+    saved = without[0] - tried[0]
+    size = found.size or trials.source.one * trials.smallest
+    return Checkpointing(blocks=blocks, size=size, peak=found.peak - saved, saved=max(saved, 0)), tried[1]
+
+
+def _notes(trials: Trials, bucket_bytes: int) -> tuple[str, ...]:
+    """Where this plan may be off, and by what."""
+    setup, (model, optimizer, _), running = trials.setup, trials.setup.parts, trials.setup.running
+    notes = []
+    if bucket_bytes:
+        notes.append(
+            f"DistributedDataParallel keeps {show_bytes(bucket_bytes)} of buckets beside the gradients: they are taken off the "
+            "memory, and not counted in peaks."
+        )
+    if setup.device.type != "cpu" and trials.method == "fake tensors":
+        notes.append(
+            f"On {setup.device} not counted: the context (0.3 to 1 GiB outside of torch's allocator), workspaces of cuBLAS and "
+            "cuDNN, and what the caching allocator rounds up and leaves in pieces."
+        )
+        if trials.fake is not None and any("scaled_dot_product" in op for op in trials.fake.recorder.ops):
+            notes.append(
+                "Attention was followed through the CPU's kernel, which keeps no matrix of rows x heads x length x length; a "
+                "GPU that has to fall back from its flash and memory-efficient kernels keeps one."
+            )
+        if running.autocast is not None:
+            notes.append("Autocast was followed with the CPU's list of ops, which differs from a GPU's in a few.")
+        if optimizer is not None and any(group.get("foreach", False) is None for group in optimizer.param_groups):
+            notes.append("The optimizer was stepped over all parameters at once (foreach), as torch does on a GPU.")
+    if batch_norms(model) and running.batch_norm == "exact" and running.offload is not None:
+        notes.append("What batch_norm='exact' moves to the host or to disk is counted as if it stayed: an upper bound.")
+    if running.prefetch and setup.is_elsewhere:
+        notes.append("prefetch=True has the inputs of two micro-batches on the device at a time; one is counted.")
+    if trials.is_together:
+        notes.append("Micro-batches do not stand alone in this update, so each size was tried with the whole batch.")
+    return tuple(notes)

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all kinds."""
         return sum(self.kinds.values())
 
     @property
@@ -46,7 +46,7 @@ Moments = tuple[Moment, ...]
 
 
 def highest(moments: Iterable[Moment]) -> Moment:
-    """The one with most memory: the peak."""
+    """Return the moment with most memory: the peak."""
     return max(moments, key=lambda moment: moment.total, default=Moment())
 
 
@@ -99,11 +99,6 @@ class Recorder(TorchDispatchMode):
             self._follow(tensor, kind)
 
     @property
-    def timeline(self) -> Timeline:
-        """What was recorded."""
-        return Timeline(tuple(self.ops), tuple(self.live))
-
-    @property
     def num_forward_ops(self) -> int:
         """How many ops ran before the first of a backward pass: about as many as the graph then has nodes."""
         return self._backward_ops[0] if self._backward_ops else 0
@@ -121,13 +116,10 @@ class Recorder(TorchDispatchMode):
         if func is _ASK_DEVICE:
             return output
         with self._lock:
-            if isinstance(output, Tensor):
-                is_moved = func is COPY_ELSEWHERE and args[0].device.type == ELSEWHERE
-                self._follow(output, "inputs" if is_moved else None)
-            elif isinstance(output, (tuple, list)):
-                for tensor in output:
-                    if isinstance(tensor, Tensor):
-                        self._follow(tensor)
+            is_moved = func is COPY_ELSEWHERE and args[0].device.type == ELSEWHERE
+            for tensor in output if isinstance(output, (tuple, list)) else (output,):
+                if isinstance(tensor, Tensor):
+                    self._follow(tensor, "inputs" if is_moved else None)
             if is_in_backward():
                 self._backward_ops.append(len(self.ops))
             self.ops.append(func.name())
@@ -135,8 +127,11 @@ class Recorder(TorchDispatchMode):
         return output
 
     def moments(self) -> Moments:
-        """What the memory was made of, at each moment that may be the highest when some kind of it counts less."""
-        changes: dict[int, list[tuple[MemoryKind, int]]] = {}
+        """What the memory was made of after each op that may be the highest when some kind of memory counts less.
+
+        Left out are ops after which no kind had more than after another one of the same phase.
+        """
+        changes: dict[int, list[tuple[MemoryKind, int]]] = {}  # bytes that came, or went, by the number of the op
         for held in self._held:
             kind = self._kind_of(held)
             changes.setdefault(held.born, []).append((kind, held.size))
@@ -146,10 +141,21 @@ class Recorder(TorchDispatchMode):
             if held.died is not None:
                 changes.setdefault(held.died + 1, []).append((kind, -held.size))
         last = self._backward_ops[-1] if self._backward_ops else len(self.ops)
-        return _sweep(changes, num_ops=len(self.ops), last_backward=last, inputs=self._batch_bytes)
+        now: dict[Any, int] = dict.fromkeys(get_args(MemoryKind), 0)
+        now["inputs"] = self._batch_bytes
+        kept: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
+        for op in sorted(op for op in changes if op < len(self.ops)):
+            for kind, nbytes in changes[op]:
+                now[kind] += nbytes
+            _keep(kept[op > last], tuple(now.values()))
+        return tuple(
+            Moment(**dict(zip(now, values, strict=True)), is_step=is_step)
+            for is_step, some in kept.items()
+            for values in some
+        )
 
     def _kind_of(self, held: _Held) -> MemoryKind:
-        """What it is until it becomes a gradient."""
+        """Tell the kind of a storage until it becomes a gradient."""
         if held.kind is not None:
             return held.kind
         # the first op of backward after its birth: a forward's storage that lives until then was saved for it
@@ -167,10 +173,8 @@ class Recorder(TorchDispatchMode):
         key, size = id(storage), storage.nbytes()
         known = self._alive.get(key)
         if known is not None and known[0]() is storage:
-            held = known[1]
-            if held.size != size:  # resized
-                self._now += size - held.size
-                held.size = size
+            self._now += size - known[1].size  # not 0 where it was resized
+            known[1].size = size
             return
         held = _Held(size, len(self.ops), kind)
         self._held.append(held)
@@ -190,28 +194,6 @@ class Recorder(TorchDispatchMode):
             known = self._alive.get(id(parameter.grad.untyped_storage()))
             if known is not None and known[1].gradient_from is None:
                 known[1].gradient_from = len(self.ops)
-
-
-def _sweep(
-    changes: dict[int, list[tuple[MemoryKind, int]]], *, num_ops: int, last_backward: int, inputs: int
-) -> Moments:
-    """The moments after each of `num_ops` ops, less those in which no kind had more than in another one of the same phase.
-
-    `changes` are bytes that came, or went, of a kind, by the number of the op.
-    """
-    now: dict[Any, int] = dict.fromkeys(MemoryKind.__args__, 0)  # type: ignore[attr-defined]
-    now["inputs"] += inputs
-    kept: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
-    for op in range(num_ops):
-        for kind, nbytes in changes.get(op, ()):
-            now[kind] += nbytes
-        if op in changes:
-            _keep(kept[op > last_backward], tuple(now.values()))
-    return tuple(
-        Moment(**dict(zip(now, values, strict=True)), is_step=is_step)
-        for is_step, some in kept.items()
-        for values in some
-    )
 
 
 def _keep(kept: list[tuple[int, ...]], values: tuple[int, ...]) -> None:

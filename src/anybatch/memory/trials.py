@@ -1,62 +1,128 @@
-"""Trying sizes: which way an update can be tried, what was found, and what a trial cannot see."""
+"""Trying sizes: which way an update can be tried, what was found, and the largest size that fits."""
 
 import gc
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
 
 import torch
 
-from anybatch.core import Batch, BatchNormLayer, free_bytes
-from anybatch.display import show_bytes
-from anybatch.errors import PlanError, first_line
-from anybatch.memory.envelope import Envelope, PassShape, fit_envelope
-from anybatch.memory.memory_plan import Method
+from anybatch.core import Batch, free_bytes, map_tensors, num_rows, take_rows, tensors
+from anybatch.errors import MemoryLimitError, PlanError, first_line
+from anybatch.memory.envelope import Envelope, PassShape, Peaks, fit_envelope, largest_below
 from anybatch.memory.meter import bytes_of, optimizer_tensors
-from anybatch.memory.micro_batch_source import MicroBatchSource
-from anybatch.memory.probe import NODE_BYTES, NORM_BYTES, FakeProbe, Probe, RealProbe, TrialSetup
+from anybatch.memory.probe import NODE_BYTES, NORM_BYTES, FakeProbe, RealProbe, TrialSetup, is_real
 from anybatch.memory.recorder import Moments, Timeline
-from anybatch.memory.trial_copies import is_real
+from anybatch.ragged import RowLengths, Tokens, narrow, padded_dims
+
+Method = Literal["fake tensors", "real steps"]
+SHORTEST = 4
+"""Rows shorter than this are planned as if all were as long as the longest: three lengths are needed for a curve."""
+MOST_OFF = 0.001
+"""How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""
+MOST_LENGTHS = 32
+"""A budget is checked for this many row lengths at most, picked evenly, the longest among them."""
+LEAST_SLACK = 0.02
+"""How far above its line the next real size is held to be possible, at least; more where the last one was farther off."""
+GROWTH = 4
+"""The next real size is at most so many times the last one: kernels of the CPU change with size."""
+WORTH_TRYING = 1.05
+"""How much larger a real size has to be to be tried."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class MicroBatchSource:
+    """A batch to take micro-batches from; rows repeat where it has too few."""
+
+    batch: Batch
+    num_rows: int
+    row_length: int | None = None
+    """The longest row, where sizes are counted in tokens."""
+    lengths: RowLengths | None = None
+    """How long rows are, where they differ."""
+
+    @property
+    def one(self) -> int:
+        """The size of one row."""
+        return self.row_length or 1
+
+    @property
+    def longest(self) -> int | None:
+        """The length that varies at its longest; None where it does not vary."""
+        return None if self.lengths is None else self.row_length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch during an update. Cutting ragged rows copies everything but the padding."""
+        whole = bytes_of(tensors(self.batch))
+        if self.lengths is None:
+            return whole
+        return whole + round(whole * sum(self.lengths.lengths) / (self.num_rows * self.lengths.width))
+
+    def micro_batch(self, shape: PassShape) -> Batch:
+        """Rows of the batch, cut to a length if there is one."""
+        rows, length = shape
+        chosen = slice(0, rows) if rows <= self.num_rows else torch.arange(rows) % self.num_rows
+        taken = take_rows(self.batch, chosen)
+        if length is None or self.lengths is None:
+            return taken
+        trimmed = narrow(taken, slice(0, length), self.lengths.dims)
+        return map_tensors(trimmed, torch.Tensor.contiguous)  # as the split hands them over
+
+
+def micro_batch_source_of(batch: Batch, tokens: Tokens | None) -> MicroBatchSource:
+    """Read the batch as a split sees it."""
+    if tokens is None:
+        return MicroBatchSource(batch, num_rows(batch))
+    lengths = tokens.measure(batch)
+    if tokens.collate is not None:
+        batch = tokens.collate(list(batch))
+        width = next((tensor.shape[1] for tensor in tensors(batch) if tensor.dim() > 1), lengths.width)
+        dims = padded_dims(batch, width=width, count=num_rows(batch))
+        lengths = RowLengths(lengths=lengths.lengths, width=width, dims=dims)
+    count, longest = num_rows(batch), max(lengths.lengths)
+    if min(lengths.lengths) < longest and longest >= SHORTEST:
+        return MicroBatchSource(batch, count, longest, lengths)
+    return MicroBatchSource(narrow(batch, lengths.columns(longest), lengths.dims), count, longest)
+
+
+@dataclass
 class Trials:
     """Updates tried on a copy, and their peaks."""
 
     setup: TrialSetup
     source: MicroBatchSource
-    probe: Probe
+    probe: FakeProbe | RealProbe
     fake: FakeProbe | None
     """The same on fake tensors, where they can run: for what they are made of."""
-    method: Method
     reason: str
+    """Why updates are tried this way."""
     is_together: bool
     """True where micro-batches do not stand alone, so that the whole batch has to be tried in each size."""
     tried: dict[PassShape, int] = field(default_factory=dict)
-    kinds: dict[PassShape, Moments] = field(default_factory=dict)
+    moments: dict[PassShape, Moments] = field(default_factory=dict)
     """What fake tensors show the memory of a shape to be made of."""
-    seen: dict[PassShape, Timeline] = field(default_factory=dict)
-    _smallest: int = 0
+    timelines: dict[PassShape, Timeline] = field(default_factory=dict)
 
     @property
-    def is_fake(self) -> bool:
-        """True where trials take no memory."""
-        return self.method == "fake tensors"
+    def method(self) -> Method:
+        """How updates are tried; fake tensors take no memory."""
+        return "fake tensors" if self.probe is self.fake else "real steps"
 
-    @property
+    @cached_property
     def smallest(self) -> int:
         """The fewest rows that a micro-batch can have: 1, or 2 where BatchNorm has no variance over one."""
-        if self._smallest == 0:
-            self._smallest = 1
-            if not (self.is_together and self.is_fake):  # whole batches row by row are the slowest trial there is
-                try:
-                    self.peak((1, self.source.longest))
-                except ValueError:
-                    self._smallest = 2
-        return self._smallest
+        if not self.is_together or self.probe is not self.fake:  # whole batches row by row are the slowest fake trial
+            try:
+                self.peak((1, self.source.longest))
+            except ValueError:
+                return 2
+        return 1
 
     def left_behind(self) -> int:
-        """What each further micro-batch leaves until the end of the update.
+        """Bytes that each further micro-batch leaves until the end of the update.
 
         BatchNorm's statistics, waiting to be merged; the random state that the second forward of a coupled loss starts from;
         the graph of each in lockstep; and what lies outside torch's allocator.
@@ -88,36 +154,37 @@ class Trials:
 
     def timeline(self, shape: PassShape) -> Timeline:
         """An update in micro-batches of this shape: two of them, or as many as the batch has if they meet."""
-        if shape in self.seen:
-            return self.seen[shape]
-        parts = self._cut(shape)
-        self.seen[shape] = timeline = self.probe(*parts)
-        self.tried[shape] = timeline.peak
-        if self.is_fake and self.setup.is_coupled:  # no op makes a random state
-            self.tried[shape] += torch.get_rng_state().nbytes * len(parts)
-        if self.probe is self.fake:
-            self.kinds[shape] = self.fake.recorder.moments()
-        return timeline
+        if shape not in self.timelines:
+            parts = self._cut(shape)
+            self.keep(shape, self.probe(*parts))
+            if self.fake is self.probe and self.setup.is_coupled:  # no op makes a random state
+                self.tried[shape] += torch.get_rng_state().nbytes * len(parts)
+        return self.timelines[shape]
 
-    def fake_peak(
-        self, shape: PassShape, *, is_whole: bool = False, is_known: bool = True
-    ) -> tuple[int, Moments] | None:
+    def keep(self, shape: PassShape, timeline: Timeline) -> None:
+        """Remember what the last trial showed."""
+        self.timelines[shape], self.tried[shape] = timeline, timeline.peak
+        if self.probe is self.fake:
+            self.moments[shape] = self.fake.recorder.moments()
+
+    def fake_peak(self, shape: PassShape, *, is_whole: bool, is_known: bool = True) -> tuple[int, Moments] | None:
         """The peak that fake tensors show, and what memory is made of; None where they cannot run.
 
         With `is_known` False it is tried anew, for a model that has changed since.
         """
         if self.fake is None:
             return None
-        if is_known and not is_whole and shape in self.kinds:
-            return self.tried[shape], self.kinds[shape]
+        if is_known and not is_whole and shape in self.moments:
+            return self.tried[shape], self.moments[shape]
         parts = (self.source.micro_batch(shape),) if is_whole else self._cut(shape)
         return self.fake(*parts).peak, self.fake.recorder.moments()
 
     def _cut(self, shape: PassShape) -> tuple[Batch, ...]:
+        source, size = self.source, shape[0]
         if self.is_together:
-            return self.source.all_rows(shape[0])
-        micro_batch = self.source.micro_batch(shape)
-        return micro_batch, micro_batch
+            starts = range(0, source.num_rows, size)
+            return tuple(take_rows(source.batch, slice(start, start + size)) for start in starts)
+        return (source.micro_batch(shape),) * 2
 
     def envelope(self, shapes: Sequence[PassShape], needed: Sequence[PassShape] = ()) -> Envelope | None:
         """The peak of all shapes, from timelines of these; None where ops differ or the batch has to be tried whole."""
@@ -127,18 +194,21 @@ class Trials:
         """The peak of the whole batch in one piece, tried."""
         return self.probe(self.source.micro_batch((self.source.num_rows, self.source.longest))).peak
 
-    @property
-    def standing(self) -> int:
-        """Bytes that no micro-batch, however small, does without: weights, buffers, the optimizer's state, the batch."""
-        model, optimizer, _ = self.probe.parts
-        state = [] if optimizer is None else optimizer_tensors(optimizer)
-        return bytes_of([*model.parameters(), *model.buffers(), *state]) + self.setup.batch_bytes
+    def table(self, left_behind: int) -> tuple[tuple[int, int], ...]:
+        """Sizes tried at full length and their peaks, less what `Peaks` adds for each further micro-batch where all ran."""
+        source = self.source
+        at_length = [(rows, peak) for (rows, length), peak in self.tried.items() if length == source.longest]
+        further = {rows: max(-(-source.num_rows // rows) - 2, 0) * self.is_together for rows, _ in at_length}
+        return tuple(sorted((rows * source.one, peak - left_behind * further[rows]) for rows, peak in at_length))
 
 
 def start_trials(setup: TrialSetup, source: MicroBatchSource, undo: ExitStack) -> Trials:
-    """Fake tensors if they can run and see what kernels allocate; else real steps, in place, which `undo` undoes."""
-    is_together = _meets(setup)
-    first = source.micro_batch((2, source.longest))
+    """Choose fake tensors if they can run and see what kernels allocate; else real steps, in place, which `undo` undoes."""
+    # sparse gradients of all rows stand side by side until they are joined before the step
+    is_sparse = any(getattr(module, "sparse", False) is True for module in setup.parts[0].modules())
+    is_together = setup.is_coupled or is_sparse or setup.is_exact
+    shape = 2, source.longest
+    first = source.micro_batch(shape)
     fake, failure = None, ""
     try:
         fake = FakeProbe(setup, first)
@@ -149,35 +219,18 @@ def start_trials(setup: TrialSetup, source: MicroBatchSource, undo: ExitStack) -
         fake, failure = None, f"fake tensors could not run this update ({first_line(error)})"
     hidden = fake.hidden if fake is not None and setup.device.type == "cpu" else None
     if fake is not None and hidden is None:
-        seen = {} if is_together else {(2, source.longest): (timeline, fake.recorder.moments())}
-        return Trials(
-            setup,
-            source,
-            fake,
-            fake,
-            "fake tensors",
-            "every op of the update could run on them",
-            is_together,
-            tried={shape: timeline.peak for shape, (timeline, _) in seen.items()},
-            kinds={shape: kinds for shape, (_, kinds) in seen.items()},
-            seen={shape: timeline for shape, (timeline, _) in seen.items()},
-        )
+        trials = Trials(setup, source, fake, fake, "every op of the update could run on them", is_together)
+        if not is_together:
+            trials.keep(shape, timeline)
+        return trials
     why_not = _why_not_real(setup, source)
     if why_not is None:
         reason = failure or f"the CPU's kernels for {hidden} allocate memory that fake tensors do not show"
-        return Trials(setup, source, RealProbe(setup, undo), fake, "real steps", reason, is_together)
+        return Trials(setup, source, RealProbe(setup, undo), fake, reason, is_together)
     if fake is None:
         raise PlanError(f"the memory of this update cannot be predicted: {failure}, and {why_not}.")
     reason = f"{why_not}, though the CPU's kernels for {hidden} allocate some 3 to 30 % more than fake tensors show"
-    return Trials(setup, source, fake, fake, "fake tensors", reason, is_together)
-
-
-def _meets(setup: TrialSetup) -> bool:
-    """Whether what all micro-batches left meets before the step: coupled losses, layers in lockstep, and sparse gradients,
-    those of all rows standing side by side until they are joined.
-    """
-    is_sparse = any(getattr(module, "sparse", False) is True for module in setup.parts[0].modules())
-    return setup.is_coupled or is_sparse or setup.is_exact
+    return Trials(setup, source, fake, fake, reason, is_together)
 
 
 def _why_not_real(setup: TrialSetup, source: MicroBatchSource) -> str | None:
@@ -191,7 +244,7 @@ def _why_not_real(setup: TrialSetup, source: MicroBatchSource) -> str | None:
 
 
 def available_bytes(device: torch.device) -> int:
-    """What could still be allocated there now, in bytes. Garbage is collected first: it is free, and not yet counted so."""
+    """Bytes that could still be allocated there now. Garbage is collected first: it is free, and not yet counted so."""
     gc.collect()
     free = free_bytes(device)
     if free is not None:
@@ -205,41 +258,221 @@ def available_bytes(device: torch.device) -> int:
     )
 
 
-def notes_for(trials: Trials, *, bucket_bytes: int = 0) -> tuple[str, ...]:
-    """Where this plan may be off, and by what."""
-    setup, notes = trials.setup, []
-    if bucket_bytes:
-        notes.append(
-            f"DistributedDataParallel keeps {show_bytes(bucket_bytes)} of buckets beside the gradients: they are taken off the "
-            "memory, and not counted in peaks."
-        )
-    if setup.device.type != "cpu" and trials.method == "fake tensors":
-        notes += _notes_of_gpu(trials)
-    has_norms = any(isinstance(module, BatchNormLayer) for module in setup.parts[0].modules())
-    if has_norms and setup.running.batch_norm == "exact" and setup.running.offload is not None:
-        notes.append("What batch_norm='exact' moves to the host or to disk is counted as if it stayed: an upper bound.")
-    if setup.running.prefetch and setup.is_elsewhere:
-        notes.append("prefetch=True has the inputs of two micro-batches on the device at a time; one is counted.")
-    if trials.is_together:
-        notes.append("Micro-batches do not stand alone in this update, so each size was tried with the whole batch.")
-    return tuple(notes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestFitting:
+    """Result of the search; sizes are rows or tokens."""
+
+    size: int
+    """0 where nothing fits."""
+    shape: PassShape
+    """The largest micro-batch of that size; where nothing fits, of the smallest size."""
+    peak: int
+    whole: int
+    least: int
+    is_whole: bool
+    is_confirmed: bool
+    peaks: Peaks
 
 
-def _notes_of_gpu(trials: Trials) -> list[str]:
-    setup = trials.setup
-    notes = [
-        f"On {setup.device} not counted: the context (0.3 to 1 GiB outside of torch's allocator), workspaces of cuBLAS and "
-        "cuDNN, and what the caching allocator rounds up and leaves in pieces."
-    ]
-    ops = trials.fake.recorder.ops if trials.fake is not None else ()
-    if any("scaled_dot_product" in op for op in ops):
-        notes.append(
-            "Attention was followed through the CPU's kernel, which keeps no matrix of rows x heads x length x length; a GPU "
-            "that has to fall back from its flash and memory-efficient kernels keeps one."
-        )
-    if setup.running.autocast is not None:
-        notes.append("Autocast was followed with the CPU's list of ops, which differs from a GPU's in a few.")
-    optimizer = setup.parts[1]
-    if optimizer is not None and any(group.get("foreach", False) is None for group in optimizer.param_groups):
-        notes.append("The optimizer was stepped over all parameters at once (foreach), as torch does on a GPU.")
-    return notes
+def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
+    """Find the largest size that fits into `limit` bytes: read off the envelope and confirmed, or found by trying."""
+    source = trials.source
+    size, whole, peaks = (_by_fake_steps if trials.method == "fake tensors" else _by_real_steps)(trials, limit)
+    is_whole, smallest = whole <= limit, trials.smallest * source.one
+    rows, length = (source.num_rows, None) if is_whole else peaks.worst(size or smallest)
+    shape = rows, length or source.longest
+    return LargestFitting(
+        size=size,
+        shape=shape,
+        peak=whole if is_whole else peaks.peak(size or smallest),
+        whole=whole,
+        least=peaks.least(smallest),
+        is_whole=is_whole,
+        is_confirmed=is_whole or shape in trials.tried,
+        peaks=peaks,
+    )
+
+
+def _by_fake_steps(trials: Trials, limit: int) -> tuple[int, int, Peaks]:
+    """The size, the peak of the whole batch, and those of all sizes."""
+    source, peaks = trials.source, _predict(trials)
+    whole, smallest = trials.whole(), trials.smallest * source.one
+    if whole <= limit:
+        if not _holds(trials, peaks, source.num_rows // 2 * source.one):
+            for parts in (2, 8, 32):  # the whole batch in so many micro-batches, for the curve
+                trials.peak((max(source.num_rows // parts, trials.smallest), source.longest))
+            peaks = _without_envelope(trials, peaks)
+        return source.num_rows * source.one, whole, peaks
+    if peaks.envelope is not None:
+        size = peaks.largest(limit, smallest, max(source.num_rows * source.one - 1, smallest))
+        if not size or _holds(trials, peaks, size):
+            return size, whole, peaks
+
+    def peak(rows: int) -> int:
+        return trials.peak((max(rows, trials.smallest), source.longest))
+
+    rows = largest_below(limit, peak, source.num_rows - 1)  # by trying, which costs no memory
+    size = max(rows, trials.smallest) * source.one if rows else 0
+    return size, whole, _without_envelope(trials, peaks)
+
+
+def _predict(trials: Trials) -> Peaks:
+    """Fit an envelope to two numbers of rows, and three lengths where they differ."""
+    source, few = trials.source, (2, 3)
+    lengths: tuple[int, ...] = ()
+    tried: tuple[tuple[int, int], ...] = ()
+    if source.lengths is None or source.row_length is None:
+        envelope = trials.envelope([(rows, None) for rows in few])
+        if envelope is not None:  # a single row runs other ops
+            tried = ((trials.smallest * source.one, trials.peak((trials.smallest, None))),)
+    else:
+        lengths = _some_of(sorted(set(source.lengths.lengths)))
+        three = (source.row_length // 4, source.row_length // 2, source.row_length)
+        powers = [2**power for power in range(source.num_rows.bit_length())]
+        needed: list[PassShape] = [(rows, length) for rows in powers for length in lengths]
+        envelope = trials.envelope([(rows, length) for rows in few for length in three], needed)
+    return replace(_known_peaks(trials, envelope, trials.left_behind()), tried=tried, lengths=lengths)
+
+
+def _known_peaks(trials: Trials, envelope: Envelope | None, left_behind: int) -> Peaks:
+    once, each = trials.outside()
+    return Peaks(
+        num_rows=trials.source.num_rows,
+        tried=trials.table(left_behind),
+        envelope=envelope,
+        row_length=trials.source.one,
+        left_behind=left_behind,
+        outside_once=once,
+        outside_each=each,
+    )
+
+
+def _holds(trials: Trials, peaks: Peaks, size: int) -> bool:
+    """True if a trial of the size chosen gives what the envelope predicted."""
+    if peaks.envelope is None:
+        return False
+    shape = peaks.worst(size)
+    if shape[0] <= trials.smallest:
+        return True
+    tried = trials.peak(shape)
+    return abs(tried - peaks.envelope.peak(shape)) <= MOST_OFF * tried
+
+
+def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:
+    return replace(peaks, envelope=None, tried=trials.table(peaks.left_behind))
+
+
+def _some_of(lengths: list[int]) -> tuple[int, ...]:
+    if len(lengths) <= MOST_LENGTHS:
+        return tuple(lengths)
+    step = (len(lengths) - 1) / (MOST_LENGTHS - 1)
+    return tuple(sorted({lengths[round(index * step)] for index in range(MOST_LENGTHS)}))
+
+
+def _by_real_steps(trials: Trials, limit: int) -> tuple[int, int, Peaks]:
+    source, found = trials.source, _RealSizes(trials, limit)
+    left_behind = trials.left_behind()
+    found.climb()
+    whole = found.whole()
+    if whole > limit:
+        found.climb(beyond_half=True)
+    peaks = replace(_known_peaks(trials, found.envelope, left_behind), fixed=found.fixed)
+    if whole <= limit:
+        return source.num_rows * source.one, whole, peaks
+    return peaks.largest(limit, trials.smallest * source.one, found.largest * source.one), whole, peaks
+
+
+class _RealSizes:
+    """The peaks of growing sizes, each tried by a real step only where the line through the last two says that it fits.
+
+    Of one size alone nothing is known but that what an op has beside weights, state and gradients grows no faster than rows.
+    """
+
+    def __init__(self, trials: Trials, limit: int) -> None:
+        self._trials = trials
+        self._sizes = [trials.smallest]  # trying it makes the optimizer's state
+        model, optimizer, _ = trials.probe.parts
+        learning = bytes_of(one for one in model.parameters() if one.requires_grad)
+        standing = bytes_of([*model.parameters(), *model.buffers(), *optimizer_tensors(optimizer)])
+        self.fixed = standing + trials.setup.batch_bytes + learning
+        self._above = limit + 1
+        self._limit = min(limit, self.fixed + int(0.9 * available_bytes(trials.setup.device)))
+        self._failed = 0
+        """The fewest rows that memory ran out with; 0 where it did not."""
+        self._too_many = 0
+        """Rows that were tried, and were above the limit after all; 0 where there were none."""
+        self._slack = LEAST_SLACK
+
+    @property
+    def largest(self) -> int:
+        """The most rows that were tried."""
+        return max(self._sizes[-1], self._too_many)
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """For sizes beyond those that were tried; None where the last two ran in other steps."""
+        if self._trials.is_together:
+            return None
+        return self._line_through([self._trials.timeline(self._shape(rows)) for rows in self._sizes[-2:]])
+
+    def climb(self, *, beyond_half: bool = False) -> None:
+        """Try sizes for as long as they fit, short of the whole batch: up to half of it, or where it must be cut, beyond."""
+        while (following := self._following(beyond_half=beyond_half)) >= WORTH_TRYING * self._sizes[-1]:
+            expected = self._expected(following)
+            try:
+                peak = self._trials.peak(self._shape(following))
+            except (MemoryLimitError, MemoryError):  # of the trial, or of the meter
+                self._failed = following
+                continue
+            if peak > self._limit:
+                self._too_many = following
+                break
+            if len(self._sizes) > 1:
+                self._slack = max(LEAST_SLACK, peak / expected - 1)
+            self._sizes.append(following)
+
+    def whole(self) -> int:
+        """The peak of the whole batch in one piece: tried where it is expected to fit, else above the limit."""
+        trials, count = self._trials, self._trials.source.num_rows
+        if trials.is_together:
+            expected = self._expected(count)
+        else:
+            pieces = [trials.probe(trials.source.micro_batch(self._shape(rows))) for rows in self._sizes[-2:]]
+            line = self._line_through(pieces)
+            grown = self.fixed + (pieces[-1].peak - self.fixed) * count / self._sizes[-1]
+            expected = grown if line is None else line.peak((count, None))
+        if not self._failed and expected * (1 + self._slack) <= self._limit:
+            with suppress(MemoryLimitError, MemoryError):
+                return trials.whole()
+        return max(round(expected * (1 + self._slack)), self._above)
+
+    def _following(self, *, beyond_half: bool) -> int:
+        """The next size to try; where even one row less than the batch fits, the whole of it is tried after halves."""
+        last, count = self._sizes[-1], self._trials.source.num_rows
+        bound = largest_below(self._limit, lambda rows: round(self._at_most(max(rows, last))), count - 1)
+        is_half_enough = bound == count - 1 and not beyond_half
+        following = min(GROWTH * last, count // 2 if is_half_enough else bound)
+        return min(following, (last + self._failed) // 2) if self._failed else following
+
+    def _at_most(self, rows: int) -> float:
+        """Upper bound for a number of rows that is not tried yet."""
+        has_slack = len(self._sizes) > 1 and rows > self._sizes[-1]
+        return self._expected(rows) * (1 + (self._slack if has_slack else 0.0))
+
+    def _expected(self, rows: int) -> float:
+        """The peak by the envelope, or the line through the last two peaks, or in proportion to the only one."""
+        envelope = self.envelope
+        if envelope is not None:
+            return envelope.peak((rows, None))
+        last = self._sizes[-1]
+        peaks = [self._trials.peak(self._shape(size)) for size in self._sizes[-2:]]
+        if len(peaks) < 2:
+            return self.fixed + (peaks[0] - self.fixed) * rows / last
+        return peaks[1] + (peaks[1] - peaks[0]) * (rows - last) / (last - self._sizes[-2])
+
+    def _line_through(self, timelines: list[Timeline]) -> Envelope | None:
+        shapes: list[PassShape] = [(rows, None) for rows in self._sizes[-2:]]
+        return fit_envelope(shapes, timelines) if len(shapes) == 2 else None
+
+    def _shape(self, rows: int) -> PassShape:
+        return rows, self._trials.source.longest
