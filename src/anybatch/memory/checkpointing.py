@@ -1,6 +1,5 @@
 """Gradient checkpointing of a model that somebody else wrote: whether it offers it, and turning it on."""
 
-from collections.abc import Callable
 from functools import partial
 from inspect import signature
 
@@ -21,47 +20,24 @@ def recompute_blocks(model: nn.Module) -> str:
     """
     if getattr(model, "is_gradient_checkpointing", False):
         raise PlanError("it is on already")
-    repeated = repeated_blocks(model)
+    path, blocks = repeated_blocks(model)
     enable = getattr(model, "gradient_checkpointing_enable", None)
-    if repeated is None and enable is None:
+    if not blocks and enable is None:
         raise PlanError("the model has no list of blocks that have children, and no gradient_checkpointing_enable()")
-    path, blocks = repeated or ("", [])
     _check_blocks(path, blocks)
-    named = (
-        f"the {len(blocks)} {type(blocks[0]).__name__} of {path or 'the model'}" if blocks else "the model's own way"
-    )
+    where = path or "the model"
+    named = f"the {len(blocks)} {type(blocks[0]).__name__} of {where}" if blocks else "the model's own way"
     if callable(enable):
+        takes_options = "gradient_checkpointing_kwargs" in signature(enable).parameters
         try:
-            _enable(enable)
+            enable(**({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if takes_options else {}))
+            return named
         except ValueError as error:  # transformers' models that do not support it
             if not blocks:
                 raise PlanError(str(error)) from error
-        else:
-            return named
     for block in blocks:
         vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
     return named
-
-
-def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]] | None:
-    """The path and the modules of the list of blocks with most parameters; None where the model repeats nothing.
-
-    A list is an `nn.ModuleList` or `nn.Sequential`; its blocks are the children of its most frequent kind that have
-    children of their own.
-    """
-    best: tuple[int, str, list[nn.Module]] | None = None
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        kinds: dict[type, list[nn.Module]] = {}
-        for child in dict.fromkeys(module):
-            if next(child.children(), None) is not None:
-                kinds.setdefault(type(child), []).append(child)
-        for blocks in kinds.values():
-            weight = sum(parameter.numel() for block in blocks for parameter in block.parameters())
-            if len(blocks) > 1 and (best is None or weight > best[0]):
-                best = weight, path, blocks
-    return None if best is None else (best[1], best[2])
 
 
 def _check_blocks(path: str, blocks: list[nn.Module]) -> None:
@@ -73,6 +49,22 @@ def _check_blocks(path: str, blocks: list[nn.Module]) -> None:
                 raise PlanError(f"{name} has hooks on its forward, which would be called twice")
 
 
-def _enable(enable: Callable[..., object]) -> None:
-    takes_options = "gradient_checkpointing_kwargs" in signature(enable).parameters
-    enable(**({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if takes_options else {}))
+def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Find the path and the modules of the list of blocks with most parameters; none if the model repeats nothing.
+
+    A list is an `nn.ModuleList` or `nn.Sequential`; its blocks are the children of its most frequent kind that have
+    children of their own.
+    """
+    most, best = -1, ("", list[nn.Module]())
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        kinds: dict[type, list[nn.Module]] = {}
+        for child in dict.fromkeys(module):
+            if next(child.children(), None) is not None:
+                kinds.setdefault(type(child), []).append(child)
+        for blocks in kinds.values():
+            weight = sum(parameter.numel() for block in blocks for parameter in block.parameters())
+            if len(blocks) > 1 and weight > most:
+                most, best = weight, (path, blocks)
+    return best

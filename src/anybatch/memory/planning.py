@@ -44,7 +44,7 @@ from anybatch.memory.trials import (
     micro_batch_source_of,
     start_trials,
 )
-from anybatch.memory.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, find_ways, last_sentence, model_bytes
+from anybatch.memory.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, find_ways, last_sentence
 from anybatch.parallel import peeled, wrapping_of
 from anybatch.ragged import Tokens
 
@@ -366,10 +366,11 @@ def _plan(
         peaks=found.peaks,
         sums="fp32" if is_fp32_sum else "param",
         ways_to_fit=find_ways(
+            trials.probe.parts,
             moments,
             recomputed,
             "" if saved is None else saved.blocks,
-            model_bytes(trials.probe.parts, is_fp32_sum=is_fp32_sum),
+            is_fp32_sum=is_fp32_sum,
             limit=limit,
             beside=max(beside, 0),
         ),
