@@ -3,7 +3,7 @@
 import gc
 import warnings
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ from anybatch.memory.checkpointing import recompute_blocks
 from anybatch.memory.envelope import Peaks
 from anybatch.memory.meter import bytes_of, optimizer_tensors
 from anybatch.memory.probe import Parts, TrialSetup, is_watched
-from anybatch.memory.recorder import Moment, Moments, highest
+from anybatch.memory.recorder import Breakdown, Moment, Moments, highest
 from anybatch.memory.trials import (
     LargestFitting,
     Method,
@@ -52,26 +52,6 @@ MARGIN = 0.05
 """The share of an accelerator's memory that a plan leaves free, unless told otherwise."""
 MARGIN_ON_CPU = 0.15
 """The same on the CPU, whose kernels allocate and keep memory that neither fake tensors nor the profiler show."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
-    """What the memory at the peak is made of, in bytes."""
-
-    parameters: int
-    """Parameters and buffers."""
-    gradients: int
-    optimizer: int
-    activations: int
-    """What forward left for backward."""
-    inputs: int
-    temporaries: int
-    """All else that lives at that moment: what one op hands to the next."""
-
-    @property
-    def total(self) -> int:
-        """The peak."""
-        return sum(getattr(self, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +129,7 @@ class Plan:
     def _repr_html_(self) -> str:
         head, _, *rest = _sentences(self)
         sizes = [[entry.size, show_bytes(entry.peak), "yes" if entry.fits else "no"] for entry in self.sizes]
-        parts = {part.name: show_bytes(getattr(self.breakdown, part.name)) for part in fields(self.breakdown)}
+        parts = {kind: show_bytes(nbytes) for kind, nbytes in self.breakdown.kinds.items()}
         tables = html_table([self.unit, "peak", "fits"], sizes), sentences(["At the peak:"]), facts_table(parts)
         return html_block(head, *tables, sentences(rest))
 
@@ -210,9 +190,7 @@ def _sentences(plan: Plan) -> list[str]:
             f"The largest micro-batch that fits is {plan.micro_batch} {plan.unit}: {show_bytes(plan.peak_bytes)} of {limit} "
             f"on {plan.device}. The whole batch of {plan.rows} rows in one piece would need {show_bytes(plan.whole_bytes)}."
         )
-    parts = ", ".join(
-        f"{part.name} {show_bytes(getattr(plan.breakdown, part.name))}" for part in fields(plan.breakdown)
-    )
+    parts = ", ".join(f"{kind} {show_bytes(nbytes)}" for kind, nbytes in plan.breakdown.kinds.items())
     lines = [head, f"Of it: {parts}."]
     if plan.checkpointing is not None:
         lines.append(checkpointing_sentence(plan.checkpointing, plan.unit))

@@ -40,7 +40,7 @@ from anybatch.core import (
 )
 from anybatch.errors import PlanError
 from anybatch.memory.meter import bytes_of, drop_gradients, metered, optimizer_tensors
-from anybatch.memory.recorder import ELSEWHERE, MemoryKind, Recorder, Timeline
+from anybatch.memory.recorder import ELSEWHERE, Recorder, Timeline
 from anybatch.verification import PythonState, functions_of
 
 Parts = tuple[nn.Module, Optimizer | None, Any]
@@ -178,7 +178,7 @@ class FakeProbe(Probe):
         with self._mode:
             parameters = self._parameters()
         faked = self._fake(micro_batches)
-        standing: list[tuple[MemoryKind, Tensor]] = [
+        standing: list[tuple[str, Tensor]] = [
             *(("parameters", one) for one in (*parameters, *model.buffers())),
             *(("optimizer", one) for one in optimizer_tensors(optimizer)),
             *(("gradients", one.grad) for one in parameters if one.grad is not None),

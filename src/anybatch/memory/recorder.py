@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,31 +15,39 @@ from anybatch.core import COPY_ELSEWHERE, TorchDispatchMode, is_in_backward, sto
 ELSEWHERE = "meta"
 """The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""
 _ASK_DEVICE = torch.ops.prim.device.default
-MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """Bytes of each kind that were alive after one op."""
+class Breakdown:
+    """What the memory is made of at one moment, in bytes."""
 
     parameters: int = 0
+    """Parameters and buffers."""
     gradients: int = 0
     optimizer: int = 0
-    inputs: int = 0
     activations: int = 0
+    """Tensors that forward left for backward."""
+    inputs: int = 0
     temporaries: int = 0
-    is_step: bool = False
-    """True after the last backward pass, when nothing is left of forwards: gradients are clipped, the optimizer steps."""
+    """All else that lives at that moment: what one op hands to the next."""
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return {one.name: getattr(self, one.name) for one in fields(Breakdown)}
 
     @property
     def total(self) -> int:
         """Bytes of all kinds."""
         return sum(self.kinds.values())
 
-    @property
-    def kinds(self) -> dict[MemoryKind, int]:
-        """Bytes by kind."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "is_step"}  # type: ignore[misc]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment(Breakdown):
+    """The bytes of each kind that were alive after one op."""
+
+    is_step: bool = False
+    """True after the last backward pass, when nothing is left of forwards: gradients are clipped, the optimizer steps."""
 
 
 Moments = tuple[Moment, ...]
@@ -69,7 +77,7 @@ class _Held:
 
     size: int
     born: int
-    kind: MemoryKind | None = None
+    kind: str | None = None
     """None until it is known; what backward finds alive is an activation, the rest is temporary."""
     gradient_from: int | None = None
     """The op from which it is a gradient."""
@@ -84,7 +92,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, standing: Iterable[tuple[MemoryKind, Tensor]], *, uncounted: Iterable[Tensor] = (), batch_bytes: int = 0
+        self, standing: Iterable[tuple[str, Tensor]], *, uncounted: Iterable[Tensor] = (), batch_bytes: int = 0
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[str] = []
@@ -131,7 +139,7 @@ class Recorder(TorchDispatchMode):
 
         Left out are ops after which no kind had more than after another one of the same phase.
         """
-        changes: dict[int, list[tuple[MemoryKind, int]]] = {}  # bytes that came, or went, by the number of the op
+        changes: dict[int, list[tuple[str, int]]] = {}  # bytes that came, or went, by the number of the op
         for held in self._held:
             kind = self._kind_of(held)
             changes.setdefault(held.born, []).append((kind, held.size))
@@ -141,7 +149,7 @@ class Recorder(TorchDispatchMode):
             if held.died is not None:
                 changes.setdefault(held.died + 1, []).append((kind, -held.size))
         last = self._backward_ops[-1] if self._backward_ops else len(self.ops)
-        now: dict[Any, int] = dict.fromkeys(get_args(MemoryKind), 0)
+        now = Breakdown().kinds
         now["inputs"] = self._batch_bytes
         kept: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
         for op in sorted(op for op in changes if op < len(self.ops)):
@@ -154,7 +162,7 @@ class Recorder(TorchDispatchMode):
             for values in some
         )
 
-    def _kind_of(self, held: _Held) -> MemoryKind:
+    def _kind_of(self, held: _Held) -> str:
         """Tell the kind of a storage until it becomes a gradient."""
         if held.kind is not None:
             return held.kind
@@ -164,7 +172,7 @@ class Recorder(TorchDispatchMode):
         is_saved = backward not in (None, held.born) and (held.died is None or held.died >= backward)
         return "activations" if is_saved else "temporaries"
 
-    def _follow(self, tensor: Tensor, kind: MemoryKind | None = None) -> None:
+    def _follow(self, tensor: Tensor, kind: str | None = None) -> None:
         if tensor.device.type == ELSEWHERE:
             return
         storage = tensor.untyped_storage()
