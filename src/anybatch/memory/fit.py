@@ -166,7 +166,7 @@ class Fit(Split):
 
     @property
     def choice(self) -> Fitted | None:
-        """What is chosen for batches like the last one; None before the first."""
+        """The choice for batches like the last one; None before the first."""
         last = self._last
         if last is None:
             return None
@@ -182,7 +182,7 @@ class Fit(Split):
 
     @property
     def need(self) -> str | None:
-        """What an update with a single row was predicted to take."""
+        """Memory that an update with a single row was predicted to take, in words."""
         return None if self._last is None or self._last.plan is None else show_bytes(self._last.plan.least_bytes)
 
     def choose_for(self, workload: Workload, batch: Batch) -> None:
@@ -221,7 +221,7 @@ class Fit(Split):
 
     @property
     def sums(self) -> Literal["fp32", "param"]:
-        """What gradients are summed in where `sums="auto"` leaves it to the plan."""
+        """The dtype that gradients are summed in where `sums="auto"` leaves it to the plan."""
         return "fp32" if self._last is None or self._last.plan is None else self._last.plan.sums
 
     def shrink(self, ran: MicroBatches) -> "Fit | None":
@@ -291,7 +291,7 @@ class Fit(Split):
         return _Fitting(shape, Auto(most=most) if self.fastest else most, found.unit, size, found)
 
     def _unpredicted(self, workload: Workload, shape: _BatchShape, error: Exception) -> _Fitting:
-        """As many rows as fitted in a smaller batch of such rows; else rows that double until memory runs out."""
+        """Keep the size of a smaller batch of such rows; without one, double the rows until memory runs out."""
         fewer = [one for one in self._fits if one.plan is not None and one.shape.covers(replace(shape, rows=1))]
         if fewer:
             last = fewer[-1]

@@ -66,7 +66,7 @@ class SizePeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointing:
-    """What recomputing each block of the model in backward, instead of keeping what it saved, would change."""
+    """The effect of recomputing each block of the model in backward, instead of keeping what it saved."""
 
     blocks: str
     """Which modules: their path, how many, of what kind."""
@@ -115,9 +115,9 @@ class Plan:
     notes: tuple[str, ...]
     peaks: Peaks = field(repr=False)
     sums: Literal["fp32", "param"] = "fp32"
-    """What gradients of bf16 and fp16 parameters are summed in."""
+    """The dtype that gradients of bf16 and fp16 parameters are summed in."""
     ways_to_fit: tuple[WayToFit, ...] = ()
-    """What could be changed, with the peak of `micro_batch`, or of one row where nothing fits."""
+    """Possible changes, with the peak of `micro_batch`, or of one row where nothing fits."""
 
     def __repr__(self) -> str:
         size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
@@ -157,7 +157,7 @@ class Plan:
         return self.peaks.peak(size)
 
     def outside(self, size: int) -> int:
-        """Of `peak(size)`, what lies outside torch's allocator: the nodes of the graph, what each micro-batch leaves.
+        """The part of `peak(size)` outside torch's allocator: the nodes of the graph, what each micro-batch leaves.
 
         Counted on the CPU, where it lies in the same memory: some 1,000 bytes a node and 2,000 a micro-batch.
         """
@@ -193,7 +193,7 @@ def _sentences(plan: Plan) -> list[str]:
     parts = ", ".join(f"{kind} {show_bytes(nbytes)}" for kind, nbytes in plan.breakdown.kinds.items())
     lines = [head, f"Of it: {parts}."]
     if plan.checkpointing is not None:
-        lines.append(checkpointing_sentence(plan.checkpointing, plan.unit))
+        lines.append(_checkpointing_sentence(plan.checkpointing, plan.unit))
     confirmed = "tried at the size chosen" if plan.is_confirmed else "not tried at the size chosen"
     lines.append(f"Predicted with {plan.method}, {confirmed}: {plan.reason}.")
     if plan.sums == "param":
@@ -201,8 +201,7 @@ def _sentences(plan: Plan) -> list[str]:
     return [*lines, *plan.notes, last_sentence(plan.ways_to_fit, is_fitting=plan.fits)]
 
 
-def checkpointing_sentence(found: Checkpointing, unit: str) -> str:
-    """What gradient checkpointing would save."""
+def _checkpointing_sentence(found: Checkpointing, unit: str) -> str:
     size = f"a micro-batch of {found.size} {unit if found.size != 1 else unit.removesuffix('s')}"
     if found.saved <= 0:
         return f"Checkpointing {found.blocks} would save nothing at {size}."
@@ -430,7 +429,7 @@ def _try_checkpointing(
 
 
 def _notes(trials: Trials, bucket_bytes: int) -> tuple[str, ...]:
-    """Where this plan may be off, and by what."""
+    """Say where this plan may be off, and by how much."""
     setup, (model, optimizer, _), running = trials.setup, trials.setup.parts, trials.setup.running
     notes = []
     if bucket_bytes:

@@ -55,15 +55,15 @@ HIDDEN = {
 FIRST_RUNS = 2
 """Updates before the first that is recorded: they fill the optimizer's state, and their steps are copied and watched."""
 NODE_BYTES = 1000
-"""What a node of the graph and its tensors take beside their numbers, outside torch's allocator: 840 to 910 were counted."""
+"""Bytes of a node of the graph and its tensors, beside their numbers, outside torch's allocator: 840 to 910 were counted."""
 MICRO_BATCH_BYTES = 2000
-"""What each micro-batch leaves there until the end of the update: 1,830 to 1,860 were counted."""
+"""Bytes that each micro-batch leaves there until the end of the update: 1,830 to 1,860 were counted."""
 REPRESENTATION_BYTES = 2400
-"""What the representations of a micro-batch take there as leaves of a coupled loss's graph: some 1,200 each, of two."""
+"""Bytes of a micro-batch's representations there, as leaves of a coupled loss's graph: some 1,200 each, of two."""
 NORM_BYTES = 800
-"""What the statistics of one BatchNorm and one micro-batch take there: estimated, not counted."""
+"""Bytes of the statistics of one BatchNorm and one micro-batch there: estimated, not counted."""
 UNCOPYABLE = (TypeError, RuntimeError, AttributeError, NotImplementedError)
-"""What deepcopy raises of what it cannot copy."""
+"""Errors that deepcopy raises for what it cannot copy."""
 
 
 @dataclass(frozen=True, slots=True)

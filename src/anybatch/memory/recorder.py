@@ -19,7 +19,7 @@ _ASK_DEVICE = torch.ops.prim.device.default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """What the memory is made of at one moment, in bytes."""
+    """The memory at one moment by kind, in bytes."""
 
     parameters: int = 0
     """Parameters and buffers."""
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
         return output
 
     def moments(self) -> Moments:
-        """What the memory was made of after each op that may be the highest when some kind of memory counts less.
+        """The memory by kind after each op that may be the highest when some kind counts less.
 
         Left out are ops after which no kind had more than after another one of the same phase.
         """

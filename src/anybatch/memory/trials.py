@@ -1,7 +1,6 @@
 """Trying sizes: which way an update can be tried, what was found, and the largest size that fits."""
 
 import gc
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -103,7 +102,7 @@ class Trials:
     """True where micro-batches do not stand alone, so that the whole batch has to be tried in each size."""
     tried: dict[PassShape, int] = field(default_factory=dict)
     moments: dict[PassShape, Moments] = field(default_factory=dict)
-    """What fake tensors show the memory of a shape to be made of."""
+    """The memory of a shape by kind, as fake tensors show it."""
     timelines: dict[PassShape, Timeline] = field(default_factory=dict)
 
     @property
@@ -185,10 +184,6 @@ class Trials:
             starts = range(0, source.num_rows, size)
             return tuple(take_rows(source.batch, slice(start, start + size)) for start in starts)
         return (source.micro_batch(shape),) * 2
-
-    def envelope(self, shapes: Sequence[PassShape], needed: Sequence[PassShape] = ()) -> Envelope | None:
-        """The peak of all shapes, from timelines of these; None where ops differ or the batch has to be tried whole."""
-        return None if self.is_together else fit_envelope(shapes, [self.timeline(shape) for shape in shapes], needed)
 
     def whole(self) -> int:
         """The peak of the whole batch in one piece, tried."""
@@ -321,16 +316,19 @@ def _predict(trials: Trials) -> Peaks:
     source, few = trials.source, (2, 3)
     lengths: tuple[int, ...] = ()
     tried: tuple[tuple[int, int], ...] = ()
-    if source.lengths is None or source.row_length is None:
-        envelope = trials.envelope([(rows, None) for rows in few])
-        if envelope is not None:  # a single row runs other ops
-            tried = ((trials.smallest * source.one, trials.peak((trials.smallest, None))),)
-    else:
+    shapes: list[PassShape] = [(rows, None) for rows in few]
+    needed: list[PassShape] = []
+    if source.lengths is not None:
         lengths = _some_of(sorted(set(source.lengths.lengths)))
-        three = (source.row_length // 4, source.row_length // 2, source.row_length)
+        three = (source.one // 4, source.one // 2, source.one)
+        shapes = [(rows, length) for rows in few for length in three]
         powers = [2**power for power in range(source.num_rows.bit_length())]
-        needed: list[PassShape] = [(rows, length) for rows in powers for length in lengths]
-        envelope = trials.envelope([(rows, length) for rows in few for length in three], needed)
+        needed = [(rows, length) for rows in powers for length in lengths]
+    envelope = None  # where the whole batch has to be tried in each size
+    if not trials.is_together:
+        envelope = fit_envelope(shapes, [trials.timeline(shape) for shape in shapes], needed)
+    if envelope is not None and not lengths:  # a single row runs other ops
+        tried = ((trials.smallest * source.one, trials.peak((trials.smallest, None))),)
     return replace(_known_peaks(trials, envelope, trials.left_behind()), tried=tried, lengths=lengths)
 
 

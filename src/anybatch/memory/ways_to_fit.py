@@ -1,4 +1,4 @@
-"""What to change so that a plan fits: each way with the peak that the update would have."""
+"""Changes that make a plan fit: each way with the peak that the update would have."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

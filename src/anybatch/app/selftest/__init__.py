@@ -1,1 +1,1 @@
-"""What `anybatch self-test` runs on somebody's device: exactness, memory, speed, each a check with its number."""
+"""Checks that `anybatch self-test` runs on somebody's device: exactness, memory, speed, each a check with its number."""

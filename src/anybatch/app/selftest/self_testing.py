@@ -26,7 +26,7 @@ ON_HOST, ON_DEVICE = 4096, 131072
 ROWS, FEATURES, CLASSES, MICRO_BATCH = 60, 16, 5, 8
 WEIGHTS = (0.2, 1.0, 20.0, 1.0, 3.0)
 FP32, BF16 = 2e-6, 2e-2
-"""What gradients may be off by where forwards run in this precision."""
+"""Limits for the error of gradients where forwards run in this precision."""
 WIDTH = 512
 MOST_OFF = 1e-5
 """Limit for weights after an update that started again: the same sums in another order."""
@@ -47,7 +47,7 @@ class Checked:
     found: str
     """The number that was measured, with its unit; or the first line of what was raised."""
     wanted: str
-    """What it has to be; where this is empty, the number is told and judges nothing."""
+    """The number that it has to be; where this is empty, the number is told and judges nothing."""
     has_passed: bool
 
 
