@@ -23,9 +23,9 @@ from anybatch import (
     windows,
 )
 from anybatch.verification.case import make_case
-from anybatch.verification.compared_precision import Raised
-from anybatch.verification.comparing import rows_that_fit
 from anybatch.verification.floor import Floor, Gradient, floor_of
+from anybatch.verification.precision import Raised
+from anybatch.verification.verify import rows_that_fit
 from tests.reference import whole_batch_gradient
 from tests.verification.sound import ROWS, both, cnn, images, mlp, rows_of_numbers, towers
 

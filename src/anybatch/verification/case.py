@@ -1,8 +1,9 @@
 """One case, run in one go or accumulated: every run on a fresh copy, every row with the random draws it had in the first."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anybatch.batch_norm import batch_norms
+from anybatch.batch_norm import batch_norms, uses_batch_statistics
 from anybatch.core import (
     Accumulator,
     Autocast,
@@ -25,24 +26,18 @@ from anybatch.core import (
     autocast_context,
     checked_loss,
     common_device,
+    count_units,
     map_tensors,
     num_rows,
     rows_in_dim,
+    take_rows,
 )
 from anybatch.dropout import count_update, masks_of, rows_running
-from anybatch.verification.compared_precision import ComparedPrecision, Raised, keep_in_backward, raised
-from anybatch.verification.copies import (
-    Copy,
-    ModelState,
-    ObjectiveState,
-    copy_batch,
-    copy_model,
-    free_parameters,
-    functions_of,
-    objective_state,
-)
 from anybatch.verification.draws import Draws, recomputing, recording, replaying
-from anybatch.verification.floor import Gradient, add_norm, gradients_of
+from anybatch.verification.floor import Floor, Gradient, add_norm, gradients_of, largest_floor, relative
+from anybatch.verification.precision import ComparedPrecision, Raised, keep_in_backward, raised
+from anybatch.verification.state import Copy, ObjectiveState, PythonState, copy_batch, copy_model, functions_of
+from anybatch.verification.verdict import RowWeights
 
 BeforeRun = Callable[[nn.Module], "Callable[[], None] | None"]
 """Called with the copy before it runs; what it returns is called when that is done, before anything is put back."""
@@ -77,25 +72,42 @@ class Case:
     def num_rows(self) -> int:
         return self.draws.num_rows
 
+    def of_first(self, count: int) -> "Case":
+        """The case of the first rows, whose draws are still to be recorded."""
+        batch = take_rows(self.batch, slice(0, count))
+        return replace(self, batch=batch, draws=_draws_of(batch), loss_draws=_draws_of(batch))
+
     def quiet(self) -> "Case":
         """The case in which every random draw is its mean: to be recorded."""
-        return replace(
-            self, **{name: replace(getattr(self, name), **_new_draws(True)) for name in ("draws", "loss_draws")}
-        )
+        draws = Draws(self.num_rows, self.draws.is_left, is_quiet=True)
+        loss_draws = Draws(self.num_rows, self.loss_draws.is_left, is_quiet=True)
+        return replace(self, draws=draws, loss_draws=loss_draws)
 
     def record(self) -> Gradient:
         """The whole batch in one go; what it draws is drawn again in every later run."""
         self.draws.start()
         self.loss_draws.start()
-        return self._once(self.batch, None)
+        return self.once(self.batch, None)
 
     def whole(self) -> Gradient:
         """The whole batch in one go."""
-        return self._once(self.batch, range(self.num_rows))
+        return self.once(self.batch, range(self.num_rows))
 
-    def once(self, batch: Batch, rows: Sequence[int], watch: BeforeRun | None = None) -> Gradient:
-        """Some rows of the batch in one go, by plain torch: `loss(model, batch).backward()`."""
-        return self._once(batch, rows, watch)
+    def once(self, batch: Batch, rows: Sequence[int] | None, watch: BeforeRun | None = None) -> Gradient:
+        """Some rows of the batch in one go, by plain torch: `loss(model, batch).backward()`. `rows=None` records draws."""
+        with self._setting() as model:
+            count_update(model)  # as `Accumulator` does: row_dropout's masks are then the same
+            if self.batch_norm == "frozen":
+                for layer in batch_norms(model).values():
+                    layer.train(layer.running_mean is None and layer.training)
+            done = None if watch is None else watch(model)
+            with autocast_context(self._autocast, common_device(model.parameters())):
+                loss, _ = checked_loss(self._forward(model, self._own_batch(batch, model, {}), rows))
+            with recomputing(self.draws, is_first=rows is None):
+                torch.autograd.backward(loss)
+            if done is not None:
+                done()
+            return Gradient(float(loss.detach()), gradients_of(self._named(model)))
 
     def accumulated(self, cut: MicroBatches) -> Gradient:
         """The batch in micro-batches, by `Accumulator`."""
@@ -118,7 +130,7 @@ class Case:
                 model,
                 followed,
                 micro_batch=Rows(1),
-                autocast=self.autocast if self.precision == "own" else None,
+                autocast=self._autocast,
                 batch_norm=self.batch_norm,
                 keep_fp32=True,
                 parameters=lambda: [*model.parameters(), *extra],
@@ -131,30 +143,17 @@ class Case:
                     meter.remove()
             return Gradient(float(loss), gradients_of(named), {name: float(norm) for name, norm in terms.items()})
 
-    def _once(self, batch: Batch, rows: Sequence[int] | None, watch: BeforeRun | None = None) -> Gradient:
-        with self._setting() as model:
-            count_update(model)  # as `Accumulator` does: row_dropout's masks are then the same
-            if self.batch_norm == "frozen":
-                for layer in batch_norms(model).values():
-                    layer.train(layer.running_mean is None and layer.training)
-            done = None if watch is None else watch(model)
-            device = common_device(model.parameters())
-            autocast = autocast_context(self.autocast if self.precision == "own" else None, device)
-            with autocast:
-                loss, _ = checked_loss(self._forward(model, self._own_batch(batch, model), rows))
-            with recomputing(self.draws, is_first=rows is None):
-                torch.autograd.backward(loss)
-            if done is not None:
-                done()
-            return Gradient(float(loss.detach()), gradients_of(self._named(model)))
+    @property
+    def _autocast(self) -> Autocast:
+        return self.autocast if self.precision == "own" else None
 
     def _forward(self, model: nn.Module, batch: Batch, rows: Sequence[int] | None) -> Any:
         objective = self.objective
-        with self._drawing(self.draws, rows), rows_running(model, rows or range(self.num_rows)):
+        with drawing(self.draws, rows), rows_running(model, rows or range(self.num_rows)):
             if isinstance(objective, Objective):
                 return objective.loss(model, batch)
             representations = objective.encode(model, batch)
-        with self._drawing(self.loss_draws, rows):
+        with drawing(self.loss_draws, rows):
             return objective.loss(representations)
 
     @contextmanager
@@ -167,10 +166,12 @@ class Case:
                 module.training = False  # it draws inside its kernel
         default = torch.get_default_dtype()
         with ExitStack() as stack:
-            stack.callback(free_parameters, model)  # somebody may hold the model in a circle until the next collection
+            stack.callback(_free_parameters, model)  # somebody may hold the model in a circle until the next collection
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            stack.enter_context(_visible_recurrence(model))
+            if any(isinstance(module, nn.RNNBase) and module.dropout > 0 for module in model.modules()):
+                # cuDNN draws the dropout between recurrent layers inside its kernel, where it cannot be seen
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # its dropout is an operation of its own
             stack.enter_context(self.held.fresh(is_raised=is_raised))
             if is_raised:
@@ -181,12 +182,9 @@ class Case:
                 stack.enter_context(Raised())
             yield model
 
-    def _own_batch(
-        self, batch: Batch, model: nn.Module, known: dict[int, tuple[Tensor, Tensor]] | None = None
-    ) -> Batch:
-        """A copy where the model runs, in its precision; `known` are the copies of tensors that micro-batches share."""
+    def _own_batch(self, batch: Batch, model: nn.Module, known: dict[int, tuple[Tensor, Tensor]]) -> Batch:
+        """Copy rows to where the model runs, in its precision; `known` are the copies of tensors that micro-batches share."""
         device = common_device(model.parameters())
-        known = {} if known is None else known
 
         def copied(tensor: Tensor) -> Tensor:
             if id(tensor) not in known:
@@ -200,25 +198,22 @@ class Case:
         named = dict(model.named_parameters()) | self.held.parameters
         return {name: held for name, held in named.items() if held.requires_grad}
 
-    @contextmanager
-    def _drawing(self, draws: Draws, rows: Sequence[int] | None, *, is_later: bool = False) -> Iterator[None]:
-        with recording(draws) if rows is None else replaying(draws, rows, is_later=is_later):
-            yield
-
     def _followed(self, places: Mapping[int, Sequence[int]], model: nn.Module) -> Objective | Coupled:
         """The objective whose forwards draw what their rows drew in the whole batch."""
         objective = self.objective
-        state = ModelState.of(model, functions_of(objective)) if self.restores_state else None
+        state = None
+        if self.restores_state:
+            state = PythonState(model, *functions_of(objective), owned=[*model.modules()], keeps_tensors=True)
         ran: set[int] = set()
 
         def follow(function: Callable[[nn.Module, Batch], Any]) -> Callable[[nn.Module, Batch], Any]:
             def followed(model: nn.Module, batch: Batch) -> Any:
                 rows = places[id(batch)]
                 if state is not None:
-                    state.restore()
+                    state.put_back()
                 is_later = bool(ran - {id(batch)})
                 ran.add(id(batch))
-                with self._drawing(self.draws, rows, is_later=is_later):
+                with replaying(self.draws, rows, is_later=is_later):
                     return function(model, copy_batch(batch) if self.copies_inputs else batch)
 
             return followed
@@ -242,7 +237,7 @@ class _FollowedLoss(nn.Module):
         yield from (held for held in self._case.held.parameters.values() if id(held) in self._own)
 
     def forward(self, representations: Any) -> Any:
-        with self._case._drawing(self._case.loss_draws, self._rows):
+        with replaying(self._case.loss_draws, self._rows):
             return self._objective.loss(representations)
 
 
@@ -255,31 +250,220 @@ def make_case(
     **options: Any,
 ) -> Case:
     """The case of this batch, whose draws are still to be recorded."""
-    count, is_left = num_rows(batch), _is_left_padded(batch)
     return Case(
         model=model,
         objective=objective,
-        held=held or objective_state(objective, model),
+        held=held or ObjectiveState.of(objective, model),
         batch=batch,
-        draws=Draws(count, is_left),
-        loss_draws=Draws(count, is_left),
+        draws=_draws_of(batch),
+        loss_draws=_draws_of(batch),
         **options,
     )
 
 
-def _new_draws(is_quiet: bool) -> dict[str, Any]:
-    empty: dict[str, Any] = {name: [] for name in ("whole", "strange", "seeded", "orders", "unlike", "again")}
-    return empty | {"shared": {}, "_seen": {}, "_own": {}, "is_quiet": is_quiet}
+def uneven_cut(batch: Batch, together: int = 1) -> MicroBatches:
+    """A few micro-batches of 2, 3, 4, ... rows, so that no two weights are alike; they begin with 1 row if there are few.
+
+    With `together`, each is so many times as large: neighbours that may belong together stay together.
+    """
+    count = num_rows(batch) // together
+    sizes: list[int] = []
+    left, size = count, 2 if count >= 5 else 1
+    while len(sizes) < 3 and left - size > size:
+        sizes.append(size)
+        left, size = left - size, size + 1
+    sizes.append(left)
+    stops = (torch.tensor(sizes).cumsum(0) * together).tolist()
+    starts = [0, *stops[:-1]]
+    return MicroBatches([take_rows(batch, slice(start, stop)) for start, stop in zip(starts, stops, strict=True)])
 
 
-def _is_left_padded(batch: Batch) -> bool:
+def cut_by_rows(batch: Batch, parts: Sequence[Sequence[int]]) -> MicroBatches:
+    """Micro-batches of these rows."""
+    places = Cut(rows=tuple(map(tuple, parts)), lengths=(1,) * len(parts))
+    return MicroBatches([take_rows(batch, list(rows)) for rows in parts], places)
+
+
+def drawing(draws: Draws, rows: Sequence[int] | None) -> AbstractContextManager[None]:
+    return recording(draws) if rows is None else replaying(draws, rows)
+
+
+def _free_parameters(twin: nn.Module) -> None:
+    """Give back the memory of a copy's parameters and gradients at once; buffers may be the user's own."""
+    for parameter in twin.parameters():
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
+
+
+def _draws_of(batch: Batch) -> Draws:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, -1] != 0).all() and (mask[:, 0] == 0).any())
+    is_left = (
+        isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, -1] != 0).all() and (mask[:, 0] == 0).any())
+    )
+    return Draws(num_rows(batch), is_left)
 
 
-@contextmanager
-def _visible_recurrence(model: nn.Module) -> Iterator[None]:
-    """cuDNN draws the dropout between recurrent layers inside its kernel, where it cannot be seen."""
-    is_hidden = any(isinstance(module, nn.RNNBase) and module.dropout > 0 for module in model.modules())
-    with torch.backends.cudnn.flags(enabled=False) if is_hidden else nullcontext():
-        yield
+CLEAR_FALL = 3.0
+"""A change is one of several causes if the error falls by this factor, though not to the floor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperimentResult:
+    """Result of accumulating in one experiment."""
+
+    error: float
+    is_exact: bool
+    failure: str | None = None
+
+    def explains(self, before: "ExperimentResult") -> bool:
+        """True if what was changed is a cause of the error there was before."""
+        return self.is_exact or (self.failure is None and self.error * CLEAR_FALL < before.error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiments:
+    """A case whose accumulated gradient is wrong in one cut; an experiment runs it again with one thing changed."""
+
+    case: Case
+    floor: Floor
+    cut: MicroBatches
+    trained: MicroBatches
+    """The cut that trains; the same where that shows most."""
+
+    @property
+    def objective(self) -> Objective | None:
+        """The objective, where it is not coupled."""
+        return self.case.objective if isinstance(self.case.objective, Objective) else None
+
+    @property
+    def is_drawn(self) -> bool:
+        """True where anything was drawn at random."""
+        return self.case.draws.is_drawn or self.case.loss_draws.is_drawn
+
+    def without_draws(self) -> "Experiments":
+        """The same with every random draw at its mean."""
+        quiet = self.case.quiet()
+        whole = quiet.record()
+        return replace(self, case=quiet, floor=replace(self.floor, whole=whole))
+
+    def try_out(self, case: Case, cut: MicroBatches | None = None) -> ExperimentResult:
+        """The error of this case in the cut, against the gradient of the whole batch."""
+        cut = cut or self.cut
+        try:
+            accumulated = case.accumulated(cut)
+        except Exception as error:  # whatever a model raises on a few rows is an outcome
+            return ExperimentResult(error=math.inf, is_exact=False, failure=f"{type(error).__name__}: {error}")
+        errors = self.floor.errors(accumulated, len(cut))
+        return ExperimentResult(
+            error=relative(self.floor.whole, accumulated), is_exact=all(parameter.is_exact for parameter in errors)
+        )
+
+    def each_alone(self) -> list[Gradient]:
+        """The gradient of each micro-batch by itself."""
+        return [self.case.once(part, rows) for part, rows in zip(self.cut, self.cut.row_numbers, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestWeights:
+    """The weights of the micro-batches' gradients that come nearest to the whole batch's.
+
+    min over w of |whole - sum_k w_k g_k| / |whole|
+    """
+
+    weights: tuple[float, ...]
+    residual: float
+    """How far away that still is."""
+    is_unique: bool
+    """False where other weights do as well: the gradients lie on one line, or there are too few numbers."""
+    tolerance: float
+    loss: float
+    losses: tuple[float, ...]
+    """Losses of the whole batch, and of each micro-batch alone."""
+
+    @property
+    def fits(self) -> bool:
+        """True where the whole batch's gradient is a weighted sum of the micro-batches'."""
+        return self.residual <= self.tolerance
+
+    @property
+    def is_mean(self) -> bool:
+        """True where the weights sum to 1, as those of a mean do, and make the losses that of the whole batch too."""
+        terms = [weight * loss for weight, loss in zip(self.weights, self.losses, strict=True)]
+        size = max(abs(self.loss), sum(map(abs, terms)))
+        adds_up = abs(sum(terms) - self.loss) <= 1000 * self.tolerance * size
+        return abs(sum(self.weights) - 1) <= 100 * self.tolerance and adds_up and min(self.weights) > self.tolerance
+
+
+def best_weights(experiments: Experiments) -> BestWeights | None:
+    """Fit the weights of the experiments' cut; None if a micro-batch alone has no finite gradient.
+
+    BatchNorm, which is looked for elsewhere, has the running statistics here: it would couple rows whatever their weights.
+    """
+    if any(uses_batch_statistics(layer) for layer in batch_norms(experiments.case.model).values()):
+        frozen = replace(experiments.case, batch_norm="frozen")
+        experiments = replace(experiments, case=frozen, floor=replace(experiments.floor, whole=frozen.whole()))
+    each = experiments.each_alone()
+    columns = len(each) + 1
+    triangle = torch.zeros(0, columns, dtype=torch.float64)
+    numel = 0
+    for name, whole in experiments.floor.whole.parameters.items():
+        grads = [*(gradient.parameters[name] for gradient in each), whole]
+        known = next((grad for grad in grads if grad is not None), None)
+        if known is None:
+            continue
+        numel += known.numel()
+        block = torch.stack([flat(grad, known) for grad in grads], dim=1)
+        triangle = torch.linalg.qr(torch.cat([triangle, block]), mode="r").R  # of all parameters, a few rows at a time
+    if not bool(triangle.isfinite().all()) or len(triangle) < columns:
+        return None
+    matrix, wanted = triangle[:, :-1], triangle[:, -1]
+    values = torch.linalg.svdvals(matrix)
+    norm = float(wanted.norm())
+    if not norm:
+        return None
+    solution = torch.linalg.lstsq(matrix, wanted.unsqueeze(1), driver="gelsd").solution.flatten()
+    return BestWeights(
+        weights=tuple(solution.tolist()),
+        residual=float((matrix @ solution - wanted).norm()) / norm,
+        is_unique=numel > 2 * columns and float(values[-1]) > 1e-7 * float(values[0]),
+        tolerance=10 * largest_floor(experiments.floor.unit),
+        loss=experiments.floor.whole.loss,
+        losses=tuple(gradient.loss for gradient in each),
+    )
+
+
+def weights_of_rows(experiments: Experiments, trained: MicroBatches, *, is_wrong: bool) -> tuple[RowWeights, ...]:
+    """Weights of the rows of each micro-batch; if all is exact, of the cut that trains."""
+    if not is_wrong:
+        count = experiments.case.num_rows
+        return tuple(
+            RowWeights(rows=rows, weight=len(rows) / count, wanted=len(rows) / count) for rows in trained.row_numbers
+        )
+    objective = experiments.objective
+    if objective is None or objective.terms:
+        return ()
+    try:
+        used = shares_of(count_units(objective, experiments.case.model, experiments.cut.micro_batches))
+        best = best_weights(experiments)
+    except Exception:  # rows that cannot run alone
+        return ()
+    if objective.reduction == "sum":
+        used = [1.0] * len(used)
+    is_known = best is not None and best.fits and best.is_unique
+    wanted = best.weights if best is not None and is_known else (None,) * len(used)
+    return tuple(
+        RowWeights(rows=rows, weight=weight, wanted=right if right is None or math.isfinite(right) else None)
+        for rows, weight, right in zip(experiments.cut.row_numbers, used, wanted, strict=True)
+    )
+
+
+def shares_of(values: list[float] | tuple[float, ...]) -> list[float]:
+    """Each as a part of their sum."""
+    total = sum(values)
+    return [value / total for value in values] if total else list(values)
+
+
+def flat(grad: Tensor | None, like: Tensor) -> Tensor:
+    if grad is None:
+        return torch.zeros(like.numel(), dtype=torch.float64)
+    return grad.to("cpu", torch.float64).flatten()

@@ -110,28 +110,9 @@ def recomputing(draws: Draws, *, is_first: bool = False) -> Iterator[None]:
         yield
 
 
-class _Recording(TorchDispatchMode):
-    def __init__(self, draws: Draws) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._draws = draws
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _SEEDED not in func.tags:
-            return func(*args, **kwargs)
-        state = generator_state(func, args, kwargs)
-        result = func(*args, **kwargs)
-        numbers = drawn_by(func, result)
-        if numbers is not None:
-            if self._draws.is_quiet:
-                put_numbers(func, args, result, numbers, mean_of(func, args, numbers))
-            self._draws.whole.append(Draw(str(func), numbers.detach().clone(), state))
-        elif state != generator_state(func, args, kwargs):
-            self._draws.strange.append(f"{func} draws inside one kernel")
-        return result
-
-
 class _Noticing(TorchDispatchMode):
+    """Notes operations that draw."""
+
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
@@ -142,34 +123,56 @@ class _Noticing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Replaying(TorchDispatchMode):
-    def __init__(self, draws: Draws, rows: tuple[int, ...] | None, is_later: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._draws = draws
-        self._rows = rows
-        self._is_later = is_later
-        self._next = 0
+class _Recording(_Noticing):
+    """Keeps the numbers that operations draw."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # outside a forward of known rows only what backward runs again is looked at
-        if _SEEDED not in func.tags or (self._rows is None and not is_in_backward()):
+        if _SEEDED not in func.tags or not self._is_watched():
             return func(*args, **kwargs)
         state = generator_state(func, args, kwargs)
         result = func(*args, **kwargs)
         numbers = drawn_by(func, result)
-        if numbers is None:
-            if state != generator_state(func, args, kwargs):
-                self._draws.strange.append(f"{func} draws inside one kernel")
-        elif self._draws.is_quiet:
-            put_numbers(func, args, result, numbers, mean_of(func, args, numbers))
-        elif (found := self._find(state)) is not None:
-            rows, number = found
-            self._look(func, state, number, is_own=kwargs.get("generator") is not None)
-            taken = self._take(func, numbers, rows, number)
+        if numbers is not None:
+            if self._draws.is_quiet:
+                put_numbers(func, args, result, numbers, mean_of(func, args, numbers))
+            taken = self._see(func, numbers, state, is_own=kwargs.get("generator") is not None)
             if taken is not None:
                 put_numbers(func, args, result, numbers, taken)
+        elif state != generator_state(func, args, kwargs):
+            self._draws.strange.append(f"{func} draws inside one kernel")
         return result
+
+    def _is_watched(self) -> bool:
+        return True
+
+    def _see(self, func: Any, numbers: Tensor, state: bytes, *, is_own: bool) -> Tensor | None:
+        """Numbers that take the place of those that were drawn; None to leave them."""
+        self._draws.whole.append(Draw(str(func), numbers.detach().clone(), state))
+        return None
+
+
+class _Replaying(_Recording):
+    """Lets operations draw what their rows drew in the whole batch."""
+
+    def __init__(self, draws: Draws, rows: tuple[int, ...] | None, is_later: bool) -> None:
+        super().__init__(draws)
+        self._rows = rows
+        self._is_later = is_later
+        self._next = 0
+
+    def _is_watched(self) -> bool:
+        return (
+            self._rows is not None or is_in_backward()
+        )  # outside a forward of known rows, only what backward runs again
+
+    def _see(self, func: Any, numbers: Tensor, state: bytes, *, is_own: bool) -> Tensor | None:
+        found = None if self._draws.is_quiet else self._find(state)
+        if found is None:
+            return None
+        rows, number = found
+        self._look(func, state, number, is_own=is_own)
+        return self._take(func, numbers, rows, number)
 
     def _find(self, state: bytes) -> tuple[tuple[int, ...], int] | None:
         if self._rows is None:
@@ -180,11 +183,11 @@ class _Replaying(TorchDispatchMode):
         return place
 
     def _look(self, func: Any, state: bytes, number: int, *, is_own: bool) -> None:
-        """A generator at the very place where it was in the whole batch was put there by the forward."""
-        name = op_name(func).removeprefix("aten::")
-        known = self._draws.whole[number].state if number < len(self._draws.whole) else None
+        """Note a generator that the forward put to the very place where it was in the whole batch, or that moved on."""
         if self._rows is None:
             return
+        name = op_name(func).removeprefix("aten::")
+        known = self._draws.whole[number].state if number < len(self._draws.whole) else None
         if state == known and (self._is_later or not is_own):
             self._draws.seeded.append(name)
         elif is_own and self._draws._own.setdefault((self._rows, number), state) != state:
@@ -270,33 +273,9 @@ def mean_of(func: Any, args: Any, numbers: Tensor) -> Tensor:
     return torch.full_like(numbers, fill if numbers.is_floating_point() else 0)
 
 
-_PURE = frozenset(
-    f"aten::{name}"
-    for name in [
-        "bernoulli",
-        "bernoulli_",
-        "binomial",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "randperm",
-        "random_",
-        "uniform_",
-        "_standard_gamma",
-        "_sample_dirichlet",
-    ]
-)
+_NAMES = """bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_ poisson rand
+rand_like randint randint_like randn randn_like randperm random_ uniform_ _standard_gamma _sample_dirichlet"""
+_PURE = frozenset(f"aten::{name}" for name in _NAMES.split())
 """Operations whose result is the draw itself."""
 
 
@@ -305,8 +284,7 @@ def generator_state(func: Any, args: Any, kwargs: Any) -> bytes:
     generator = kwargs.get("generator")
     if generator is None:
         device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        device = device or kwargs.get("device") or torch.device("cpu")
-        device = torch.device(device)
+        device = torch.device(device or kwargs.get("device") or "cpu")
         state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     else:
         state = generator.get_state()

@@ -23,87 +23,16 @@ relative to `scale`, the norm of the parameter's gradient, or a millionth of |al
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.core import pieces_of
 
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """Loss and gradients of one run, by parameter; None if the run did not touch one."""
-
-    loss: float
-    parameters: Mapping[str, Tensor | None]
-    terms: Mapping[str, float] = field(default_factory=dict)
-    """The norms of what micro-batches added, summed, by parameter; nothing of a run in one go."""
-
-    @property
-    def norm(self) -> float:
-        """The norm of all gradients together."""
-        return math.sqrt(sum(norm**2 for norm in self.norms.values()))
-
-    @property
-    def norms(self) -> dict[str, float]:
-        """The norm of each parameter's gradient."""
-        return {name: norm_of(grad) for name, grad in self.parameters.items()}
-
-    def distances(self, other: "Gradient") -> dict[str, float]:
-        """How far each parameter's gradient is from that of another run."""
-        return {name: distance(grad, other.parameters[name]) for name, grad in self.parameters.items()}
-
-
-def norm_of(grad: Tensor | None) -> float:
-    """The norm of a gradient, 0 for none."""
-    return 0.0 if grad is None else float(_norm_in_pieces(grad))
-
-
-def distance(one: Tensor | None, other: Tensor | None) -> float:
-    """|one - other|, none being zero."""
-    if one is None or other is None:
-        return norm_of(one if other is None else other)
-    flat, others = one.detach().flatten(), other.detach().flatten()
-    pieces = pieces_of(flat.numel())
-    return float(
-        _joined([_norm(flat[piece].double() - others[piece].to(one.device, torch.float64)) for piece in pieces])
-    )
-
-
-def add_norm(terms: dict[str, Tensor], name: str, grad: Tensor) -> None:
-    """A hook: what one micro-batch adds to a parameter's gradient."""
-    values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
-    norm = _norm_in_pieces(values)
-    terms[name] = terms[name] + norm if name in terms else norm
-
-
-def gradients_of(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """The dense `.grad` of each parameter, by name."""
-    return {name: None if held.grad is None else held.grad.detach().to_dense() for name, held in named.items()}
-
-
-def _norm_in_pieces(values: Tensor) -> Tensor:
-    flat = values.flatten()
-    return _joined([_norm(flat[piece]) for piece in pieces_of(flat.numel())])
-
-
-def _norm(values: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return norm
-
-
-def _joined(norms: list[Tensor]) -> Tensor:
-    """The norm of all pieces together: a float64 copy of a whole gradient takes twice its memory."""
-    if len(norms) == 1:
-        return norms[0]
-    return _norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
-
-
 SAFETY = 6.0
 """One or two permutations are a small sample of all orders of adding up."""
 FLOAT64_FACTOR = 32.0
-"""By how much the floor of float64 is raised, because no finer precision shows how far off it is."""
+"""Factor of the float64 floor: no finer precision shows how far off it is."""
 UNIT_OF_SUMS = 2.0**-24
 """The unit roundoff of fp32, in which gradients are summed."""
 MOST_ROUNDOFFS = 2000.0
@@ -111,7 +40,7 @@ MOST_ROUNDOFFS = 2000.0
 LEAST_BOUND = 1e-10
 """The largest floor of the finest precision."""
 SMALLEST_SCALE = 1e-6
-"""The part of all gradients below which a parameter's own is no measure of its error."""
+"""Share of all gradients below which a parameter's own gradient is no measure of its error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +62,28 @@ ParameterError = ParameterDeviation
 """The name up to version 0.2. It is no exception."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Loss and gradients of one run, by parameter; None if the run did not touch one."""
+
+    loss: float
+    parameters: Mapping[str, Tensor | None]
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Sum of the norms of what micro-batches added, by parameter; empty for a run in one go."""
+
+    @property
+    def norm(self) -> float:
+        return _together(self.norms.values())
+
+    @property
+    def norms(self) -> dict[str, float]:
+        return {name: _norm_of(grad) for name, grad in self.parameters.items()}
+
+    def distances(self, other: "Gradient") -> dict[str, float]:
+        """How far each parameter's gradient is from that of another run."""
+        return {name: _distance(grad, other.parameters[name]) for name, grad in self.parameters.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
     """The whole batch's gradient in one precision, and how well it is known."""
@@ -143,70 +94,43 @@ class Floor:
     unit: float
     """The unit roundoff."""
     is_widened: bool = False
-    """Whether `spread` has what rounding of the parameters alone does, and is not bounded."""
+    """True if `spread` includes the effect of rounding the parameters, and is not bounded."""
 
     def widened(self, perturbed: Gradient) -> "Floor":
         """The floor that takes in what the gradient becomes where every parameter is rounded otherwise.
 
         Where the terms of a loss cancel (targets that are met, a minimum), a gradient is made of rounding, and so is its error.
         """
-        spread = {
-            name: max(self.spread[name], distance(grad, perturbed.parameters[name]))
-            for name, grad in self.whole.parameters.items()
-        }
+        distances = self.whole.distances(perturbed)
+        spread = {name: max(self.spread[name], apart) for name, apart in distances.items()}
         return replace(self, spread=spread, is_widened=True)
 
     def errors(self, accumulated: Gradient, num_micro_batches: int) -> tuple[ParameterDeviation, ...]:
         """The error of each parameter, and its floor for so many micro-batches."""
-        apart = Apart(norms=self.whole.norms, distances=self.whole.distances(accumulated), terms=accumulated.terms)
-        return apart.errors(num_micro_batches, self.unit, spread=self.spread, is_bounded=not self.is_widened)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
-    """How far an accumulated gradient is from the whole batch's, in norms, by parameter."""
-
-    norms: Mapping[str, float]
-    """Norms of the whole batch's gradients."""
-    distances: Mapping[str, float]
-    terms: Mapping[str, float]
-    """Sum of the norms of the per-micro-batch gradients."""
-
-    @property
-    def relative(self) -> float:
-        """|accumulated - whole| / |whole| over all parameters; 0 where both are zero."""
-        apart = _together(self.distances.values())
-        if apart == 0:
-            return 0.0
-        scale = max(_together(self.norms.values()), SMALLEST_SCALE * _together(self.terms.values()))
-        return apart / scale if scale and math.isfinite(apart) else math.inf
-
-    def errors(
-        self,
-        num_micro_batches: int,
-        unit: float,
-        *,
-        spread: Mapping[str, float] = MappingProxyType({}),
-        is_bounded: bool = True,
-    ) -> tuple[ParameterDeviation, ...]:
-        """The error of each parameter, and its floor for so many micro-batches and this unit roundoff."""
-        terms = {name: max(norm, self.terms.get(name, 0.0)) for name, norm in self.norms.items()}
-        total = _together(self.norms.values())
+        norms, distances, unit = self.whole.norms, self.whole.distances(accumulated), self.unit
+        terms = {name: max(norm, accumulated.terms.get(name, 0.0)) for name, norm in norms.items()}
+        total = _together(norms.values())
         passed = _together(term for term in terms.values() if math.isfinite(term))
         steps = min(unit, UNIT_OF_SUMS) * (1 + math.sqrt(num_micro_batches))
         found = []
-        for name, norm in self.norms.items():
+        for name, norm in norms.items():
             scale = max(norm, SMALLEST_SCALE * total)
-            floor = SAFETY * spread.get(name, 0.0) + 2 * unit * terms[name] + steps * (2 * terms[name] + passed)
+            floor = SAFETY * self.spread.get(name, 0.0) + 2 * unit * terms[name] + steps * (2 * terms[name] + passed)
             floor *= FLOAT64_FACTOR if unit < 1e-12 else 1.0
-            floor = min(floor, largest_floor(unit) * passed) if is_bounded else floor
-            error = self.distances[name] if math.isfinite(self.distances[name]) else math.inf
+            floor = floor if self.is_widened else min(floor, largest_floor(unit) * passed)
+            error = distances[name] if math.isfinite(distances[name]) else math.inf
             if scale:
                 found.append(ParameterDeviation(name=name, error=error / scale, floor=floor / scale))
             else:  # a gradient of zero: what is there beyond rounding is all wrong
-                is_zero = error <= floor
-                found.append(ParameterDeviation(name=name, error=0.0 if is_zero else math.inf, floor=0.0))
+                found.append(ParameterDeviation(name=name, error=0.0 if error <= floor else math.inf, floor=0.0))
         return tuple(found)
+
+
+def floor_of(whole: Gradient, others: Sequence[Gradient], unit: float) -> Floor:
+    """The floor of `whole`, given the same gradient computed in other ways."""
+    near = [whole.distances(other) for other in others if relative(whole, other) <= largest_floor(unit)]
+    spread = {name: max((distances[name] for distances in near), default=0.0) for name in whole.parameters}
+    return Floor(whole=whole, spread=spread, unit=unit)
 
 
 def largest_floor(unit: float) -> float:
@@ -214,20 +138,56 @@ def largest_floor(unit: float) -> float:
     return max(LEAST_BOUND, min(MOST_ROUNDOFFS * unit, 0.2))
 
 
-def floor_of(whole: Gradient, others: Sequence[Gradient], unit: float) -> Floor:
-    """The floor of `whole`, given the same gradient computed in other ways."""
-    near = [other for other in others if relative(whole, other) <= largest_floor(unit)]
-    spread = {
-        name: max((distance(grad, other.parameters[name]) for other in near), default=0.0)
-        for name, grad in whole.parameters.items()
-    }
-    return Floor(whole=whole, spread=spread, unit=unit)
-
-
 def relative(whole: Gradient, other: Gradient) -> float:
     """|other - whole| / |whole| over all parameters; 0 where both are zero."""
-    return Apart(norms=whole.norms, distances=whole.distances(other), terms=other.terms).relative
+    apart = _together(whole.distances(other).values())
+    if apart == 0:
+        return 0.0
+    scale = max(whole.norm, SMALLEST_SCALE * _together(other.terms.values()))
+    return apart / scale if scale and math.isfinite(apart) else math.inf
+
+
+def add_norm(terms: dict[str, Tensor], name: str, grad: Tensor) -> None:
+    """Add the norm of what one micro-batch adds to a parameter's gradient: a hook."""
+    norm = _norm_in_pieces(grad.detach().coalesce().values() if grad.is_sparse else grad.detach())
+    terms[name] = terms[name] + norm if name in terms else norm
+
+
+def gradients_of(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """The dense `.grad` of each parameter, by name."""
+    return {name: None if held.grad is None else held.grad.detach().to_dense() for name, held in named.items()}
 
 
 def _together(norms: Iterable[float]) -> float:
     return math.sqrt(sum(norm**2 for norm in norms))
+
+
+def _norm_of(grad: Tensor | None) -> float:
+    return 0.0 if grad is None else float(_norm_in_pieces(grad))
+
+
+def _distance(one: Tensor | None, other: Tensor | None) -> float:
+    if one is None or other is None:
+        return _norm_of(one if other is None else other)
+    flat, others = one.detach().flatten(), other.detach().flatten()
+    pieces = pieces_of(flat.numel())
+    return float(
+        _joined([_norm(flat[piece].double() - others[piece].to(one.device, torch.float64)) for piece in pieces])
+    )
+
+
+def _norm_in_pieces(values: Tensor) -> Tensor:
+    """The float64 norm, piece by piece: a float64 copy of a whole gradient takes twice its memory."""
+    flat = values.flatten()
+    return _joined([_norm(flat[piece]) for piece in pieces_of(flat.numel())])
+
+
+def _joined(norms: list[Tensor]) -> Tensor:
+    if len(norms) == 1:
+        return norms[0]
+    return _norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+
+
+def _norm(values: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from anybatch.display import html_block, html_table
 from anybatch.display import sentences as html_sentences
-from anybatch.verification.compared_precision import ComparedPrecision
 from anybatch.verification.floor import ParameterDeviation
+from anybatch.verification.precision import ComparedPrecision
 
 CauseKind = Literal[
     "units",

@@ -1,18 +1,18 @@
-"""Rows that look at each other, losses that do not add up, and forwards that decide for all rows at once."""
+"""Rows that look at each other or belong together, losses that do not add up, padding that something looks at."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, Coupled, tensors
-from anybatch.verification.causes.experiments import BestWeights, Experiments, best_weights
-from anybatch.verification.copies import copy_model
-from anybatch.verification.cuts import cut_by_rows
+from anybatch.core import Batch, Coupled, MicroBatches, Rows, take_rows, tensors
+from anybatch.verification.case import BestWeights, Experiments, best_weights, cut_by_rows, flat, uneven_cut
 from anybatch.verification.floor import largest_floor
+from anybatch.verification.state import copy_model
 from anybatch.verification.verdict import Cause
 
 ON_OUTPUTS = (
@@ -51,9 +51,10 @@ def find_penalty(experiments: Experiments) -> Cause | None:
         stops = [round(count * part / parts) for part in range(parts + 1)]
         cut = cut_by_rows(experiments.case.batch, [range(start, stop) for start, stop in pairwise(stops)])
         gradient = experiments.case.accumulated(cut).parameters
-        errors.append(
-            _joined([_minus(gradient[name], grad) for name, grad in experiments.floor.whole.parameters.items()])
-        )
+        pairs = [(gradient[name], grad) for name, grad in experiments.floor.whole.parameters.items()]
+        known = [(one, other, one if other is None else other) for one, other in pairs]
+        apart = [flat(one, like) - flat(other, like) for one, other, like in known if like is not None]
+        errors.append(torch.cat(apart))
     once, twice = errors
     if not float((twice - 2 * once).norm()) <= 1e-6 * float(twice.norm()):
         return None
@@ -124,11 +125,11 @@ def is_of_few_means(experiments: Experiments) -> bool:
     found = []
     for company in companies:
         cut = cut_by_rows(experiments.case.batch, [company])
-        gradient = _OutputGradient()
-        experiments.case.once(cut[0], company, gradient.watch)
-        if gradient.first is None:
+        gradients: list[Tensor] = []
+        experiments.case.once(cut[0], company, partial(_watch_first_output, gradients))
+        if not gradients:
             return False
-        found.append(gradient.first.double().cpu())
+        found.append(gradients[-1].double().cpu())
     stacked = torch.stack([row / row.norm().clamp(min=1e-300) for row in found])
     if stacked.shape[1] < 3:
         return True
@@ -149,23 +150,15 @@ def _depend_on_parameters(experiments: Experiments, best: BestWeights) -> bool:
     return any(abs(one - two) > 1e-5 for one, two in zip(best.weights, now.weights, strict=True))
 
 
-class _OutputGradient:
-    """The gradient of the first row of what the model returned."""
+def _watch_first_output(into: list[Tensor], model: nn.Module) -> None:
+    """Collect the gradient of the first row of what the model returns."""
 
-    def __init__(self) -> None:
-        self.first: Tensor | None = None
+    def watch(module: nn.Module, inputs: object, output: object) -> None:
+        tensor = next((one for one in _tensors_of(output) if one.requires_grad and one.dim() > 0), None)
+        if tensor is not None:
+            tensor.register_hook(lambda grad: into.append(grad[0].detach().flatten()))
 
-    def watch(self, model: nn.Module) -> None:
-        model.register_forward_hook(self._hook)
-
-    def _hook(self, module: nn.Module, inputs: object, output: object) -> None:
-        for tensor in _tensors_of(output):
-            if tensor.requires_grad and tensor.dim() > 0:
-                tensor.register_hook(self._keep)
-                return
-
-    def _keep(self, grad: Tensor) -> None:
-        self.first = grad[0].detach().flatten()
+    model.register_forward_hook(watch)
 
 
 def _tensors_of(output: object) -> list[Tensor]:
@@ -207,39 +200,12 @@ def _in_encode(experiments: Experiments, objective: Coupled) -> Cause | None:
     return None
 
 
-def _in_the_model(experiments: Experiments, told: str) -> Cause | None:
-    place = first_that_mixes(experiments)
-    if place is None:
-        return None
-    return Cause(kind="coupled", explanation=f"{told} {place.told}", fix=place.fix)
-
-
-def _minus(one: Tensor | None, other: Tensor | None) -> Tensor:
-    known = other if one is None else one
-    if known is None:
-        return torch.zeros(0, dtype=torch.float64)
-    zero = torch.zeros_like(known)
-    return (zero if one is None else one).double() - (zero if other is None else other).double()
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.flatten() for part in parts])
-
-
 Key = tuple[str, str, int]
 """Name of a module, what it is, and the number of the tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixingPlace:
-    """The place where rows mix, and what to do there."""
-
-    told: str
-    fix: str
-
-
-def first_that_mixes(experiments: Experiments) -> MixingPlace | None:
-    """The first input or output, in the order they are made, that depends for some rows on which other rows are there.
+def _in_the_model(experiments: Experiments, told: str) -> Cause | None:
+    """Name the first input or output, in the order they are made, that depends for some rows on which other rows are there.
 
     The first rows and the last are looked at: what looks back only, as a cumulative sum does, leaves the first as they are.
     """
@@ -251,15 +217,12 @@ def first_that_mixes(experiments: Experiments) -> MixingPlace | None:
         rows = experiments.cut.row_numbers[place]
         part = _SeenRows(len(rows))
         case.once(experiments.cut[place], rows, part.watch)
-        found |= {
-            key for key, full in whole.tensors.items() if _differs(experiments, full, part.tensors.get(key), rows)
-        }
+        for key, full in whole.tensors.items():
+            some = part.tensors.get(key)
+            if some is not None and full.shape[1:] == some.shape[1:] and not same_rows(experiments, full, some, rows):
+                found.add(key)
     first = next((key for key in whole.tensors if key in found), None)
-    return None if first is None else _place(first, whole.modules[first[0]])
-
-
-def _differs(experiments: Experiments, full: Tensor, some: Tensor | None, rows: tuple[int, ...]) -> bool:
-    return some is not None and full.shape[1:] == some.shape[1:] and not same_rows(experiments, full, some, rows)
+    return None if first is None else _mixing(told, first, whole.modules[first[0]])
 
 
 def same_rows(experiments: Experiments, full: Tensor, some: Tensor, rows: tuple[int, ...]) -> bool:
@@ -270,26 +233,28 @@ def same_rows(experiments: Experiments, full: Tensor, some: Tensor, rows: tuple[
     return float((some.double() - wanted).norm()) <= largest_floor(experiments.floor.unit) * float(wanted.norm())
 
 
-def _place(key: Key, module: nn.Module) -> MixingPlace:
+def _mixing(told: str, key: Key, module: nn.Module) -> Cause:
     name, what, _ = key
+    name = name or "the model itself"
     if what == "input":
-        return MixingPlace(
-            told=f"They do so before the model: what {name or 'the model itself'!r} is given for a row depends on the others, "
-            "because the objective prepares its inputs from all rows (a mean, a standard deviation, an order).",
-            fix="Prepare the inputs row by row, or in the loader, before the batch is cut; or with statistics that are fixed "
-            "before training.",
+        told += (
+            f" They do so before the model: what {name!r} is given for a row depends on the others, because the objective "
+            "prepares its inputs from all rows (a mean, a standard deviation, an order)."
         )
-    told = f"They do so in the model, first in {name or 'the model itself'!r} ({what})."
-    if getattr(module, "batch_first", True) is False:
-        return MixingPlace(
-            told=f"{told} It takes time first (batch_first=False), and reads the rows as time.",
-            fix=f"Make it {what}(..., batch_first=True); or give the batch time first, with micro_batch=Rows(n, batch_dim=1).",
+        fix = (
+            "Prepare the inputs row by row, or in the loader, before the batch is cut; or with statistics that are fixed "
+            "before training."
         )
-    return MixingPlace(
-        told=told,
-        fix="Take what looks across rows out of the model into the loss of Coupled(encode, loss), or use a layer that looks at "
-        "one row at a time.",
+        return Cause(kind="coupled", explanation=told, fix=fix)
+    told += f" They do so in the model, first in {name!r} ({what})."
+    fix = (
+        "Take what looks across rows out of the model into the loss of Coupled(encode, loss), or use a layer that looks at "
+        "one row at a time."
     )
+    if getattr(module, "batch_first", True) is False:
+        told += " It takes time first (batch_first=False), and reads the rows as time."
+        fix = f"Make it {what}(..., batch_first=True); or give the batch time first, with micro_batch=Rows(n, batch_dim=1)."
+    return Cause(kind="coupled", explanation=told, fix=fix)
 
 
 class _SeenRows:
@@ -303,24 +268,108 @@ class _SeenRows:
     def watch(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             self.modules[name] = module
-            module.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            module.register_forward_hook(self._after(name))
+            module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
+            module.register_forward_hook(partial(self._after, name))
 
-    def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, named: Any) -> None:
-            if not any(key[1] != "input" for key in self.tensors):  # what no layer has made yet, the objective has
-                self._keep(name, "input", [*inputs, *named.values()])
+    def _before(self, name: str, module: nn.Module, inputs: Any, named: Any) -> None:
+        if not any(key[1] != "input" for key in self.tensors):  # what no layer has made yet, the objective has
+            self._keep(name, "input", [*inputs, *named.values()])
 
-        return hook
-
-    def _after(self, name: str) -> Callable[[nn.Module, Any, Batch], None]:
-        def hook(module: nn.Module, inputs: Any, output: Batch) -> None:
-            self._keep(name, type(module).__name__, output)
-
-        return hook
+    def _after(self, name: str, module: nn.Module, inputs: Any, output: Batch) -> None:
+        self._keep(name, type(module).__name__, output)
 
     def _keep(self, name: str, what: str, values: Batch) -> None:
         for tensor in tensors(values):
             if tensor.dim() > 0 and tensor.shape[0] == self._num_rows and tensor.is_floating_point():
                 number = sum(key[:2] == (name, what) for key in self.tensors)
                 self.tensors[name, what, number] = tensor.detach().clone()
+
+
+LARGEST_GROUP = 8
+
+
+def find_split_groups(experiments: Experiments) -> Cause | None:
+    """Cut as unevenly, but keep neighbours together, or the same row of each block, and see whether the error goes."""
+    for told, code, cuts in _kept_together(experiments):
+        if all(experiments.try_out(experiments.case, cut).is_exact for cut in cuts):
+            return Cause(
+                kind="groups",
+                explanation=f"{told} belong together, and a micro-batch that tears them apart is not exact; cut so that they "
+                "stay together, it is.",
+                fix=f"Say so: micro_batch=Rows(n, groups={code}), which never tears them apart.",
+            )
+    return None
+
+
+def _kept_together(experiments: Experiments) -> Iterator[tuple[str, str, list[MicroBatches]]]:
+    """Every group by itself, and a few together: what is exact in one by chance is not in the other."""
+    count, batch = experiments.case.num_rows, experiments.case.batch
+    sizes = [size for size in range(2, LARGEST_GROUP + 1) if count % size == 0 and count // size >= 3]
+    for size in sizes:
+        yield f"{size} neighbouring rows each", str(size), [uneven_cut(batch, size), Rows(size).cut(batch)]
+    for size in sizes[:2]:
+        block = count // size
+        cuts = []
+        for parts in ([[0], range(1, block)], [[row] for row in range(block)]):
+            rows = [sorted(row + part * block for row in rows for part in range(size)) for rows in parts]
+            cuts.append(cut_by_rows(batch, rows))
+        yield f"Row k of each of {size} blocks", f"anybatch.Stacked({size})", cuts
+
+
+def find_trimming(experiments: Experiments) -> Cause | None:
+    """Leave the padding in, and see whether the error goes; then which tensor it was."""
+    cut, case = experiments.cut, experiments.case
+    trimmed = _trimmed(experiments)
+    untrimmed = MicroBatches([take_rows(case.batch, list(rows)) for rows in cut.row_numbers], cut.cut)
+    if not trimmed or not experiments.try_out(case, untrimmed).is_exact:
+        return None
+    if isinstance(case.objective, Coupled):
+        return Cause(
+            kind="padding",
+            explanation="Padding is cut off each micro-batch (Tokens), so that the representations of a coupled loss have "
+            "other lengths in each, or change with it; they are exact when the same rows keep it.",
+            fix="Let encode return one vector per row that does not look at padding; or cut by rows, Rows(n), which leaves "
+            "padding in.",
+        )
+    if isinstance(case.batch, Mapping):
+        for name in trimmed:
+            if (
+                case.batch[name].is_floating_point()
+                and experiments.try_out(case, _with_whole(experiments, name)).is_exact
+            ):
+                return Cause(
+                    kind="padding",
+                    explanation=f"Padding is cut off {name!r} with the tokens, and it has no entry per token: with all of it "
+                    "the gradient is exact.",
+                    fix=f"Say that it stays as it is: Tokens(budget, keep=[{name!r}]).",
+                )
+    return Cause(
+        kind="padding",
+        explanation="The gradient changes when padding is cut off, and is exact when the same rows keep it: the model "
+        "or the loss looks at padding. That is a fact about the model, not about its rows.",
+        fix="Mask padding in the model and ignore it in the loss; or cut by rows, Rows(n), which leaves padding in.",
+    )
+
+
+def _trimmed(experiments: Experiments) -> list[str]:
+    """The fields of a batch that are shorter in its micro-batches; of a batch without names, whether any is."""
+    cut, batch = experiments.cut, experiments.case.batch
+    if cut.cut is None:
+        return []
+    if not isinstance(batch, Mapping):
+        return [""]
+    parts: list[Any] = list(cut)
+    return [
+        str(name)
+        for name, value in batch.items()
+        if hasattr(value, "shape") and any(part[name].shape[1:] != value.shape[1:] for part in parts)
+    ]
+
+
+def _with_whole(experiments: Experiments, name: str) -> MicroBatches:
+    cut, batch = experiments.cut, experiments.case.batch
+    parts: list[Any] = []
+    for part, rows in zip(cut, cut.row_numbers, strict=True):
+        assert isinstance(part, Mapping)
+        parts.append(dict(part) | {name: take_rows(batch, list(rows))[name]})
+    return MicroBatches(parts, cut.cut)

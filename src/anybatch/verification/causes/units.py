@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from anybatch.core import Batch, Objective, TermLosses, children, count_units, is_array, num_rows
 from anybatch.objectives import ObservedMeans, observed
-from anybatch.verification.case import Case
-from anybatch.verification.causes.experiments import ExperimentResult, Experiments, best_weights, shares_of
-from anybatch.verification.causes.model_changes import Repair
+from anybatch.verification.case import Case, ExperimentResult, Experiments, best_weights, shares_of
+from anybatch.verification.causes.changes import Repair
 from anybatch.verification.verdict import Cause
 
 

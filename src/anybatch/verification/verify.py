@@ -1,10 +1,9 @@
 """`verify`: the accumulated gradient against the whole batch's, on copies."""
 
+import copy as copying
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,31 +18,39 @@ from anybatch.core import (
     MicroBatch,
     MicroBatches,
     Objective,
+    Rows,
     Running,
     Workload,
+    as_split,
     check_hooks,
     common_device,
     has_counters,
+    join_rows,
     num_rows,
     outer_random,
     profiler_events,
+    rows_first,
     take_rows,
     with_peak,
     without_op_names,
 )
 from anybatch.display import parse_bytes
-from anybatch.errors import VerifyError
+from anybatch.errors import BatchError, SplitError, VerifyError
 from anybatch.parallel import unwrapped
-from anybatch.verification.case import Case, make_case
-from anybatch.verification.causes import Experiments, Explanation, explain, explain_draws, weights_of_rows
-from anybatch.verification.compared_precision import autocast_dtype, roundoff, why_not_float64
-from anybatch.verification.copies import Copy, leaving_untouched, rounded_otherwise
-from anybatch.verification.cuts import TriedCut, cuts_of, uneven_cut, whole_batch
+from anybatch.ragged import Tokens
+from anybatch.verification.case import Case, Experiments, cut_by_rows, make_case, uneven_cut, weights_of_rows
+from anybatch.verification.causes import Explanation, explain, explain_draws
 from anybatch.verification.floor import Floor, Gradient, floor_of, largest_floor, relative
+from anybatch.verification.precision import autocast_dtype, roundoff, why_not_float64
+from anybatch.verification.state import Copy, leaving_untouched, rounded_otherwise
 from anybatch.verification.verdict import Cause, CutResult, Verdict
 
 SMALL_ERROR = 1e-5
 """In float64: above it an error is no rounding, whatever cancels."""
+TOO_FEW = (
+    "this batch has no uneven cut: all its micro-batches are of one size, and then a mean of means is exact too. Give 3 rows "
+    "or more to be sure of the units."
+)
 
 
 def verify(
@@ -72,46 +79,62 @@ def verify(
     >>> verify(nn.Linear(4, 2), supervised(nn.CrossEntropyLoss()), (torch.randn(9, 4), torch.arange(9) % 2)).is_exact
     True
     """
-    _check(model, objective)
+    if not isinstance(model, nn.Module):
+        raise VerifyError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
+    if not isinstance(objective, Objective | Coupled):
+        raise VerifyError(
+            f"objective={objective!r:.80} is a {type(objective).__name__}; expected supervised(criterion), "
+            "huggingface(), Objective(loss, units) or Coupled(encode, loss)."
+        )
     if isinstance(batch, Dealt):
         batch = batch.batch
     inner = unwrapped(model)
     check_hooks(inner.parameters(), inner.named_parameters, num_passes=2)  # copies would lose them
     limit = None if memory is None else parse_bytes(memory)
-    whole = whole_batch(batch, micro_batch)
+    whole = _whole_batch(batch, micro_batch)
     given = num_rows(whole)
     if given < 2:
         raise VerifyError(f"this batch has {given} row, which cannot be cut; give a batch of 2 rows or more.")
     with leaving_untouched(inner, objective) as held:
-        options: dict[str, Any] = {
-            "held": held,
-            "batch_norm": batch_norm,
-            "autocast": autocast,
-            "copy": copy,
-            "batch_dim": getattr(micro_batch, "batch_dim", None),
-        }
-        case = make_case(inner, objective, whole, **options)
-        rows = None if limit is None else rows_that_fit(case, limit)
-        if rows is not None and rows < given:
-            whole = take_rows(whole, slice(0, rows))
-            case = make_case(inner, objective, whole, **options)
-        taken = None if num_rows(whole) == given else range(num_rows(whole))
+        case = make_case(
+            inner,
+            objective,
+            whole,
+            held=held,
+            batch_norm=batch_norm,
+            autocast=autocast,
+            copy=copy,
+            batch_dim=getattr(micro_batch, "batch_dim", None),
+        )
+        if limit is not None and (rows := rows_that_fit(case, limit)) < given:
+            case = case.of_first(rows)
+        taken = None if case.num_rows == given else range(case.num_rows)
         running = Running(autocast=autocast, batch_norm=batch_norm)
         workload = Workload(model=inner, objective=objective, running=running)
-        cuts, notes = cuts_of(batch, whole, micro_batch, taken, workload=workload)
+        cuts, notes = _cuts_of(batch, case.batch, micro_batch, taken, workload)
         keeps_groups = isinstance(batch, MicroBatches) or getattr(micro_batch, "groups", None) is not None
-        return Proof(case, cuts, given, notes, keeps_groups).verdict()
+        return _Proof(case, cuts, given, notes, keeps_groups).verdict()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedCut:
+    """One way to cut the batch."""
+
+    name: str
+    cut: MicroBatches
+    decides: bool = True
+    """False of a cut that nobody trains with: what it shows is a note."""
 
 
 @dataclass(slots=True)
-class Proof:
+class _Proof:
     """One batch, the cuts that it is tried in, and what is said beside the numbers."""
 
     case: Case
     cuts: list[TriedCut]
     rows_given: int
     notes: list[str]
-    keeps_groups: bool = False
+    keeps_groups: bool
     """Whether rows belong together, so that none may be taken alone."""
 
     def verdict(self) -> Verdict:
@@ -126,8 +149,19 @@ class Proof:
         if failing:
             found = explain(experiments, found.causes)
         elif wrong and not found.causes:
-            found = Explanation(causes=(_precision_cause(wrong, _name_of(self.case)),))
-        return self._told(*self._as_trained(results, found), experiments)
+            found = Explanation(causes=(_precision_cause(wrong, _dtypes(self.case)),))
+        results, found = self._as_trained(results, found)
+        self._add_notes(results, found)
+        return Verdict(
+            rows=self.case.num_rows,
+            rows_given=self.rows_given,
+            dtype=_dtypes(self.case),
+            cuts=tuple(results),
+            causes=found.causes,
+            notes=tuple(self.notes),
+            unjudged=found.unjudged,
+            weights=weights_of_rows(experiments, self.cuts[0].cut, is_wrong=bool(found.causes)),
+        )
 
     def _compare(self) -> tuple[Case, Floor, list[CutResult]]:
         """Every cut in float64, and that which trains in the model's own precision too."""
@@ -144,7 +178,7 @@ class Proof:
             )
         results = [_judged(tried, raised, floor) for tried in self.cuts]
         if not all(parameter.dtype == torch.float64 for parameter in case.model.parameters()):
-            own = floor_of(case.whole(), [reference], unit_of(case))
+            own = floor_of(case.whole(), [reference], _unit_of(case))
             is_sound = results[0].is_exact  # then what is seen here is rounding
             results.append((_judged if is_sound else _result)(self.cuts[0], case, own))
         return raised, floor, results
@@ -161,14 +195,12 @@ class Proof:
         return None
 
     def _floor(self, case: Case, whole: Gradient) -> Floor:
-        unit = unit_of(case)
+        unit = _unit_of(case)
         order = [row for rows in reversed(self.cuts[0].cut.row_numbers) for row in rows]
         permuted = case.once(take_rows(case.batch, order), order)
-        if case.precision == "float64":
-            apart = relative(whole, permuted)
-            single = torch.finfo(torch.float32).eps / 2
-            if largest_floor(unit) < apart < largest_floor(single):
-                unit = single
+        single = torch.finfo(torch.float32).eps / 2
+        if case.precision == "float64" and largest_floor(unit) < relative(whole, permuted) < largest_floor(single):
+            unit = single
         return floor_of(whole, [permuted], unit)
 
     def _cut_to_explain(self, failing: Sequence[CutResult], precise: Case, floor: Floor) -> MicroBatches:
@@ -185,42 +217,36 @@ class Proof:
         return named[ran[-1].name]
 
     def _as_trained(self, results: list[CutResult], found: Explanation) -> tuple[list[CutResult], Explanation]:
-        """Rows that belong together are torn by no cut that trains: this is then a note."""
+        """Turn the cause into a note where no cut that trains splits rows that belong together."""
         trained = [result for result in results if result.name == self.cuts[0].name]
-        is_only_torn = bool(found.causes) and all(cause.kind == "groups" for cause in found.causes)
-        if not is_only_torn or not all(result.is_exact for result in trained) or len(self.cuts) < 2:
+        is_only_groups = bool(found.causes) and all(cause.kind == "groups" for cause in found.causes)
+        if not is_only_groups or not all(result.is_exact for result in trained) or len(self.cuts) < 2:
             return results, found
         self.notes += [f"{cause.explanation} {cause.fix}" for cause in found.causes]
         return [replace(result, decides=result in trained) for result in results], Explanation()
 
-    def _told(self, results: Sequence[CutResult], found: Explanation, experiments: Experiments) -> Verdict:
-        other = [result for result in results if not result.decides and result.name == "by tokens"]
+    def _add_notes(self, results: Sequence[CutResult], found: Explanation) -> None:
         if not found.causes and not found.unjudged:
-            self.notes += [_padding_note(result) for result in other if not result.is_exact]
+            for result in results:
+                if not result.decides and result.name == "by tokens" and not result.is_exact:
+                    how = f"failed ({result.failure})" if result.failure else f"is {result.error:.1e} off"
+                    self.notes.append(
+                        f"with padding cut off (Tokens) the gradient {how}: the model or the loss looks at padding. That is a "
+                        "fact about the model, and its rows are exact with their padding; keep Rows(n)."
+                    )
         left = self.case.held.python.changed(is_left=True)
         if left and not any(cause.kind == "state" for cause in found.causes):
             self.notes.append(
                 f"running the loss changes {', '.join(left[:4])}, outside of the model: closures, globals and default "
                 "arguments are not put back."
             )
-        weights = weights_of_rows(experiments, self.cuts[0].cut, is_wrong=bool(found.causes))
-        return Verdict(
-            rows=self.case.num_rows,
-            rows_given=self.rows_given,
-            dtype=_name_of(self.case),
-            cuts=tuple(results),
-            causes=found.causes,
-            notes=tuple(self.notes),
-            unjudged=found.unjudged,
-            weights=weights,
-        )
 
 
-def unit_of(case: Case) -> float:
+def _unit_of(case: Case) -> float:
     """The unit roundoff of the precision that the case runs in."""
     if case.precision == "float64":
         return torch.finfo(torch.float64).eps / 2
-    return roundoff(chain(case.model.parameters(), case.model.buffers()), autocast_dtype(case.autocast))
+    return roundoff((*case.model.parameters(), *case.model.buffers()), autocast_dtype(case.autocast))
 
 
 def _result(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
@@ -253,14 +279,6 @@ def _judged(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
     return _result(tried, case, floor.widened(perturbed))
 
 
-def _padding_note(result: CutResult) -> str:
-    how = f"failed ({result.failure})" if result.failure else f"is {result.error:.1e} off"
-    return (
-        f"with padding cut off (Tokens) the gradient {how}: the model or the loss looks at padding. That is a fact about the "
-        "model, and its rows are exact with their padding; keep Rows(n)."
-    )
-
-
 def _precision_cause(wrong: Sequence[CutResult], dtype: str) -> Cause:
     worst = max(wrong, key=lambda result: result.error)
     if worst.failure is not None:
@@ -277,20 +295,108 @@ def _precision_cause(wrong: Sequence[CutResult], dtype: str) -> Cause:
     )
 
 
-def _name_of(case: Case) -> str:
+def _dtypes(case: Case) -> str:
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in case.model.parameters()})
     cast = autocast_dtype(case.autocast)
     return "/".join(dtypes) + (f" with {str(cast).removeprefix('torch.')} autocast" if cast else "")
 
 
-def _check(model: nn.Module, objective: Objective | Coupled) -> None:
-    if not isinstance(model, nn.Module):
-        raise VerifyError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
-    if not isinstance(objective, Objective | Coupled):
+def _whole_batch(batch: Batch, micro_batch: MicroBatch | None) -> Batch:
+    """All rows in one piece, rows first: micro-batches joined, raw samples collated."""
+    if getattr(batch, "whole", False):
         raise VerifyError(
-            f"objective={objective!r:.80} is a {type(objective).__name__}; expected supervised(criterion), "
-            "huggingface(), Objective(loss, units) or Coupled(encode, loss)."
+            "this batch cannot be verified: its micro-batches must stay whole, and verify compares them with all rows in one "
+            "go. Verify a batch with rows first, each by itself."
         )
+    try:
+        if isinstance(batch, MicroBatches):
+            return join_rows(batch.micro_batches)
+        if isinstance(micro_batch, Rows | Tokens) and micro_batch.collate is not None:
+            return micro_batch.collate(list(batch))
+    except BatchError as error:
+        raise VerifyError(
+            f"the micro-batches cannot be joined to the whole batch that they are compared with: {error} Give the batch itself."
+        ) from error
+    dim = getattr(micro_batch, "batch_dim", None)
+    return rows_first(batch, dim) if dim else batch
+
+
+def _cuts_of(
+    given: Batch, whole: Batch, micro_batch: MicroBatch | None, rows: Sequence[int] | None, workload: Workload
+) -> tuple[list[TriedCut], list[str]]:
+    """The cut that trains, an uneven one where that is even, and by tokens as a note; and what is to be said about them.
+
+    `rows` are those of the given batch that `whole` holds, where it does not hold all of them.
+    """
+    trained = _trained(given, whole, micro_batch, rows, workload)
+    is_cut = trained is not None and (len(trained.cut) > 1 or trained.cut.cut is not None)
+    uneven = _uneven(whole, micro_batch, None if trained is None else trained.cut)
+    cuts = [tried for tried in (trained if is_cut else None, uneven) if tried is not None]
+    has_uneven = any(len({len(numbers) for numbers in tried.cut.row_numbers}) > 1 for tried in cuts)
+    if not cuts:
+        cuts.append(TriedCut(name="rows by 1", cut=Rows(1).cut(whole)))
+    by_tokens = None if isinstance(micro_batch, Tokens) else _by_tokens(whole)
+    if by_tokens is not None:
+        cuts.append(TriedCut(name="by tokens", cut=by_tokens, decides=False))
+    return cuts, [] if has_uneven else [TOO_FEW]
+
+
+def _trained(
+    given: Batch, whole: Batch, micro_batch: MicroBatch | None, rows: Sequence[int] | None, workload: Workload
+) -> TriedCut | None:
+    """As an update would cut it; None where nobody said how."""
+    if isinstance(given, MicroBatches):
+        return None if rows is not None else TriedCut(name="as given", cut=given)
+    if micro_batch is None:
+        return None
+    split = copying.deepcopy(as_split(micro_batch))  # one that learns must not learn from this
+    raw = isinstance(split, Rows | Tokens) and split.collate is not None
+    batch = [given[row] for row in rows] if raw and rows else given if raw else whole
+    choose_for = getattr(split, "choose_for", None)
+    if choose_for is not None:
+        choose_for(workload, batch)
+    name = f"as configured: {split!r}"
+    if isinstance(split, Rows) and split.batch_dim:
+        split = replace(split, batch_dim=None)  # rows were put first
+    if isinstance(split, Tokens):
+        split._has_warned = True
+    return TriedCut(name=name, cut=split.cut(batch))
+
+
+def _uneven(whole: Batch, micro_batch: MicroBatch | None, trained: MicroBatches | None) -> TriedCut | None:
+    """Micro-batches of different sizes, where those that train are alike; None where there is no such cut.
+
+    Where there are three or more, all but the first are taken together: so rows that belong together stay together.
+    """
+    groups = getattr(micro_batch, "groups", None)
+    if trained is not None and len(trained) > 1:
+        if groups is not None and len(trained) == 2:
+            split = Rows(1, groups=groups)
+            trained = replace(split, size=split.least(whole)).cut(whole)
+        if len({len(rows) for rows in trained.row_numbers}) > 1:
+            return None
+        if len(trained) > 2:
+            first, *others = trained.row_numbers
+            parts = [sorted(first), sorted(row for rows in others for row in rows)]
+            return TriedCut(name=f"uneven: 1 micro-batch and {len(others)} together", cut=cut_by_rows(whole, parts))
+    if groups is not None or num_rows(whole) < 3:
+        return None
+    return TriedCut(name="uneven rows", cut=uneven_cut(whole))
+
+
+def _by_tokens(whole: Batch) -> MicroBatches | None:
+    """A third of the padded tokens at a time, by the attention mask; None where there is none, or no padding to cut off."""
+    if not isinstance(whole, Mapping) or "attention_mask" not in whole:
+        return None
+    split = Tokens(1)
+    split._has_warned = True
+    try:
+        measured = split.measure(whole)
+    except (SplitError, BatchError):
+        return None
+    longest = max(measured.lengths)
+    cut = split.cut_to(max(longest, len(measured.lengths) * longest // 3), whole, measured)
+    return cut if cut.cut is not None and min(cut.cut.lengths) < longest else None
 
 
 def rows_that_fit(case: Case, limit: int) -> int:
@@ -299,16 +405,16 @@ def rows_that_fit(case: Case, limit: int) -> int:
     Measured is the run that takes most, in float64 where the model has it. What does not fit is not run: the next doubling
     is taken to cost in proportion to the rows.
     """
-    count = num_rows(case.batch)
+    count = case.num_rows
     fits, sizes = 0, [*itertools.takewhile(lambda size: size < count, (2**power for power in range(1, 64))), count]
     seen: list[tuple[int, int]] = []
     for size in sizes:
-        expected = _expected(seen, size)
-        if expected > limit:
-            break
-        peak = _peak(case, size)
-        seen.append((size, peak))
-        if peak > limit:
+        if len(seen) >= 2:  # on the line through the last two peaks
+            (small, low), (large, high) = seen[-2:]
+            if high + (high - low) * (size - large) // (large - small) > limit:
+                break
+        seen.append((size, _peak(case.of_first(size))))
+        if seen[-1][1] > limit:
             break
         fits = size
     if fits == 0:
@@ -319,26 +425,14 @@ def rows_that_fit(case: Case, limit: int) -> int:
     return fits
 
 
-def _expected(seen: list[tuple[int, int]], size: int) -> int:
-    """On the line through the last two peaks; what is not known yet is expected to fit."""
-    if len(seen) < 2:
-        return 0
-    (small, low), (large, high) = seen[-2:]
-    return high + (high - low) * (size - large) // (large - small)
-
-
-def _peak(case: Case, size: int) -> int:
-    """Bytes at the peak of a run of the first `size` rows: the copy, its gradients and the graph."""
-    names = ("held", "batch_norm", "autocast", "copy", "batch_dim")
-    options = {name: getattr(case, name) for name in names}
-    part = make_case(case.model, case.objective, take_rows(case.batch, slice(0, size)), **options)
-    wide = make_case(case.model, case.objective, part.batch, **options, precision="float64")
+def _peak(case: Case) -> int:
+    """Bytes at the peak of a run in one go: the copy, its gradients and the graph."""
     if why_not_float64(case.model) is None:
         try:
-            return _measured(case, wide.record)
+            return _measured(case, replace(case, precision="float64").record)
         except (RuntimeError, TypeError, ValueError):  # a model that does not run in float64
             pass
-    return _measured(case, part.record)
+    return _measured(case, case.record)
 
 
 def _measured(case: Case, run: Callable[[], object]) -> int:

@@ -5,17 +5,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from anybatch.verification.causes.coupling import find_coupling, find_penalty, find_uneven_touch, unknown_weights
-from anybatch.verification.causes.experiments import ExperimentResult, Experiments
-from anybatch.verification.causes.model_changes import (
+from anybatch.verification.case import ExperimentResult, Experiments
+from anybatch.verification.causes.changes import (
     Repair,
     find_batch_norm,
     find_changed_inputs,
+    find_draws_outside_torch,
+    find_mixed_rows,
     find_model_state,
     find_own_generator,
+    why_unjudged,
 )
-from anybatch.verification.causes.randomness import find_draws_outside_torch, find_mixed_rows, why_unjudged
-from anybatch.verification.causes.torn_rows import find_torn_groups, find_trimming
+from anybatch.verification.causes.coupling import (
+    find_coupling,
+    find_penalty,
+    find_split_groups,
+    find_trimming,
+    find_uneven_touch,
+    unknown_weights,
+)
 from anybatch.verification.causes.units import find_reduction, find_units, find_wrong_term
 from anybatch.verification.verdict import Cause
 
@@ -31,7 +39,7 @@ REPAIRS: tuple[Callable[[Experiments, ExperimentResult], Repair | None], ...] = 
 """Experiments that change one thing and look whether the error goes. A change that helped stays for the next one."""
 SIGNS: tuple[Callable[[Experiments], Cause | None], ...] = (
     find_wrong_term,
-    find_torn_groups,
+    find_split_groups,
     find_own_generator,
     find_penalty,
     find_uneven_touch,
@@ -94,8 +102,13 @@ def _causes(experiments: Experiments, now: ExperimentResult) -> tuple[Cause, ...
         if cause_seen is not None and (now.failure is None or cause_seen.kind == "groups"):
             return (*causes, cause_seen)
     if now.failure is not None:
-        return (*causes, _failed(now.failure))
-    return (*causes, _unknown(experiments, now)) if not causes else tuple(causes)
+        failed = Cause(
+            kind="error",
+            explanation=f"The micro-batches could not run: {now.failure}",
+            fix="Mend the error; it does not come when the whole batch runs in one go.",
+        )
+        return (*causes, failed)
+    return tuple(causes) or (_unknown(experiments, now),)
 
 
 def _tried(experiment: Callable[..., T | None], *given: Experiments | ExperimentResult) -> T | None:
@@ -117,14 +130,6 @@ def _not_finite(experiments: Experiments) -> Cause:
         explanation=f"The whole batch in one go has a loss of {experiments.floor.whole.loss} and gradients that are not finite "
         f"in {', '.join(bad[:3]) or 'no parameter'}: there is nothing to compare with.",
         fix="Verify with a batch whose loss is finite, or mend what makes it inf or nan first.",
-    )
-
-
-def _failed(failure: str) -> Cause:
-    return Cause(
-        kind="error",
-        explanation=f"The micro-batches could not run: {failure}",
-        fix="Mend the error; it does not come when the whole batch runs in one go.",
     )
 
 
