@@ -37,8 +37,10 @@ from anybatch.verification.draws import Draws, recomputing, recording, replaying
 from anybatch.verification.floor import Floor, Gradient, add_norm, gradients_of, largest_floor, relative
 from anybatch.verification.precision import ComparedPrecision, Raised, keep_in_backward, raised
 from anybatch.verification.state import Copy, ObjectiveState, PythonState, copy_batch, copy_model, functions_of
-from anybatch.verification.verdict import RowWeights
+from anybatch.verification.verdict import CutResult, RowWeights
 
+Forward = Callable[[nn.Module, Batch], Any]
+"""The part of an objective that runs the model: the loss, or a coupled loss's `encode`."""
 BeforeRun = Callable[[nn.Module], "Callable[[], None] | None"]
 """Called with the copy before it runs; what it returns is called when that is done, before anything is put back."""
 
@@ -76,12 +78,6 @@ class Case:
         """The case of the first rows, whose draws are still to be recorded."""
         batch = take_rows(self.batch, slice(0, count))
         return replace(self, batch=batch, draws=_draws_of(batch), loss_draws=_draws_of(batch))
-
-    def quiet(self) -> "Case":
-        """The case in which every random draw is its mean: to be recorded."""
-        draws = Draws(self.num_rows, self.draws.is_left, is_quiet=True)
-        loss_draws = Draws(self.num_rows, self.loss_draws.is_left, is_quiet=True)
-        return replace(self, draws=draws, loss_draws=loss_draws)
 
     def record(self) -> Gradient:
         """The whole batch in one go; what it draws is drawn again in every later run."""
@@ -206,7 +202,7 @@ class Case:
             state = PythonState(model, *functions_of(objective), owned=[*model.modules()], keeps_tensors=True)
         ran: set[int] = set()
 
-        def follow(function: Callable[[nn.Module, Batch], Any]) -> Callable[[nn.Module, Batch], Any]:
+        def follow(function: Forward) -> Forward:
             def followed(model: nn.Module, batch: Batch) -> Any:
                 rows = places[id(batch)]
                 if state is not None:
@@ -218,10 +214,18 @@ class Case:
 
             return followed
 
-        if isinstance(objective, Objective):
-            return replace(objective, loss=follow(objective.loss))
+        following = with_forward(objective, follow)
+        if isinstance(following, Objective):
+            return following
         joined = [row for rows in places.values() for row in rows]
-        return replace(objective, encode=follow(objective.encode), loss=_FollowedLoss(self, objective, joined))
+        return replace(following, loss=_FollowedLoss(self, following, joined))
+
+
+def with_forward(objective: Objective | Coupled, wrap: Callable[[Forward], Forward]) -> Objective | Coupled:
+    """The objective whose function of model and rows is wrapped."""
+    if isinstance(objective, Objective):
+        return replace(objective, loss=wrap(objective.loss))
+    return replace(objective, encode=wrap(objective.encode))
 
 
 class _FollowedLoss(nn.Module):
@@ -307,17 +311,27 @@ CLEAR_FALL = 3.0
 """A change is one of several causes if the error falls by this factor, though not to the floor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExperimentResult:
-    """Result of accumulating in one experiment."""
+def compare(case: Case, cut: MicroBatches, floor: Floor, *, name: str = "", decides: bool = True) -> CutResult:
+    """Hold the accumulated gradient of this cut against the whole batch's."""
+    told = CutResult(
+        name=name,
+        precision=case.precision,
+        micro_batches=len(cut),
+        rows=tuple(len(numbers) for numbers in cut.row_numbers),
+        error=math.inf,
+        parameters=(),
+        decides=decides,
+    )
+    try:
+        accumulated = case.accumulated(cut)
+    except Exception as error:  # a cut that cannot run is a finding, not the end
+        return replace(told, failure=f"{type(error).__name__}: {error}")
+    return replace(told, error=relative(floor.whole, accumulated), parameters=floor.errors(accumulated, len(cut)))
 
-    error: float
-    is_exact: bool
-    failure: str | None = None
 
-    def explains(self, before: "ExperimentResult") -> bool:
-        """True if what was changed is a cause of the error there was before."""
-        return self.is_exact or (self.failure is None and self.error * CLEAR_FALL < before.error)
+def explains(after: CutResult, before: CutResult) -> bool:
+    """True if what was changed is a cause of the error there was before."""
+    return after.is_exact or (after.failure is None and after.error * CLEAR_FALL < before.error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,21 +356,13 @@ class Experiments:
 
     def without_draws(self) -> "Experiments":
         """The same with every random draw at its mean."""
-        quiet = self.case.quiet()
-        whole = quiet.record()
-        return replace(self, case=quiet, floor=replace(self.floor, whole=whole))
+        draws = [replace(_draws_of(self.case.batch), is_quiet=True) for _ in range(2)]
+        quiet = replace(self.case, draws=draws[0], loss_draws=draws[1])
+        return replace(self, case=quiet, floor=replace(self.floor, whole=quiet.record()))
 
-    def try_out(self, case: Case, cut: MicroBatches | None = None) -> ExperimentResult:
+    def try_out(self, case: Case, cut: MicroBatches | None = None) -> CutResult:
         """The error of this case in the cut, against the gradient of the whole batch."""
-        cut = cut or self.cut
-        try:
-            accumulated = case.accumulated(cut)
-        except Exception as error:  # whatever a model raises on a few rows is an outcome
-            return ExperimentResult(error=math.inf, is_exact=False, failure=f"{type(error).__name__}: {error}")
-        errors = self.floor.errors(accumulated, len(cut))
-        return ExperimentResult(
-            error=relative(self.floor.whole, accumulated), is_exact=all(parameter.is_exact for parameter in errors)
-        )
+        return compare(case, cut or self.cut, self.floor)
 
     def each_alone(self) -> list[Gradient]:
         """The gradient of each micro-batch by itself."""

@@ -5,7 +5,7 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -160,32 +160,24 @@ def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Itera
         )
 
 
-_PRIVATE = frozenset(vars(nn.Module())) - {"training"}
+_PRIVATE = frozenset(vars(nn.Module()))
 _MOST_NUMBERS, _MOST_OBJECTS, _MOST_ITEMS, _DEEPEST = 2**16, 2000, 100, 5
 _LIBRARIES = ("builtins", "torch", "logging", "numpy", "transformers", "functools", "threading", "re", "typing")
 _NOT_THE_USERS = ("torch.", "anybatch.core.batch", "anybatch.core.splits", "anybatch.ragged", "transformers.")
+_PLAIN = (int, float, str, types.NoneType)
 _CONTAINERS = (list, dict, set, deque)
 _ABSENT = object()
 
 
-class _Names(NamedTuple):
-    """Names in one place (attributes of an object, variables of a function) and what they stood for."""
-
-    read: Callable[[], Mapping[str, Any]]
-    was: Mapping[str, Any]
-    label: str
-    is_restored: bool
-    known: Collection[str] | None = None
-    """All names that were there, where one more is a change."""
-
-
-class _Contents(NamedTuple):
-    """A container, a tensor or a random generator, and what it held."""
+class _Held(NamedTuple):
+    """A container, a namespace, a tensor or a random generator, and what it held."""
 
     value: Any
     was: Any
     label: str
     is_restored: bool
+    has_names: bool = False
+    """True of attributes and variables, which are told one by one."""
 
 
 class PythonState:
@@ -206,8 +198,7 @@ class PythonState:
         self._owned = set(map(id, owned))
         self._keeps_tensors = keeps_tensors
         self._seen: set[int] = set()
-        self._names: list[_Names] = []
-        self._contents: list[_Contents] = []
+        self._held: list[_Held] = []
         self.modules: dict[str, nn.Module] = {}
         """Modules that are reached and not owned."""
         self.iterators: list[str] = []
@@ -224,43 +215,38 @@ class PythonState:
 
         Random generators and the modes of modules are not among it.
         """
-        found = []
-        for read, was, label, is_restored, known in self._names:
-            if not (is_left and is_restored):
-                now = read()
-                pairs = [(key, value, now.get(key, _ABSENT)) for key, value in was.items() if key != "training"]
-                told = [f"{key}{_values(old, new)}" for key, old, new in pairs if not _is_same(old, new)]
-                told += [f"{key} (new)" for key in now.keys() - known] if known is not None else []
-                found += [f"{label}.{text}".lstrip(".") for text in told]
-        found += [
-            f"{label}{_values(was[1], value) if isinstance(value, Tensor) else ''}"
-            for value, was, label, is_restored in self._contents
-            if not ((is_left and is_restored) or _is_generator(value) or _holds(value, was))
-        ]
-        return list(dict.fromkeys(found))
+        found: dict[str, None] = {}
+        for value, was, label, is_restored, has_names in self._held:
+            if (is_left and is_restored) or _is_generator(value) or _holds(value, was):
+                continue
+            if not has_names:
+                found[f"{label}{_values(was[1], value) if isinstance(value, Tensor) else ''}"] = None
+                continue
+            now = _read(value)
+            for key in dict.fromkeys([*was, *now]):
+                old, new = was.get(key, _ABSENT), now.get(key, _ABSENT)
+                if key != "training" and not _is_same(old, new):
+                    told = " (new)" if old is _ABSENT else _values(old, new)
+                    found[f"{label}.{key}{told}".lstrip(".")] = None
+        return list(found)
 
     def moved_generators(self) -> list[str]:
         """Names of the generators of Python and NumPy that were drawn from."""
-        return [
-            label
-            for value, was, label, _ in self._contents
-            if _is_generator(value) and not isinstance(value, torch.Generator) and str(_copied(value)) != str(was)
+        generators = [
+            one for one in self._held if _is_generator(one.value) and not isinstance(one.value, torch.Generator)
         ]
+        return [one.label for one in generators if str(_read(one.value)) != str(one.was)]
 
     def put_back(self) -> None:
         """Restore what modules and callable objects hold, and the position of random generators."""
-        for read, was, _, is_restored, known in self._names:
-            if is_restored:
-                table: Any = read()
-                for key in table.keys() - known if known is not None else ():
-                    del table[key]
-                table.update(was)
-        for value, before, _, is_restored in self._contents:
-            if is_restored and not _holds(value, before):
-                _fill(value, before)
+        for value, was, _, is_restored, _ in self._held:
+            if is_restored and not _holds(value, was):
+                _fill(value, was)
 
     def _visit(self, value: Any, depth: int, name: str, is_restored: bool) -> None:
-        if id(value) in self._seen or depth > _DEEPEST or len(self._seen) > _MOST_OBJECTS:
+        if isinstance(value, (*_PLAIN, tuple)) or id(value) in self._seen:
+            return
+        if depth > _DEEPEST or len(self._seen) > _MOST_OBJECTS:
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
@@ -270,27 +256,28 @@ class PythonState:
         elif isinstance(value, Tensor):
             self._visit_tensor(value, name, is_restored)
         elif isinstance(value, _CONTAINERS) or _is_generator(value):
-            self._contents.append(_Contents(value, _copied(value), name, is_restored or _is_generator(value)))
+            self._held.append(_Held(value, _read(value), name, is_restored or _is_generator(value)))
         elif isinstance(value, Iterator):
             self.iterators.append(name)
         elif _is_of_the_user(value):
-            self._visit_object(value, depth, name, is_restored)
+            self._visit_names(getattr(value, "__dict__", {}), depth, name, is_restored)
+            self._visit_names(type(value), depth, name, False)
+            self._visit(vars(type(value)).get("__call__"), depth, name, False)
         for step, part in _parts(value):
             self._visit(part, depth + 1, name + step, is_restored)
+
+    def _visit_names(self, value: Any, depth: int, label: str, is_restored: bool) -> None:
+        self._held.append(_Held(value, was := _read(value), label, is_restored, has_names=True))
+        for key, item in was.items():
+            if key not in _PRIVATE:
+                self._visit(item, depth + 1, f"{label}.{key}".lstrip("."), is_restored)
 
     def _visit_tensor(self, value: Tensor, name: str, is_restored: bool) -> None:
         if isinstance(value, nn.Parameter):
             self.free_parameters[name] = value
         elif value.numel() <= _MOST_NUMBERS and not value.requires_grad and not value.is_inference():
-            self._contents.append(_Contents(value, _copied(value), name, is_restored))
+            self._held.append(_Held(value, _read(value), name, is_restored))
             self.tables_of_numbers[name] = value
-
-    def _visit_object(self, value: Any, depth: int, name: str, is_restored: bool) -> None:
-        held = vars(value) if hasattr(value, "__dict__") else {}
-        self._add(lambda: held, dict(held), name, depth, is_restored, known=frozenset(held))
-        shared = {key: item for key, item in vars(type(value)).items() if _is_plain(item) and key[:2] != "__"}
-        self._add(lambda: vars(type(value)), shared, name, depth, False)
-        self._visit(vars(type(value)).get("__call__"), depth, name, False)
 
     def _visit_module(self, top: nn.Module, depth: int, name: str) -> None:
         is_owned = id(top) in self._owned
@@ -298,48 +285,30 @@ class PythonState:
             self.modules[name] = top
         elif self._keeps_tensors:
             for path, parameter in top.named_parameters():
-                self._contents.append(_Contents(parameter, (-1, parameter.detach().clone()), path, True))
+                self._held.append(_Held(parameter, (-1, parameter.detach().clone()), path, True))
         for path, module in top.named_modules():
             self._seen.add(id(module))
             label = ".".join(part for part in (name, path) if part)
-            own = {key: value for key, value in vars(module).items() if key not in _PRIVATE}
-            if type(module).__module__.startswith("torch.nn."):
-                # torch's own layers compute with constants; what others hang on them is a container
-                own = {key: one for key, one in own.items() if key == "training" or isinstance(one, _CONTAINERS)}
-            elif _library(type(module)) not in _LIBRARIES:
+            if _library(type(module)) not in _LIBRARIES:
                 self._visit(type(module).forward, depth + 1, label, False)
-            self._add(functools.partial(vars, module), own, label, depth, True, known=frozenset(vars(module)))
+            self._visit_names(vars(module), depth, label, True)
             if not is_owned or self._keeps_tensors:
-                buffers = {key: one for key, one in buffers_of(module).items() if one is not None}
-                self._names.append(_Names(functools.partial(buffers_of, module), buffers, label, True))
+                buffers = buffers_of(module)
+                self._held.append(_Held(buffers, dict(buffers), label, True, has_names=True))
                 for key, buffer in buffers.items():
-                    was = (-1, buffer.detach().clone()) if is_owned else _copied(buffer)
-                    self._contents.append(_Contents(buffer, was, f"{label}.{key}".lstrip("."), True))
+                    if buffer is not None:
+                        was = (-1, buffer.detach().clone()) if is_owned else _read(buffer)
+                        self._held.append(_Held(buffer, was, f"{label}.{key}".lstrip("."), True))
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
         home = function.__module__ or ""
         if home.startswith(_NOT_THE_USERS):
             return
         is_ours = home.startswith("anybatch.")  # what `huggingface()` remembers is no state of the user's
-        self._add(lambda: _variables(function), _variables(function), "", depth, is_ours)
-        attributes = vars(function)
-        self._add(lambda: attributes, dict(attributes), function.__name__, depth, False, known=frozenset(attributes))
+        self._visit_names(function, depth, "", is_ours)
+        self._visit_names(vars(function), depth, function.__name__, False)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(value, depth + 1, f"a default of {function.__name__}", False)
-
-    def _add(
-        self,
-        read: Callable[[], Mapping[str, Any]],
-        was: Mapping[str, Any],
-        label: str,
-        depth: int,
-        is_restored: bool,
-        known: Collection[str] | None = None,
-    ) -> None:
-        named = {key: value for key, value in was.items() if not isinstance(value, nn.Module)}
-        self._names.append(_Names(read, named, label, is_restored, known))
-        for key, value in was.items():
-            self._visit(value, depth + 1, f"{label}.{key}".lstrip("."), is_restored)
 
 
 def _parts(value: Any) -> Iterable[tuple[str, Any]]:
@@ -360,8 +329,8 @@ def _variables(function: types.FunctionType) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in _names_in(function.__code__):
         value = function.__globals__.get(name, _ABSENT)
-        can_change = isinstance(value, (nn.Module, Tensor, types.FunctionType, *_CONTAINERS)) or _is_generator(value)
-        if can_change or _is_plain(value) or _is_of_the_user(value):
+        can_change = isinstance(value, (nn.Module, Tensor, types.FunctionType, *_CONTAINERS, *_PLAIN))
+        if can_change or _is_generator(value) or _is_of_the_user(value):
             found[name] = value
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -386,10 +355,6 @@ def _is_of_the_user(value: Any) -> bool:
     return not isinstance(value, (type, types.ModuleType)) and _library(type(value)) not in _LIBRARIES
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str, types.NoneType))
-
-
 def _is_generator(value: Any) -> bool:
     if isinstance(value, random.SystemRandom):  # it has no position
         return False
@@ -410,14 +375,18 @@ def _values(before: Any, now: Any) -> str:
     return ""
 
 
-def _copied(value: Any) -> Any:
-    """The numbers of a tensor, the position of a generator, the items of a container."""
+def _read(value: Any) -> Any:
+    """The numbers of a tensor, the position of a generator, the variables of a function, the items of a container."""
     if isinstance(value, Tensor):
         return num_writes(value), value.detach().clone()
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
         return value.get_state()
+    if isinstance(value, types.FunctionType):
+        return _variables(value)
+    if isinstance(value, type):
+        return {key: item for key, item in vars(value).items() if isinstance(item, _PLAIN) and key[:2] != "__"}
     return value.bit_generator.state if _is_generator(value) else value.copy()
 
 
@@ -425,13 +394,14 @@ def _holds(value: Any, was: Any) -> bool:
     """True if a container holds the same objects or a tensor the same numbers; of generators, never."""
     if isinstance(value, Tensor):
         num, numbers = was
-        now = value.detach().to(numbers.dtype)
-        return num_writes(value) == num or bool(torch.equal(now.nan_to_num(), numbers.nan_to_num()))
-    if _is_generator(value) or len(value) != len(was):
+        current = value.detach().to(numbers.dtype)
+        return num_writes(value) == num or bool(torch.equal(current.nan_to_num(), numbers.nan_to_num()))
+    if _is_generator(value):
         return False
-    if isinstance(value, dict):
-        return all(key in was and was[key] is item for key, item in value.items())
-    return value == was if isinstance(value, set) else all(a is b for a, b in zip(value, was, strict=True))
+    now = value if isinstance(value, _CONTAINERS) else _read(value)
+    if isinstance(now, dict):
+        return now.keys() == was.keys() and all(_is_same(was[key], item) for key, item in now.items())
+    return now == was if isinstance(now, set) else len(now) == len(was) and all(map(_is_same, was, now))
 
 
 def _fill(value: Any, was: Any) -> None:
@@ -443,6 +413,10 @@ def _fill(value: Any, was: Any) -> None:
         value.set_state(was)
     elif _is_generator(value):
         value.bit_generator.state = was
-    else:
+    elif isinstance(value, dict):
+        for key in value.keys() - was.keys():
+            del value[key]
+        value.update(was)
+    elif isinstance(value, _CONTAINERS):  # variables of functions stay
         value.clear()
         value.extend(was) if isinstance(value, list | deque) else value.update(was)

@@ -38,7 +38,7 @@ from anybatch.display import parse_bytes
 from anybatch.errors import BatchError, SplitError, VerifyError
 from anybatch.parallel import unwrapped
 from anybatch.ragged import Tokens
-from anybatch.verification.case import Case, Experiments, cut_by_rows, make_case, uneven_cut, weights_of_rows
+from anybatch.verification.case import Case, Experiments, compare, cut_by_rows, make_case, uneven_cut, weights_of_rows
 from anybatch.verification.causes import Explanation, explain, explain_draws
 from anybatch.verification.floor import Floor, Gradient, floor_of, largest_floor, relative
 from anybatch.verification.precision import autocast_dtype, roundoff, why_not_float64
@@ -250,21 +250,7 @@ def _unit_of(case: Case) -> float:
 
 
 def _result(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
-    cut = tried.cut
-    told = CutResult(
-        name=tried.name,
-        precision=case.precision,
-        micro_batches=len(cut),
-        rows=tuple(len(numbers) for numbers in cut.row_numbers),
-        error=float("inf"),
-        parameters=(),
-        decides=tried.decides,
-    )
-    try:
-        accumulated = case.accumulated(cut)
-    except Exception as error:  # a cut that cannot run is a finding, not the end
-        return replace(told, failure=f"{type(error).__name__}: {error}")
-    return replace(told, error=relative(floor.whole, accumulated), parameters=floor.errors(accumulated, len(cut)))
+    return compare(case, tried.cut, floor, name=tried.name, decides=tried.decides)
 
 
 def _judged(tried: TriedCut, case: Case, floor: Floor) -> CutResult:

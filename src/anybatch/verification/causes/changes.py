@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.batch_norm import batch_norms, uses_batch_statistics
-from anybatch.core import Batch, Coupled, NormLayer, map_tensors, outer_random, tensors
-from anybatch.verification.case import Case, ExperimentResult, Experiments
+from anybatch.core import Batch, NormLayer, map_tensors, outer_random, tensors
+from anybatch.verification.case import Case, Experiments, Forward, explains, with_forward
 from anybatch.verification.draws import Draw
 from anybatch.verification.floor import Floor, largest_floor, relative
 from anybatch.verification.state import PythonState, functions_of
-from anybatch.verification.verdict import Cause
+from anybatch.verification.verdict import Cause, CutResult
 
 RANDOM_FIX = (
     "Draw from torch's generator (torch.rand, torch.randn, F.dropout), which can be replayed, or put the numbers into "
@@ -25,18 +25,18 @@ STATE_FIX = (
     "Let forward depend on parameters, rows and torch's generators alone. Count updates outside the model, for "
     "example after update(batch), and keep running statistics out of the training forward's output."
 )
-Repair = tuple[Cause, Case, ExperimentResult]
+Repair = tuple[Cause, Case, CutResult]
 """A cause, the case without it, and what came of that."""
 
 
-def find_model_state(experiments: Experiments, before: ExperimentResult) -> Repair | None:
+def find_model_state(experiments: Experiments, before: CutResult) -> Repair | None:
     """Look at what a forward changes; put it back before every micro-batch, and see whether the error goes."""
     changed, moved, _ = forward_changes(experiments)
     if not changed and not moved:
         return None
     repaired = replace(experiments.case, restores_state=True)
     after = experiments.try_out(repaired)
-    if not after.explains(before) or not changed:
+    if not explains(after, before) or not changed:
         return None
     cause = Cause(
         kind="state",
@@ -47,14 +47,14 @@ def find_model_state(experiments: Experiments, before: ExperimentResult) -> Repa
     return cause, repaired, after
 
 
-def find_changed_inputs(experiments: Experiments, before: ExperimentResult) -> Repair | None:
+def find_changed_inputs(experiments: Experiments, before: CutResult) -> Repair | None:
     """Look at whether the rows are as they were after a forward; give every forward a copy, and see whether the error goes."""
     written = _written_inputs(experiments)
     if not written:
         return None
     repaired = replace(experiments.case, copies_inputs=True)
     after = experiments.try_out(repaired)
-    if not after.explains(before):
+    if not explains(after, before):
         return None
     cause = Cause(
         kind="inputs",
@@ -112,24 +112,23 @@ def forward_changes(experiments: Experiments) -> ForwardChanges:
 def _written_inputs(experiments: Experiments) -> list[str]:
     """Tensors that the forward writes to. Their paths are not known here: they are named by their shapes."""
     written: list[str] = []
-    objective = experiments.case.objective
-    name = "encode" if isinstance(objective, Coupled) else "loss"
-    function = getattr(objective, name)
 
-    def spied(model: nn.Module, batch: Batch) -> Any:
-        before = map_tensors(batch, torch.clone)
-        result = function(model, batch)
-        pairs = zip(tensors(before), tensors(batch), strict=True)
-        written.extend(f"a tensor of shape {tuple(new.shape)}" for old, new in pairs if not torch.equal(old, new))
-        return result
+    def spy(function: Forward) -> Forward:
+        def spied(model: nn.Module, batch: Batch) -> Any:
+            before = map_tensors(batch, torch.clone)
+            result = function(model, batch)
+            pairs = zip(tensors(before), tensors(batch), strict=True)
+            written.extend(f"a tensor of shape {tuple(new.shape)}" for old, new in pairs if not torch.equal(old, new))
+            return result
 
-    changed: dict[str, Any] = {name: spied}
-    spy = replace(experiments.case, objective=replace(objective, **changed))
-    spy.once(experiments.cut[0], experiments.cut.row_numbers[0])
+        return spied
+
+    case = replace(experiments.case, objective=with_forward(experiments.case.objective, spy))
+    case.once(experiments.cut[0], experiments.cut.row_numbers[0])
     return written
 
 
-def find_batch_norm(experiments: Experiments, before: ExperimentResult) -> Repair | None:
+def find_batch_norm(experiments: Experiments, before: CutResult) -> Repair | None:
     """Pool the statistics over the whole batch, and see whether the error goes."""
     layers = [name for name, layer in batch_norms(experiments.case.model).items() if uses_batch_statistics(layer)]
     if not layers or experiments.case.batch_norm in ("exact", "frozen"):
@@ -141,7 +140,7 @@ def find_batch_norm(experiments: Experiments, before: ExperimentResult) -> Repai
         return None
     named = ", ".join(map(repr, layers[:3])) + (", ..." if len(layers) > 3 else "")
     plural = "s" if len(layers) > 1 else ""
-    is_seen = after.explains(before)
+    is_seen = explains(after, before)
     effect = (
         f"the error falls from {before.error:.1e} to {after.error:.1e}" if is_seen else "the gradient is another one"
     )

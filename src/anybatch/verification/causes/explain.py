@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from anybatch.verification.case import ExperimentResult, Experiments
+from anybatch.verification.case import Experiments
 from anybatch.verification.causes.changes import (
     Repair,
     find_batch_norm,
@@ -25,11 +25,11 @@ from anybatch.verification.causes.coupling import (
     unknown_weights,
 )
 from anybatch.verification.causes.units import find_reduction, find_units, find_wrong_term
-from anybatch.verification.verdict import Cause
+from anybatch.verification.verdict import Cause, CutResult
 
 T = TypeVar("T")
 
-REPAIRS: tuple[Callable[[Experiments, ExperimentResult], Repair | None], ...] = (
+REPAIRS: tuple[Callable[[Experiments, CutResult], Repair | None], ...] = (
     find_changed_inputs,
     find_model_state,
     find_batch_norm,
@@ -83,7 +83,7 @@ def explain(experiments: Experiments, known: tuple[Cause, ...] = ()) -> Explanat
     return Explanation(causes=known + _causes(experiments, now))
 
 
-def _causes(experiments: Experiments, now: ExperimentResult) -> tuple[Cause, ...]:
+def _causes(experiments: Experiments, now: CutResult) -> tuple[Cause, ...]:
     """At least one."""
     trimming = _tried(find_trimming, experiments)
     if trimming is not None:
@@ -111,7 +111,7 @@ def _causes(experiments: Experiments, now: ExperimentResult) -> tuple[Cause, ...
     return tuple(causes) or (_unknown(experiments, now),)
 
 
-def _tried(experiment: Callable[..., T | None], *given: Experiments | ExperimentResult) -> T | None:
+def _tried(experiment: Callable[..., T | None], *given: Experiments | CutResult) -> T | None:
     """Run an experiment; None if its few rows cannot run alone, as one row cannot in BatchNorm."""
     try:
         return experiment(*given)
@@ -133,7 +133,7 @@ def _not_finite(experiments: Experiments) -> Cause:
     )
 
 
-def _unknown(experiments: Experiments, now: ExperimentResult) -> Cause:
+def _unknown(experiments: Experiments, now: CutResult) -> Cause:
     return Cause(
         kind="unknown",
         explanation=f"The error is {now.error:.2g}, and none of the experiments takes it away.{unknown_weights(experiments)}",

@@ -3,15 +3,16 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from anybatch.core import Batch, Objective, TermLosses, children, count_units, is_array, num_rows
 from anybatch.objectives import ObservedMeans, observed
-from anybatch.verification.case import Case, ExperimentResult, Experiments, best_weights, shares_of
+from anybatch.verification.case import Case, Experiments, best_weights, shares_of
 from anybatch.verification.causes.changes import Repair
-from anybatch.verification.verdict import Cause
+from anybatch.verification.verdict import Cause, CutResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,7 @@ class Count:
     values: tuple[float, ...]
 
 
-Suggest = Callable[[Experiments], Iterator[Count]]
-
-
-def find_reduction(experiments: Experiments, before: ExperimentResult) -> Repair | None:
+def find_reduction(experiments: Experiments, before: CutResult) -> Repair | None:
     """Add the micro-batches' losses up instead of averaging them, or the other way round."""
     objective = experiments.objective
     if objective is None or objective.terms:
@@ -43,20 +41,20 @@ def find_reduction(experiments: Experiments, before: ExperimentResult) -> Repair
         if best is None or not (best.fits and best.is_mean):
             return None
     if other == "sum":
-        explanation = (
+        told = (
             "The loss is a sum over rows, not a mean: losses of micro-batches add up to the whole batch's as they are"
         )
         fix = (
             "Say so: Objective(loss, units, reduction='sum'), or supervised() with a criterion of reduction='sum'; or return "
             "the mean."
         )
-        return Cause(kind="sum", explanation=_falls(explanation, before, after), fix=fix), repaired, after
-    explanation = "The objective says reduction='sum', but its loss is a mean: added up it is too large"
-    fix = "Leave reduction at 'mean', or return the sum."
-    return Cause(kind="mean", explanation=_falls(explanation, before, after), fix=fix), repaired, after
+    else:
+        told = "The objective says reduction='sum', but its loss is a mean: added up it is too large"
+        fix = "Leave reduction at 'mean', or return the sum."
+    return Cause(kind=other, explanation=_falls(told, before, after), fix=fix), repaired, after
 
 
-def find_units(experiments: Experiments, before: ExperimentResult) -> Repair | None:
+def find_units(experiments: Experiments, before: CutResult) -> Repair | None:
     """Try every count that the batch and the loss functions suggest, and see with which the error goes.
 
     Which weights would be right is found by least squares first: only counts that give them are tried. Where no weights that
@@ -72,65 +70,52 @@ def find_units(experiments: Experiments, before: ExperimentResult) -> Repair | N
     used = shares_of(count_units(objective, experiments.case.model, experiments.cut.micro_batches))
     wanted = best.weights if best is not None and is_known else None
     return (
-        _first_that_fits(experiments, before, counts, used, wanted)
+        _first_that_fits(experiments, before, objective, counts(experiments), used, wanted)
         or _seen(experiments, before, objective, used)
-        or _first_that_fits(experiments, before, looked_up_counts, used, wanted)
+        or _first_that_fits(experiments, before, objective, looked_up_counts(experiments), used, wanted)
     )
 
 
 def _first_that_fits(
     experiments: Experiments,
-    before: ExperimentResult,
-    suggest: Suggest,
+    before: CutResult,
+    objective: Objective,
+    suggested: Iterator[Count],
     used: Sequence[float],
     wanted: Sequence[float] | None,
 ) -> Repair | None:
     tried = [used]
-    for count in suggest(experiments):
+    for count in suggested:
         shares = shares_of(count.values)
         is_possible = wanted is None or all(abs(one - other) <= 1e-5 for one, other in zip(wanted, shares, strict=True))
-        if is_possible and not any(_alike(shares, other) for other in tried):
-            tried.append(shares)
-            found = _with_count(experiments, before, suggest, count, used)
-            if found is not None:
-                return found
+        if not is_possible or any(_alike(shares, other) for other in tried):
+            continue
+        tried.append(shares)
+        repaired = with_units(experiments.case, objective, count.values)
+        after = experiments.try_out(repaired)
+        if after.is_exact:
+            told = f"The mean loss does not divide by the units given, but by {count.name}: {_weighs(used, shares)}"
+            cause = Cause(kind="units", explanation=_falls(told, before, after), fix=f"Give units={count.code}.")
+            return cause, repaired, after
     return None
 
 
-def _with_count(
-    experiments: Experiments, before: ExperimentResult, suggest: Suggest, count: Count, used: Sequence[float]
-) -> Repair | None:
-    objective = experiments.objective
-    assert objective is not None
-    repaired = with_units(experiments.case, objective, count.values)
-    after = experiments.try_out(repaired)
-    if not after.is_exact:
-        return None
-    weighs = _weighs(used, shares_of(count.values))
-    explanation = f"The mean loss does not divide by the units given, but by {count.name}: {weighs}"
-    fix = f"Give units={count.code}."
-    return Cause(kind="units", explanation=_falls(explanation, before, after), fix=fix), repaired, after
-
-
-def _seen(
-    experiments: Experiments, before: ExperimentResult, objective: Objective, used: Sequence[float]
-) -> Repair | None:
+def _seen(experiments: Experiments, before: CutResult, objective: Objective, used: Sequence[float]) -> Repair | None:
     """Let the units be seen while the loss runs."""
     repaired = replace(experiments.case, objective=observed(objective.loss))
     after = experiments.try_out(repaired)
     is_right = after.is_exact and experiments.try_out(repaired, experiments.trained).is_exact
-    means = seen_means(experiments) if is_right else []
-    if not means:
+    if not is_right:
         return None
-    by = "the summed class weights of its targets" if means[0].is_weighted else "what only the forward knows"
-    shares = shares_of(means[0].values)
-    explanation = f"The mean loss does not divide by the units given, but by {by}: {_weighs(used, shares)}"
-    fix = (
-        "Use observed(loss) in place of Objective(loss, units): it sees what torch's loss function divides by. A criterion "
-        "that says it, supervised(nn.CrossEntropyLoss(weight=weight)), does as well."
-        if means[0].is_weighted
-        else "Use observed(loss) in place of Objective(loss, units): it sees what the loss divides by while it runs."
-    )
+    values, is_weighted = _first_divisor(experiments, objective)
+    by = "the summed class weights of its targets" if is_weighted else "what only the forward knows"
+    explanation = f"The mean loss does not divide by the units given, but by {by}: {_weighs(used, shares_of(values))}"
+    fix = "Use observed(loss) in place of Objective(loss, units): it sees what the loss divides by while it runs."
+    if is_weighted:
+        fix = (
+            "Use observed(loss) in place of Objective(loss, units): it sees what torch's loss function divides by. A "
+            "criterion that says it, supervised(nn.CrossEntropyLoss(weight=weight)), does as well."
+        )
     return Cause(kind="units", explanation=_falls(explanation, before, after), fix=fix), repaired, after
 
 
@@ -159,7 +144,7 @@ def _weighs(used: Sequence[float], wanted: Sequence[float]) -> str:
     return f"micro-batches weigh {now} and should weigh {right}"
 
 
-def _falls(explanation: str, before: ExperimentResult, after: ExperimentResult) -> str:
+def _falls(explanation: str, before: CutResult, after: CutResult) -> str:
     return f"{explanation}. So counted, the error falls from {before.error:.1e} to {after.error:.1e}."
 
 
@@ -194,7 +179,9 @@ def looked_up_counts(experiments: Experiments) -> Iterator[Count]:
     for name, table in experiments.case.held.python.tables_of_numbers.items():
         if table.dim() == 1 and table.is_floating_point() and name.isidentifier():
             for path, column in whole.items():
-                yield from _looked_up(name, table, path, column)
+                if all(bool(((tensor >= 0) & (tensor < len(table))).all()) for tensor in column):
+                    values = tuple(float(table.double()[tensor.cpu()].sum()) for tensor in column)
+                    yield Count(f"the sum of {name}[{path}]", f"lambda batch: {name}[{path}].sum()", values)
 
 
 def _columns(batch: Batch, parts: Sequence[Batch]) -> dict[str, list[Tensor]]:
@@ -213,63 +200,53 @@ def _ignored_values(column: Sequence[Tensor]) -> list[int]:
 
 
 def _not_ignored(path: str, column: Sequence[Tensor], ignored: int) -> Iterator[Count]:
-    what = f"the entries of {path} that are not {ignored}"
-    if column[0].dim() > 1:
-        yield _count(
+    what, is_wide = f"the entries of {path} that are not {ignored}", column[0].dim() > 1
+    if is_wide:
+        yield Count(
             f"{what}, but for the first of each row, which nothing predicts",
-            f"({path}[:, 1:] != {ignored}).sum()",
-            [tensor[:, 1:] for tensor in column],
-            ignored,
+            f"lambda batch: ({path}[:, 1:] != {ignored}).sum()",
+            _of_each(column, lambda tensor: (tensor[:, 1:] != ignored).sum()),
         )
-    yield _count(what, f"({path} != {ignored}).sum()", column, ignored)
-    if column[0].dim() > 1:
-        values = tuple(float((tensor != ignored).flatten(1).any(1).sum()) for tensor in column)
+    values = _of_each(column, lambda tensor: (tensor != ignored).sum())
+    yield Count(what, f"lambda batch: ({path} != {ignored}).sum()", values)
+    if is_wide:
+        values = _of_each(column, lambda tensor: (tensor != ignored).flatten(1).any(1).sum())
         code = f"lambda batch: ({path} != {ignored}).flatten(1).any(1).sum()"
         yield Count(f"the rows of {path} that are not all {ignored}", code, values)
 
 
-def _count(name: str, expression: str, column: Sequence[Tensor], ignored: int) -> Count:
-    return Count(name, f"lambda batch: {expression}", tuple(float((tensor != ignored).sum()) for tensor in column))
+def _of_each(column: Sequence[Tensor], count: Callable[[Tensor], float | Tensor]) -> tuple[float, ...]:
+    return tuple(float(count(tensor)) for tensor in column)
 
 
 def _summed(path: str, column: Sequence[Tensor]) -> Iterator[Count]:
     if all(bool((tensor >= 0).all()) for tensor in column) and not column[0].is_complex():
-        values = tuple(float(tensor.double().sum()) for tensor in column)
+        values = _of_each(column, lambda tensor: tensor.double().sum())
         yield Count(f"the sum of {path}", f"lambda batch: {path}.sum()", values)
         if column[0].dim() > 1:
-            later = tuple(float(tensor[:, 1:].double().sum()) for tensor in column)
+            later = _of_each(column, lambda tensor: tensor[:, 1:].double().sum())
             yield Count(f"the sum of {path} but for its first column", f"lambda batch: {path}[:, 1:].sum()", later)
-    yield Count(f"the elements of {path}", f"lambda batch: {path}.numel()", tuple(float(t.numel()) for t in column))
+    yield Count(f"the elements of {path}", f"lambda batch: {path}.numel()", _of_each(column, Tensor.numel))
     if column[0].is_floating_point():
-        present = tuple(float((~tensor.isnan()).sum()) for tensor in column)
+        present = _of_each(column, lambda tensor: (~tensor.isnan()).sum())
         yield Count(f"the entries of {path} that are not nan", f"lambda batch: (~{path}.isnan()).sum()", present)
-        positive = tuple(float((tensor > 0).sum()) for tensor in column)
+        positive = _of_each(column, lambda tensor: (tensor > 0).sum())
         yield Count(f"the entries of {path} above 0", f"lambda batch: ({path} > 0).sum()", positive)
-        zero = tuple(float((tensor == 0).sum()) for tensor in column)
+        zero = _of_each(column, lambda tensor: (tensor == 0).sum())
         yield Count(f"the entries of {path} that are 0", f"lambda batch: ({path} == 0).sum()", zero)
-
-
-def _looked_up(name: str, table: Tensor, path: str, column: Sequence[Tensor]) -> Iterator[Count]:
-    if all(bool(((tensor >= 0) & (tensor < len(table))).all()) for tensor in column):
-        values = tuple(float(table.double()[tensor.cpu()].sum()) for tensor in column)
-        yield Count(f"the sum of {name}[{path}]", f"lambda batch: {name}[{path}].sum()", values)
 
 
 def _both(whole: dict[str, list[Tensor]]) -> Iterator[Count]:
     """Entries that count in two tensors at once: targets that are there, and a mask that lets them through."""
-    for path, column in whole.items():
-        for other, masks in whole.items():
-            if path == other or any(a.shape != b.shape for a, b in zip(column, masks, strict=True)):
-                continue
-            pairs = list(zip(column, masks, strict=True))
-            values = tuple(float(((tensor != -100) & (mask != 0)).sum()) for tensor, mask in pairs)
-            code = f"(({path} != -100) & ({other} != 0)).sum()"
-            yield Count(f"the entries of {path} that {other} lets through", f"lambda batch: {code}", values)
-            if column[0].dim() > 1:
-                later = tuple(float(((t != -100) & (mask != 0))[:, 1:].sum()) for t, mask in pairs)
-                code = f"(({path} != -100) & ({other} != 0))[:, 1:].sum()"
-                name = f"the entries of {path} that {other} lets through, but for the first of each row"
-                yield Count(name, f"lambda batch: {code}", later)
+    for (path, column), (other, masks) in permutations(whole.items(), 2):
+        if any(a.shape != b.shape for a, b in zip(column, masks, strict=True)):
+            continue
+        passed = [(tensor != -100) & (mask != 0) for tensor, mask in zip(column, masks, strict=True)]
+        name, code = f"the entries of {path} that {other} lets through", f"(({path} != -100) & ({other} != 0))"
+        yield Count(name, f"lambda batch: {code}.sum()", _of_each(passed, Tensor.sum))
+        if column[0].dim() > 1:
+            later = _of_each(passed, lambda tensor: tensor[:, 1:].sum())
+            yield Count(f"{name}, but for the first of each row", f"lambda batch: {code}[:, 1:].sum()", later)
 
 
 def leaves(batch: Batch, path: str = "batch") -> Iterator[tuple[str, Any]]:
@@ -287,23 +264,12 @@ def leaves(batch: Batch, path: str = "batch") -> Iterator[tuple[str, Any]]:
             yield from leaves(child, path + step)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenMean:
-    """One call of a mean-reducing loss function of torch's, and what it divided by in each micro-batch."""
-
-    values: tuple[float, ...]
-    is_weighted: bool
-    """Whether it was given class weights."""
-
-
-def seen_means(experiments: Experiments) -> list[SeenMean]:
-    """Divisors of torch's own mean losses, one for each call in the forward."""
-    objective = experiments.objective
-    assert objective is not None
-    seen: list[_Weighted] = []
+def _first_divisor(experiments: Experiments, objective: Objective) -> tuple[list[float], bool]:
+    """What the first of torch's mean losses divides by in each micro-batch, and whether it was given class weights."""
+    seen: list[ObservedMeans] = []
 
     def loss(model: nn.Module, batch: Batch) -> Any:
-        with _Weighted() as watched:
+        with ObservedMeans() as watched:
             seen.append(watched)
             return objective.loss(model, batch)
 
@@ -311,27 +277,9 @@ def seen_means(experiments: Experiments) -> list[SeenMean]:
     for part, rows in zip(experiments.cut, experiments.cut.row_numbers, strict=True):
         spied.once(part, rows)
     if len({len(watched.units) for watched in seen}) != 1 or not seen[0].units:
-        return [SeenMean(values=tuple(float(len(rows)) for rows in experiments.cut.row_numbers), is_weighted=False)]
-    return [
-        SeenMean(values=tuple(float(watched.units[call]) for watched in seen), is_weighted=seen[0].is_weighted[call])
-        for call in range(len(seen[0].units))
-    ]
-
-
-class _Weighted(ObservedMeans):
-    """Sees too whether a loss function was given class weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_weighted: list[bool] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = len(self.units)
-        result = super().__torch_function__(func, types, args, kwargs)
-        if len(self.units) > before:
-            call = self.calls[-1]
-            self.is_weighted.append(call is not None and call.is_weighted)
-        return result
+        return [float(len(rows)) for rows in experiments.cut.row_numbers], False
+    call = seen[0].calls[0]
+    return [float(watched.units[0]) for watched in seen], call is not None and call.is_weighted
 
 
 def find_wrong_term(experiments: Experiments) -> Cause | None:
