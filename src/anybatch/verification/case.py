@@ -66,9 +66,9 @@ class Case:
     """The dim that is the rows where the model runs."""
     precision: ComparedPrecision = "own"
     restores_state: bool = False
-    """Whether the model is put back to its first state before every forward."""
+    """True to put the model back to its first state before every forward."""
     copies_inputs: bool = False
-    """Whether every forward gets a copy of its rows."""
+    """True to give every forward a copy of its rows."""
 
     @property
     def num_rows(self) -> int:

@@ -37,9 +37,9 @@ class Draws:
 
     num_rows: int
     is_left: bool = False
-    """Whether padding is cut off at the beginning of rows."""
+    """True if padding is cut off at the beginning of rows."""
     is_quiet: bool = False
-    """Whether every draw is replaced by its mean, the same for all rows."""
+    """True to replace every draw by its mean, the same for all rows."""
     whole: list[Draw] = field(default_factory=list)
     strange: list[str] = field(default_factory=list)
     """Draws of micro-batches that could not be found among those of the whole batch."""

@@ -86,7 +86,7 @@ class RowWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether the accumulated gradient is the whole batch's, up to the order of summation; and if not, why."""
+    """Result of `verify`: is the accumulated gradient the whole batch's, up to the order of summation; if not, why?"""
 
     rows: int
     """Rows that were compared."""

@@ -64,7 +64,7 @@ def verify(
     autocast: Autocast = None,
     copy: Copy | None = None,
 ) -> Verdict:
-    """Whether accumulating this batch gives the gradient of the whole batch in one go; and if not, why not and what to do.
+    """Compare the accumulated gradient of this batch with that of the whole batch in one go; say what differs, and why.
 
     The batch runs in one go by plain torch and accumulated: cut by `micro_batch`, and where that makes micro-batches of one
     size, or is not given, cut unevenly. In float64 where the model allows, and in the model's own precision. Every row has the
@@ -135,7 +135,7 @@ class _Proof:
     rows_given: int
     notes: list[str]
     keeps_groups: bool
-    """Whether rows belong together, so that none may be taken alone."""
+    """True if rows belong together, so that none may be taken alone."""
 
     def verdict(self) -> Verdict:
         """Compare, and explain what differs."""

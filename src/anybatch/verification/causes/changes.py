@@ -269,7 +269,7 @@ def _outside(moved: list[str], told: str) -> Cause:
 
 
 def _do_shared_matter(case: Case, floor: Floor) -> bool:
-    """Whether the gradient is another one where the draws that all rows share are others."""
+    """True if other numbers in the draws that all rows share give another gradient."""
     for way in range(3):
         whole = list(case.draws.whole)
         for number in case.draws.shared:
@@ -292,7 +292,7 @@ def _other_numbers(draw: Draw, way: int) -> Tensor:
 
 
 def _do_outer_matter(case: Case, floor: Floor) -> bool:
-    """Whether the gradient is another one with other numbers from Python's and NumPy's generators."""
+    """True if other numbers from Python's and NumPy's generators give another gradient."""
     for seed in range(3):
         random.seed(seed)
         if "numpy" in sys.modules:

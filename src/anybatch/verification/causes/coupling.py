@@ -115,7 +115,7 @@ def unknown_weights(experiments: Experiments) -> str:
 
 
 def is_of_few_means(experiments: Experiments) -> bool:
-    """Whether the gradient of a row's output lies in a plane whatever rows come with it.
+    """True if the gradient of a row's output lies in a plane whatever rows come with it.
 
     It does for a function of two means over rows, and does not where rows are compared with each other. Outputs of fewer than
     three numbers, or none that is seen, say nothing: such losses are mostly functions of means.
@@ -138,7 +138,7 @@ def is_of_few_means(experiments: Experiments) -> bool:
 
 
 def _depend_on_parameters(experiments: Experiments, best: BestWeights) -> bool:
-    """Whether other parameters would give other weights: units are counted on the batch, and would not."""
+    """True if other parameters would give other weights: units are counted on the batch, and would not."""
     other = copy_model(experiments.case.model, experiments.case.copy)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -226,7 +226,7 @@ def _in_the_model(experiments: Experiments, told: str) -> Cause | None:
 
 
 def same_rows(experiments: Experiments, full: Tensor, some: Tensor, rows: tuple[int, ...]) -> bool:
-    """Whether `some` is what these rows have in `full`, up to rounding."""
+    """True if `some` is what these rows have in `full`, up to rounding."""
     wanted = full[list(rows)].double()
     if wanted.shape != some.shape:
         return False

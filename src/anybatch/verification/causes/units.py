@@ -265,7 +265,7 @@ def leaves(batch: Batch, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def _first_divisor(experiments: Experiments, objective: Objective) -> tuple[list[float], bool]:
-    """What the first of torch's mean losses divides by in each micro-batch, and whether it was given class weights."""
+    """Divisor of the first of torch's mean losses in each micro-batch, and whether it was given class weights."""
     seen: list[ObservedMeans] = []
 
     def loss(model: nn.Module, batch: Batch) -> Any:
