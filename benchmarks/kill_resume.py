@@ -123,7 +123,7 @@ def num_updates(run: Path) -> int:
 def end_of(run: Path) -> bytes:
     """Everything that must be equal at the end, as bytes."""
     from anybatch.app.records.run_folder import RunFolder
-    from anybatch.app.training.checkpoints.saving import read
+    from anybatch.app.training.checkpoints import read
 
     folder = RunFolder(run)
     found = read(folder.checkpoints)

@@ -51,7 +51,7 @@ _HOMES = {
     "memory": "Breakdown Checkpointing Fit Fitted Plan SizePeak measure_peak plan",
     "verification": "Cause CutResult ParameterDeviation ParameterError Verdict verify",
     "doctor": "Diagnosis Doctor Finding",
-    "app.training.checkpoints.saving": "Resumed resume save",
+    "app.training.checkpoints": "Resumed resume save",
     "app.training.learning_rates": "Scaling scale_lr warmup",
     "app.training.tasks.task": "Task",
     "errors": (

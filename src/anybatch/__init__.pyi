@@ -1,10 +1,10 @@
-from anybatch.app.training.checkpoints.saving import (
+from anybatch.app.training.checkpoints import (
     Resumed as Resumed,
 )
-from anybatch.app.training.checkpoints.saving import (
+from anybatch.app.training.checkpoints import (
     resume as resume,
 )
-from anybatch.app.training.checkpoints.saving import (
+from anybatch.app.training.checkpoints import (
     save as save,
 )
 from anybatch.app.training.learning_rates import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch import Accumulator, Objective
-from anybatch.app.training.launch.torchrun import is_lost_rank
+from anybatch.app.training.launch import is_lost_rank
 from tests.parallel.wrapped import fsdp, labelled, network
 from tests.processes.forked import started
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from anybatch.app.training.checkpoints.saving import read
+from anybatch.app.training.checkpoints import read
 from tests.processes.forked import run_anybatch, run_module
 from tests.processes.server import ALONE, ROOT
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from anybatch.app.cli.main import run
-from anybatch.app.training.checkpoints.saving import read
-from anybatch.app.training.launch.torchrun import find_launch
+from anybatch.app.training.checkpoints import read
+from anybatch.app.training.launch import find_launch
 from benchmarks import kill_ranks
 from tests.processes.forked import main_module, started
 from tests.processes.torchrun import launched

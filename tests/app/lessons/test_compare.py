@@ -3,9 +3,9 @@ import torch
 
 from anybatch import SettingsError
 from anybatch.app.lessons.arms import arms_of, compare, findings, run_usual_loop
-from anybatch.app.records.comparison import Arm, ArmEpoch, ArmRun
+from anybatch.app.records.schema import Arm, ArmEpoch, ArmRun
 from anybatch.app.training.experiment import assemble
-from anybatch.app.training.loaders import training_loader
+from anybatch.app.training.loop import training_loader
 from anybatch.app.training.settings import Settings
 from tests.app.training.small_tasks import small_task
 

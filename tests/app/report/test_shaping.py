@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from anybatch.app.records.comparison import spread_of
 from anybatch.app.records.run_folder import read_results
-from anybatch.app.records.schema import MicroBatchSeen, TracedImage
+from anybatch.app.records.schema import MicroBatchSeen, TracedImage, spread_of
 from anybatch.app.report.chart import evenly_spaced, smooth, thin
 from anybatch.app.report.comparison_charts import final_table, written_spread
 from anybatch.app.report.headline import headline, summary

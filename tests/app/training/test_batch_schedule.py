@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anybatch.app.records.schema import UpdateDone
-from anybatch.app.training.checkpoints.saving import resume
+from anybatch.app.training.checkpoints import resume
 from anybatch.app.training.experiment import assemble
 from anybatch.app.training.learning_rates import BatchSchedule, schedule_of
 from anybatch.app.training.loop import Loop, Progress

@@ -21,13 +21,13 @@ from anybatch import (
     supervised,
     warmup,
 )
-from anybatch.app.training.checkpoints.checkpoint_files import (
+from anybatch.app.training.checkpoints import (
+    checkpoints_in,
     random_states,
     read_tensors,
     restore_random_states,
     size_and_checksum,
 )
-from anybatch.app.training.checkpoints.saving import checkpoints_in
 from tests.core.test_batches_not_misread import Dropping, ragged, read
 
 

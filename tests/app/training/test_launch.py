@@ -4,7 +4,7 @@ import pytest
 from torch.distributed import HashStore
 
 from anybatch import ParallelError
-from anybatch.app.training.launch.torchrun import Launch, agree_on_round, find_launch, is_lost_rank
+from anybatch.app.training.launch import Launch, agree_on_round, find_launch, is_lost_rank
 
 
 def test_a_process_started_by_hand_is_alone():

@@ -6,8 +6,7 @@ import torch
 from anybatch import SettingsError, TaskError, resume, supervised
 from anybatch.app.records.schema import EpochDone, MemorySeen, UpdateDone, WindowSeen
 from anybatch.app.training.experiment import assemble, find_device
-from anybatch.app.training.loaders import training_loader
-from anybatch.app.training.loop import Loop, Progress, validate
+from anybatch.app.training.loop import Loop, Progress, training_loader, validate
 from anybatch.app.training.settings import Settings
 from anybatch.app.training.tasks.lookup import find_task
 from tests.app.training.small_tasks import small_task

@@ -19,8 +19,7 @@ from anybatch import Task, resume, supervised
 from anybatch.app.records.schema import EpochDone, UpdateDone
 from anybatch.app.training import loop
 from anybatch.app.training.experiment import assemble
-from anybatch.app.training.loaders import validation_loader
-from anybatch.app.training.loop import Loop, Progress
+from anybatch.app.training.loop import Loop, Progress, validation_loader
 from anybatch.app.training.settings import Settings
 from anybatch.app.training.tasks import pairs, stdlib
 from anybatch.app.training.tasks.lookup import find_task

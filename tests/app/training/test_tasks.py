@@ -47,8 +47,9 @@ def test_digits_are_scikit_learns_which_is_not_imported_for_them():
         assert part.tensors[0].tolist() == (pixels[rows].reshape(-1, 1, 8, 8) / 16).tolist()
         assert part.tensors[1].tolist() == labels[rows].tolist()
     done = run_code(
-        "import sys; from anybatch.app.training import find_task; find_task('digits')(); print(*sys.modules)"
+        "import sys; from anybatch.app.training.tasks.lookup import find_task; find_task('digits')(); print(*sys.modules)"
     )
+    assert done.returncode == 0, done.stderr
     assert "sklearn" not in done.stdout.split()
 
 

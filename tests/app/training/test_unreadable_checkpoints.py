@@ -14,7 +14,7 @@ import torch
 
 from anybatch import CheckpointError, resume, save
 from anybatch.app.records.run_folder import locked
-from anybatch.app.training.checkpoints.checkpoint_files import _MetadataUnpickler, size_and_checksum
+from anybatch.app.training.checkpoints import _MetadataUnpickler, size_and_checksum
 from tests.app.training.test_checkpoints import assert_same_bits, make_update, run, weights
 from tests.processes.forked import run_function
 

@@ -7,7 +7,7 @@ import typer
 
 from anybatch import __version__
 from anybatch.app.cli import arguments as opt
-from anybatch.app.training.launch.torchrun import check_alone
+from anybatch.app.training.launch import check_alone
 from anybatch.app.training.settings import Settings
 from anybatch.errors import DoctorError, SettingsError
 

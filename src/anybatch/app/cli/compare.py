@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from anybatch import __version__
 from anybatch.app.cli.folders import check_installed, first_record, its_end_told, new_folder, short_name, write_page
 from anybatch.app.cli.screen import say, table
-from anybatch.app.records.comparison import ArmEpoch, Comparison, at_epoch, over_runs
+from anybatch.app.records.schema import ArmEpoch, Comparison, at_epoch, over_runs
 from anybatch.app.records.tolerant_reading import plain
 from anybatch.app.training.settings import Settings
 from anybatch.app.training.tasks.lookup import check_task_exists, find_task

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from anybatch.app.cli.screen import printable
-from anybatch.app.training.launch.torchrun import find_launch
+from anybatch.app.training.launch import find_launch
 from anybatch.display import did_you_mean
 from anybatch.errors import AnybatchError, NonFiniteError, first_line
 

@@ -74,9 +74,9 @@ def _plan(task: str, settings: Settings, limit: int | None, sums: "Sums") -> "Pl
     build = find_task(task)  # torch is loaded from here on
     import torch
 
-    from anybatch.app.training.checkpoints.checkpoint_files import seed_all
     from anybatch.app.training.experiment import find_device, find_split
-    from anybatch.app.training.loaders import first_batch
+    from anybatch.app.training.loop import first_batch
+    from anybatch.app.training.ranks import seed_all
     from anybatch.memory import parameters_on_meta, plan
     from anybatch.ragged import Tokens
 

@@ -28,7 +28,7 @@ from anybatch.app.cli.screen import plan_lines, say, screen_for, summary_line
 from anybatch.app.records.run_folder import RunFolder, locked, read_results
 from anybatch.app.records.schema import EpochDone, Metric, Run, UpdateDone
 from anybatch.app.records.tolerant_reading import plain
-from anybatch.app.training.launch.torchrun import Launch, find_launch, joined_ranks
+from anybatch.app.training.launch import Launch, find_launch, joined_ranks
 from anybatch.app.training.settings import Settings
 from anybatch.app.training.tasks.lookup import BUILT_IN, check_task_exists, find_task
 from anybatch.errors import RunError, SettingsError, TaskError
@@ -87,7 +87,7 @@ def train_command(request: TrainRequest) -> int:
             return _train(request, opened, group=None, is_first=True)
         ranks = joined_ranks(launch, device_of(request), seconds=request.rank_timeout)
         group = stack.enter_context(ranks)  # torch is loaded from here on
-        from anybatch.app.training.launch.spreading import from_first_rank, ranks_of_group
+        from anybatch.app.training.ranks import from_first_rank, ranks_of_group
 
         opened = from_first_rank(lambda: opened, ranks_of_group(group))
         assert opened is not None
@@ -145,7 +145,7 @@ def _train(request: TrainRequest, opened: OpenedRun, *, group: Any, is_first: bo
 
 
 def _go_on(folder: RunFolder, experiment: "Experiment", *, is_first: bool, is_quiet: bool) -> "Progress | None":
-    from anybatch.app.training.checkpoints.saving import resume
+    from anybatch.app.training.checkpoints import resume
     from anybatch.app.training.loop import Progress
 
     resumed = resume(folder.checkpoints, experiment.update)

@@ -25,7 +25,7 @@ def verify_command(
     say(f"anybatch {__version__}  verifying the first batch of {short_name(task)}", is_quiet=is_silent)
     build = find_task(task)  # torch is loaded from here on
     from anybatch.app.training.experiment import assemble
-    from anybatch.app.training.loaders import first_batch
+    from anybatch.app.training.loop import first_batch
     from anybatch.verification import verify
 
     experiment = assemble(build, dataclasses.replace(settings, warmup=0))

@@ -9,14 +9,32 @@ from time import perf_counter
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from anybatch.app.records.comparison import Arm, ArmEpoch, ArmRun, Comparison, Spread, at_epoch, over_runs
-from anybatch.app.records.schema import EpochDone, MemorySeen, Metric, UpdateDone
-from anybatch.app.training.checkpoints.checkpoint_files import seed_all
+from anybatch.app.records.schema import (
+    Arm,
+    ArmEpoch,
+    ArmRun,
+    Comparison,
+    EpochDone,
+    MemorySeen,
+    Metric,
+    Spread,
+    UpdateDone,
+    at_epoch,
+    over_runs,
+)
 from anybatch.app.training.experiment import Experiment, assemble, find_device, make_plan, num_inexact_norms
 from anybatch.app.training.learning_rates import ADAMS
-from anybatch.app.training.loaders import all_batches, training_loader, validation_batches
-from anybatch.app.training.loop import MEMORY_AT, Loop, judging_number, validate
+from anybatch.app.training.loop import (
+    MEMORY_AT,
+    Loop,
+    all_batches,
+    judging_number,
+    training_loader,
+    validate,
+    validation_batches,
+)
 from anybatch.app.training.measure import profiled
+from anybatch.app.training.ranks import seed_all
 from anybatch.app.training.settings import LRRule, Settings
 from anybatch.app.training.tasks.task import Task
 from anybatch.core import Batch, ForwardPass, checked_loss, count_units, num_rows, windows

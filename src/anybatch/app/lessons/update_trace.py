@@ -14,7 +14,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from anybatch import stages
 from anybatch.app.records.schema import Trace, TracedImage, TracedLayer, TracedStage
 from anybatch.app.training.experiment import Experiment
-from anybatch.app.training.loaders import first_batch
+from anybatch.app.training.loop import first_batch
 from anybatch.app.training.measure import observed
 from anybatch.core import Batch, gradient_norm, move, num_rows, take_rows, tensors
 

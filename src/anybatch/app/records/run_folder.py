@@ -8,14 +8,14 @@ is no JSON object is passed over.
 import errno
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anybatch.app.records.comparison import Comparison
 from anybatch.app.records.schema import (
+    Comparison,
     EpochDone,
     MemorySeen,
     Metric,
@@ -30,22 +30,24 @@ from anybatch.app.records.tolerant_reading import Record, loads, plain, read, to
 from anybatch.errors import RunError
 
 ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan` or `verify` named when it ended."
+LOCK = "run.lock"
+METRICS: dict[str, type[Metric]] = {kind.event: kind for kind in (UpdateDone, EpochDone, WindowSeen, MemorySeen)}
+_COPY = "run.copy.json"
+_ERRORS = "backslashreplace"  # what is no Unicode, such as a file name of other bytes, is written by its number
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where the files of one run are."""
+    """The files of one run."""
 
     path: Path
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run's checkpoints are."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """The run's `metrics.jsonl`."""
         return self.path / "metrics.jsonl"
 
     def write(self, record: Run | Comparison | Trace | ProofRecord | PlanRecord) -> None:
@@ -79,8 +81,9 @@ class RunFolder:
     def _read_run(self, name: str) -> Run:
         fields = self.read_object(name)
         if fields is None:
-            is_folder, is_file = self.path.is_dir(), self.path.is_file()
-            what = "is a file" if is_file else f"has no {Run.file}" if is_folder else "does not exist"
+            what = (
+                f"has no {Run.file}" if self.path.is_dir() else "is a file" if self.path.is_file() else "does not exist"
+            )
             raise RunError(
                 f"{str(self.path)!r} {what}; a run folder holds {Run.file}, and metrics.jsonl, compare.json, trace.json, "
                 f"plan.json or verify.json. {ADVICE}"
@@ -130,38 +133,35 @@ class RunFolder:
             return
         with self.metrics.open(encoding="utf-8", errors="replace", newline="\n") as file:
             for line in file:
-                if line.strip():
-                    yield line.rstrip("\n"), _object_of(line)
-
-
-_COPY = "run.copy.json"
-_ERRORS = "backslashreplace"
-"""What is no Unicode, such as a file name of other bytes, is written as JSON writes any character: by its number."""
-
-
-def _object_of(line: str) -> Mapping[str, Any] | None:
-    try:
-        event = loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, Mapping) else None
+                if not line.strip():
+                    continue
+                try:
+                    event = loads(line)
+                except (ValueError, RecursionError):
+                    event = None
+                yield line.rstrip("\n"), event if isinstance(event, Mapping) else None
 
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8", errors=_ERRORS) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(temporary, text.encode(errors=_ERRORS))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file that is on the disk when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk when this returns."""
+    """Put the names in a folder on the disk."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -171,12 +171,9 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-LOCK = "run.lock"
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The block in which this process alone works in `folder`; an error that names the other process where one does already.
+    """Hold the lock of `folder`, so that this process alone works in it; an error names the process that holds it already.
 
     The system lets go of the lock when the process ends, however it ends; the file stays. A folder that is made here and gets
     nothing else is removed again.
@@ -214,9 +211,6 @@ def _take(handle: int, folder: Path) -> None:
         ) from None
 
 
-METRICS: dict[str, type[Metric]] = {kind.event: kind for kind in (UpdateDone, EpochDone, WindowSeen, MemorySeen)}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """What a finished run left behind: the one thing that every chart, table and sentence of a report is made from."""
@@ -244,34 +238,35 @@ def read_results(path: Path) -> Results:
     run = folder.read_run()
     events = [event for _, event in folder.lines()]
     kinds = [(METRICS.get(str(event.get("event"))), event) for event in events if event is not None]
-    metrics = [metric for kind, event in kinds if kind and (metric := read(kind, event)) is not None]
-    windows = [_from_zero(metric) for metric in metrics if isinstance(metric, WindowSeen) and metric.stages]
+    found = [metric for kind, event in kinds if kind and (metric := read(kind, event)) is not None]
+    metrics = [_completed(metric) for metric in found if not isinstance(metric, WindowSeen) or metric.stages]
+
+    def last_of_each(kind: type[Record], number: str) -> tuple[Record, ...]:
+        by_number = {getattr(metric, number): metric for metric in metrics if isinstance(metric, kind)}
+        return tuple(by_number[key] for key in sorted(by_number))
+
+    def in_file(record: Any) -> Any:
+        return read(record, folder.read_object(record.file) or None)
+
     return Results(
         run=run,
-        updates=_last_of_each([metric for metric in metrics if isinstance(metric, UpdateDone)], "update"),
-        epochs=_last_of_each([metric for metric in metrics if isinstance(metric, EpochDone)], "epoch"),
-        windows=_last_of_each(windows, "update"),
-        memory=_last_of_each([_with_peak(metric) for metric in metrics if isinstance(metric, MemorySeen)], "update"),
-        comparison=read(Comparison, folder.read_object(Comparison.file) or None),
-        trace=read(Trace, folder.read_object(Trace.file) or None),
-        proof=read(ProofRecord, folder.read_object(ProofRecord.file) or None),
-        plan=read(PlanRecord, folder.read_object(PlanRecord.file) or None),
+        updates=last_of_each(UpdateDone, "update"),
+        epochs=last_of_each(EpochDone, "epoch"),
+        windows=last_of_each(WindowSeen, "update"),
+        memory=last_of_each(MemorySeen, "update"),
+        comparison=in_file(Comparison),
+        trace=in_file(Trace),
+        proof=in_file(ProofRecord),
+        plan=in_file(PlanRecord),
         num_unreadable=sum(event is None for event in events),
     )
 
 
-def _last_of_each(metrics: Iterable[Record], number: str) -> tuple[Record, ...]:
-    """In the order of their number. The last one holds where several have the same number."""
-    found = {getattr(metric, number): metric for metric in metrics}
-    return tuple(found[key] for key in sorted(found))
-
-
-def _from_zero(window: WindowSeen) -> WindowSeen:
-    stages = sorted(window.stages, key=lambda stage: stage.start)
-    return replace(window, stages=tuple(replace(stage, start=stage.start - stages[0].start) for stage in stages))
-
-
-def _with_peak(seen: MemorySeen) -> MemorySeen:
-    """With the highest point as its peak, where the record names none."""
-    highest = max((point.bytes for point in seen.points), default=None)
-    return replace(seen, peak_bytes=highest) if seen.peak_bytes is None else seen
+def _completed(metric: Metric) -> Metric:
+    """Stages in the order of time, the first one at 0; the highest point as the peak of memory, where none is named."""
+    if isinstance(metric, WindowSeen):
+        stages = sorted(metric.stages, key=lambda stage: stage.start)
+        return replace(metric, stages=tuple(replace(stage, start=stage.start - stages[0].start) for stage in stages))
+    if isinstance(metric, MemorySeen) and metric.peak_bytes is None:
+        return replace(metric, peak_bytes=max((point.bytes for point in metric.points), default=None))
+    return metric

@@ -4,7 +4,8 @@ A field's type says what a reader may count on. A plain `int` or `float` is alwa
 Where the type allows None, None stands for a number that is missing or was not finite, because JSON knows neither inf nor nan.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -19,6 +20,8 @@ Values = tuple["str | int | float | bool | Values | None", ...]
 """Sample values of a tensor, nested as the tensor is."""
 Shapes = tuple[tuple[int | str, ...], ...]
 """The shapes of several tensors."""
+JSON_NAMES = {"shapes_in": "in", "shapes_out": "out"}
+"""Fields whose name in JSON is a word that Python keeps for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +30,7 @@ class Run:
 
     file: ClassVar[str] = "run.json"
     anybatch: str
-    kind: str
-    """One of `RunKind`."""
+    kind: str  # one of `RunKind`
     task: str
     created: str
     command: str
@@ -37,24 +39,17 @@ class Run:
     git: str | None
     settings: Scalars
     plan: Scalars = field(default_factory=dict)
-    status: str = "running"
-    """running, finished, stopped (by someone) or failed (by itself)."""
-    reason: str = ""
-    """Why it stopped or failed, in a line."""
-    task_hash: str | None = None
-    """SHA-256 of the task's file when the run was started, or last went on; None of a built-in task."""
+    status: str = "running"  # running, finished, stopped (by someone) or failed (by itself)
+    reason: str = ""  # why it stopped or failed, in a line
+    task_hash: str | None = None  # SHA-256 of the task's file at the latest start; None for a built-in task
     summary: Scalars = field(default_factory=dict)
-    launch: str | None = None
-    """The name of torchrun's launch: ranks that torchrun restarts find their run by it."""
+    launch: str | None = None  # the name of torchrun's launch: ranks that torchrun restarts find their run by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateDone:
-    """One update."""
-
     event: ClassVar[str] = "update"
-    update: int
-    """Counted from 1."""
+    update: int  # counted from 1
     epoch: int | None
     loss: float | None
     grad_norm: float | None
@@ -64,15 +59,11 @@ class UpdateDone:
     micro_batches: int | None
     applied: bool = True
     seconds: float | None
-    metrics: Numbers = field(default_factory=dict)
-    """The objective's metrics on the batch, before its step."""
-    retries: int | None = 0
-    """How often memory ran out in it."""
-    noise_scale: float | None = None
-    """In rows, from the latest measured updates; None where it is not known, or no signal was seen."""
+    metrics: Numbers = field(default_factory=dict)  # the objective's metrics on the batch, before its step
+    retries: int | None = 0  # how often memory ran out in it
+    noise_scale: float | None = None  # in rows, from the latest measured updates; None: not known, or no signal seen
     noise_low: float | None = None
-    noise_high: float | None = None
-    """Its 90 % interval; None above, where the signal is not told from 0."""
+    noise_high: float | None = None  # its 90 % interval; None above, where the signal is not told from 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +72,11 @@ class EpochDone:
 
     event: ClassVar[str] = "epoch"
     epoch: int
-    update: int | None
-    """The last update of the epoch."""
-    train_loss: float | None
-    """Per unit, over the epoch's updates."""
+    update: int | None  # the last update of the epoch
+    train_loss: float | None  # per unit, over the epoch's updates
     valid_loss: float | None
-    metrics: Numbers
-    """The objective's metrics on the validation data."""
-    train_metrics: Numbers
-    """The same metrics while training, each update weighted by its units. The weights were still changing."""
+    metrics: Numbers  # the objective's metrics on the validation data
+    train_metrics: Numbers  # the same while training, each update weighted by its units
     seconds: float | None
 
 
@@ -98,8 +85,7 @@ class StageTime:
     """When one stage of an update ran, in seconds from the update's begin."""
 
     stage: str
-    micro_batch: int | None
-    """None for a stage that runs once per update."""
+    micro_batch: int | None  # None for a stage that runs once per update
     start: float
     seconds: float
 
@@ -120,8 +106,7 @@ class WindowSeen:
     event: ClassVar[str] = "window"
     update: int
     stages: tuple[StageTime, ...]
-    micro_batches: tuple[MicroBatchSeen, ...] = ()
-    """None of them where the loss is one over all rows, which has no shares."""
+    micro_batches: tuple[MicroBatchSeen, ...] = ()  # empty where the loss is one over all rows, which has no shares
 
     @property
     def seconds(self) -> float:
@@ -176,8 +161,7 @@ class PlanRecord:
 
     file: ClassVar[str] = "plan.json"
     unit: str = "rows"
-    micro_batch: int | None
-    """The largest that fits; 0 where not even one row does."""
+    micro_batch: int | None  # the largest that fits; 0 where not even one row does
     peak_bytes: int | None
     rows: int | None
     whole_size: int | None
@@ -187,12 +171,9 @@ class PlanRecord:
     margin: float | None
     device: str
     sizes: tuple[SizeRecord, ...]
-    breakdown: Numbers
-    """What the peak at the size chosen is made of."""
-    checkpointing: Scalars | None
-    """What gradient checkpointing would change; None where it was not tried."""
-    sums: str = "fp32"
-    """The precision in which gradients are summed."""
+    breakdown: Numbers  # what the peak at the size chosen is made of
+    checkpointing: Scalars | None  # what gradient checkpointing would change; None where it was not tried
+    sums: str = "fp32"  # the precision in which gradients are summed
     ways_to_fit: tuple[FittingChange, ...] = ()
     method: str
     reason: str
@@ -202,10 +183,6 @@ class PlanRecord:
     fits: bool
     needs_accumulation: bool
     sentences: tuple[str, ...]
-
-
-JSON_NAMES = {"shapes_in": "in", "shapes_out": "out"}
-"""Fields whose name in JSON is a word that Python keeps for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,27 +201,22 @@ class CutRecord:
     name: str
     precision: str
     micro_batches: int | None
-    rows: Values
-    """How many rows each micro-batch had."""
+    rows: Values  # how many rows each micro-batch had
     error: float | None
     parameters: tuple[ParameterRecord, ...]
-    failure: str | None
-    """What was raised where this cut could not run."""
+    failure: str | None  # what was raised where this cut could not run
     is_exact: bool
-    decides: bool = True
-    """False of a cut that nobody trains with: a note."""
+    decides: bool = True  # False for a cut that nobody trains with: a note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsRecord:
     """What the rows of one micro-batch weighed, and what they should."""
 
-    rows: Values
-    """Their numbers in the batch."""
+    rows: Values  # their numbers in the batch
     weight: float | None
     wanted: float | None
-    counted: float | None
-    """How often each row counted: 1 is right, None is not known."""
+    counted: float | None  # how often each row counted: 1 is right, None is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +234,7 @@ class ProofRecord:
     """The accumulated gradient against the whole batch's: what `verify` found."""
 
     file: ClassVar[str] = "verify.json"
-    finding: str = ""
-    """"exact", "not exact" or "could not be judged"."""
+    finding: str = ""  # "exact", "not exact" or "could not be judged"
     is_exact: bool
     error: float | None
     rows: int | None
@@ -272,8 +243,7 @@ class ProofRecord:
     cuts: tuple[CutRecord, ...]
     causes: tuple[CauseRecord, ...]
     notes: tuple[str, ...]
-    unjudged: str = ""
-    """Why it could not be judged, where it could not."""
+    unjudged: str = ""  # why it could not be judged, where it could not
     weights: tuple[RowsRecord, ...]
 
 
@@ -316,15 +286,21 @@ class Trace:
     file: ClassVar[str] = "trace.json"
     stages: tuple[TracedStage, ...]
     layers: tuple[TracedLayer, ...]
-    images: tuple[TracedImage, ...] = ()
-    """The sample, where it is an image; else nothing."""
+    images: tuple[TracedImage, ...] = ()  # the sample, where it is an image; else nothing
 
     def __repr__(self) -> str:
         return f"Trace({len(self.stages)} stages, {len(self.layers)} layers)"
 
     def _repr_html_(self) -> str:
         stages = [
-            [each.stage, "all" if each.micro_batch is None else each.micro_batch, each.title, _facts(each.facts)]
+            [
+                each.stage,
+                "all" if each.micro_batch is None else each.micro_batch,
+                each.title,
+                ", ".join(
+                    f"{name} {fact if isinstance(fact, str) else short(fact)}" for name, fact in each.facts.items()
+                ),
+            ]
             for each in self.stages
         ]
         layers = [[each.name, each.kind, each.shapes_in, each.shapes_out] for each in self.layers]
@@ -336,5 +312,79 @@ class Trace:
         )
 
 
-def _facts(facts: Scalars) -> str:
-    return ", ".join(f"{name} {value if isinstance(value, str) else short(value)}" for name, value in facts.items())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmEpoch:
+    """What one run of an arm had reached after an epoch."""
+
+    epoch: int
+    train_loss: float | None
+    valid_loss: float | None
+    metric: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmRun:
+    """One seed of an arm."""
+
+    seed: Scalar
+    updates: int | None
+    samples_seen: int | None  # rows that some update learned from, counted once per epoch
+    seconds: float | None
+    peak_bytes: int | None
+    epochs: tuple[ArmEpoch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way of training, over several seeds."""
+
+    name: str
+    description: str
+    batch: int | None
+    micro_batch: int | None
+    lr: float | None
+    runs: tuple[ArmRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The arms, and what was found."""
+
+    file: ClassVar[str] = "compare.json"
+    metric: str = "metric"
+    arms: tuple[Arm, ...]
+    findings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A mean over seeds, and the sample deviation (n - 1), which one seed does not have."""
+
+    mean: float | None
+    deviation: float | None
+
+
+def spread_of(values: Iterable[float | None]) -> Spread:
+    """The mean and deviation of what is known; nan counts as known, because a run that diverged has said something.
+
+    >>> spread_of([1.0, 3.0, None]), spread_of([2.0]), spread_of([])
+    (Spread(mean=2.0, deviation=1.4142135623730951), Spread(mean=2.0, deviation=None), Spread(mean=None, deviation=None))
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return Spread(None, None)
+    mean = sum(known) / len(known)
+    if len(known) == 1:
+        return Spread(mean, None)
+    return Spread(mean, math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1)))
+
+
+def over_runs(arm: Arm, number: Callable[[ArmRun], float | None]) -> Spread:
+    """One number of each run of an arm."""
+    return spread_of(number(run) for run in arm.runs)
+
+
+def at_epoch(arm: Arm, epoch: int, number: Callable[[ArmEpoch], float | None]) -> Spread:
+    """One number of an epoch of each run of an arm; 0 stands for the last epoch."""
+    points = (point for run in arm.runs for point in (run.epochs if epoch else run.epochs[-1:]))
+    return spread_of(number(point) for point in points if epoch in (0, point.epoch))

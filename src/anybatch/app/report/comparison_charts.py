@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from anybatch.app.records.comparison import Arm, ArmEpoch, ArmRun, Comparison, Spread, at_epoch, over_runs
+from anybatch.app.records.schema import Arm, ArmEpoch, ArmRun, Comparison, Spread, at_epoch, over_runs
 from anybatch.app.report.chart import Chart, Series, Table, line_chart
 from anybatch.app.report.writing import duration, is_share, number, percent, plural, size, words
 

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from anybatch.app.records.comparison import Comparison, at_epoch
 from anybatch.app.records.run_folder import Results
-from anybatch.app.records.schema import PlanRecord, ProofRecord, Scalar
+from anybatch.app.records.schema import Comparison, PlanRecord, ProofRecord, Scalar, at_epoch
 from anybatch.app.report.comparison_charts import num_seeds
 from anybatch.app.report.proof_charts import finding_of, largest_error, proof_sentence, written_precision
 from anybatch.app.report.writing import duration, is_share, number, percent, plural, size, words, written_task

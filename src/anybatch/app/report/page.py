@@ -14,9 +14,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from anybatch.app.records.comparison import Comparison
 from anybatch.app.records.run_folder import Results, read_results
 from anybatch.app.records.schema import (
+    Comparison,
     MicroBatchSeen,
     PlanRecord,
     ProofRecord,

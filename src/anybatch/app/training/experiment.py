@@ -9,10 +9,9 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from anybatch.app.training.checkpoints.checkpoint_files import seed_all, seed_rank
-from anybatch.app.training.launch.spreading import ranks_of_group, spread_over_ranks
 from anybatch.app.training.learning_rates import BatchSchedule, beta2_of, lr_factor, scale_lr, schedule_of
-from anybatch.app.training.settings import Settings
+from anybatch.app.training.ranks import ranks_of_group, seed_all, seed_rank, spread_over_ranks
+from anybatch.app.training.settings import Decay, LRRule, Settings
 from anybatch.app.training.tasks.task import Task
 from anybatch.core import BatchNormLayer, Ranks, Rows, Split, Update
 from anybatch.errors import SettingsError, TaskError
@@ -20,48 +19,38 @@ from anybatch.memory import Fit, fastest_fit
 from anybatch.parallel import deal_rows
 from anybatch.ragged import Tokens
 
-NOISE_EVERY = 8
-"""One update in so many is measured where noise decides on the batch."""
-CPU_SCALE = 2.0**12
-"""The first loss scale of fp16 on the CPU; the usual 2**16 overflows small problems again and again."""
+NOISE_EVERY = 8  # one update in so many is measured where noise decides on the batch
+CPU_SCALE = 2.0**12  # first loss scale of fp16 on the CPU; the usual 2**16 overflows small problems again and again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What a run will do, known before its first update."""
+    """What a run will do, known before its first update; `run.json` has these fields in this order."""
 
     parameters: int
     rows: int
     validation_rows: int
     batch: int
-    micro_batch: int | str
-    """Rows, or the split that cuts."""
-    micro_batches_per_update: int | None
-    """None where the split decides batch by batch."""
+    micro_batch: int | str  # rows, or the split that cuts
+    micro_batches_per_update: int | None  # None where the split decides batch by batch
     updates_per_epoch: int
     updates: int
     epochs: int
     lr_first: float
     lr_peak: float
-    lr_last: float
-    """The learning rate of the last update."""
-    lr_rule: str
+    lr_last: float  # of the last update
+    lr_rule: LRRule
     base_batch: int
-    beta2: float | None
-    """The beta2 of Adam and its relatives, after the rule; None for other optimizers."""
+    beta2: float | None  # of Adam and its relatives, after the rule
     warmup: int
-    decay: str
+    decay: Decay
     clip_norm: float | None
     precision: str
     device: str
-    batch_norms: int
-    """BatchNorm layers, which normalise each micro-batch by itself."""
-    batch_schedule: str | None = None
-    """How batches grow, in words; None where they do not. `batch` is then the first."""
+    batch_norms: int  # BatchNorm layers that normalise each micro-batch by itself
+    batch_schedule: str | None = None  # how batches grow, in words; `batch` is then the first
     ranks: int = 1
-    """Processes that learn from each batch together."""
-    parallel: str | None = None
-    """How the ranks hold the model; None for one process."""
+    parallel: str | None = None  # how the ranks hold the model; None for one process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +79,11 @@ def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None
     task.model.to(device)
     model = task.model if group is None else spread_over_ranks(task.model, task.optimizer, settings.parallel, group)
     plan = make_plan(task, settings, device, ranks=None if group is None else ranks)
-    schedule = find_schedule(task, settings)
+    schedule = _schedule(task, settings)
     _set_lr(task, settings, plan)
-    scheduler = LambdaLR(task.optimizer, _factor(task, settings, schedule, plan.warmup, plan.updates))
-    precision = settings.precision
+    scaler = None
+    if settings.precision == "fp16":
+        scaler = GradScaler("cpu", init_scale=CPU_SCALE) if device.type == "cpu" else GradScaler(device.type)
     update = Update(
         model,
         task.optimizer,
@@ -102,9 +92,9 @@ def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None
         batch_norm=task.batch_norm,
         clip_norm=plan.clip_norm,
         noise=settings.noise or (NOISE_EVERY if schedule.follows_noise else None),
-        scheduler=scheduler,
-        autocast={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
-        scaler=_scaler(device) if precision == "fp16" else None,
+        scheduler=LambdaLR(task.optimizer, _factor(schedule, plan.warmup, plan.updates, plan.decay, plan.lr_rule)),
+        autocast={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision],
+        scaler=scaler,
     )
     if ranks.rank:
         seed_rank(ranks.rank)
@@ -116,25 +106,23 @@ def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None
 def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ranks | None = None) -> RunPlan:
     """The numbers of the run; the optimizer is looked at and left alone."""
     rows = len(task.training)
-    schedule = find_schedule(task, settings)
+    schedule = _schedule(task, settings)
     batch = schedule.batch(1)
     split = find_split(task, settings, schedule.largest)
     size = split.size if isinstance(split, Rows) else None
-    num_ranks = 1 if ranks is None else ranks.size
+    # each rank cuts its own part of the rows
+    parts = deal_rows(min(batch, rows), 1 if ranks is None else ranks.size)
     updates = settings.updates or schedule.updates_before((settings.epochs or task.epochs) + 1)
-    num_warmup = task.warmup if settings.warmup is None else settings.warmup
     if settings.warmup is None:
-        num_warmup = min(num_warmup, updates // 10)  # a default must not fill a short run
-    elif num_warmup >= updates:
+        num_warmup = min(task.warmup, updates // 10)  # a default must not fill a short run
+    elif (num_warmup := settings.warmup) >= updates:
         raise SettingsError(f"--warmup {num_warmup}: the run has {updates} updates; expected fewer than that.")
-    rule = settings.lr_rule or task.lr_rule
+    rule, decay = settings.lr_rule or task.lr_rule, settings.decay or task.decay
     base_batch = settings.base_batch or task.base_batch or task.batch_size
-    group = task.optimizer.param_groups[0]
     times = batch / base_batch
-    lr = settings.lr or float(group["lr"])
+    lr = settings.lr or float(task.optimizer.param_groups[0]["lr"])
     peak = lr * {"none": 1.0, "linear": times, "sqrt": times**0.5}[rule]
-    decay = settings.decay or task.decay
-    factor = _factor(task, settings, schedule, num_warmup, updates)
+    factor = _factor(schedule, num_warmup, updates, decay, rule)
     beta2 = beta2_of(task.optimizer)
     if beta2 is not None and rule != "none" and settings.keep_half_life:
         beta2 = beta2**times
@@ -144,7 +132,7 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
         validation_rows=len(task.validation),
         batch=batch,
         micro_batch=repr(split) if size is None else size,
-        micro_batches_per_update=None if size is None else _num_cut(min(batch, rows), num_ranks, size),
+        micro_batches_per_update=None if size is None else sum(-(-len(part) // size) for part in parts),
         updates_per_epoch=schedule.updates_of(1),
         updates=updates,
         epochs=schedule.epoch_at(updates - 1),
@@ -161,32 +149,24 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
         device=str(device),
         batch_norms=num_inexact_norms(task),
         batch_schedule=schedule.describe(),
-        ranks=num_ranks,
+        ranks=len(parts),
         parallel=None if ranks is None else settings.parallel,
     )
 
 
-def find_schedule(task: Task, settings: Settings) -> BatchSchedule:
+def _schedule(task: Task, settings: Settings) -> BatchSchedule:
     """The batches of a run: as the task has them, unless the run was asked for a batch size."""
     given = None if settings.batch_size is not None else task.batch_schedule
     return schedule_of(given, batch=settings.batch_size or task.batch_size, rows=len(task.training))
 
 
 def _factor(
-    task: Task, settings: Settings, schedule: BatchSchedule, num_warmup: int, updates: int
+    schedule: BatchSchedule, num_warmup: int, updates: int, decay: Decay, rule: LRRule
 ) -> Callable[[int], float]:
     """The part of the learning rate that each update has. Where batches grow, it falls by rows, not by updates."""
-    decay = settings.decay or task.decay
     if schedule.is_fixed:
         return lr_factor(num_warmup, updates, decay)
-    return schedule.factor(
-        lr_factor(num_warmup, math.ceil(schedule.position(updates)), decay), settings.lr_rule or task.lr_rule
-    )
-
-
-def _num_cut(rows: int, ranks: int, size: int) -> int:
-    """How many micro-batches of up to `size` rows all ranks run together, because each cuts its own part of the rows."""
-    return sum(-(-len(part) // size) for part in deal_rows(rows, ranks))
+    return schedule.factor(lr_factor(num_warmup, math.ceil(schedule.position(updates)), decay), rule)
 
 
 def num_inexact_norms(task: Task) -> int:
@@ -198,8 +178,8 @@ def num_inexact_norms(task: Task) -> int:
 
 def find_split(task: Task, settings: Settings, batch: int) -> Split:
     """How batches are cut: as asked for, else as the task has it."""
-    of_task = task.split if isinstance(task.split, Rows | Tokens) else None
     if settings.memory is not None or settings.micro_batch == "auto":
+        of_task = task.split if isinstance(task.split, Rows | Tokens) else None
         most = settings.micro_batch if isinstance(settings.micro_batch, int) else of_task
         choose = fastest_fit if settings.micro_batch == "auto" else Fit
         return choose(settings.memory, most=most)
@@ -239,10 +219,6 @@ def _set_lr(task: Task, settings: Settings, plan: RunPlan) -> None:
         task.optimizer,
         batch=plan.batch,
         base_batch=plan.base_batch,
-        rule=settings.lr_rule or task.lr_rule,
+        rule=plan.lr_rule,
         keep_half_life=settings.keep_half_life,
     )
-
-
-def _scaler(device: torch.device) -> GradScaler:
-    return GradScaler("cpu", init_scale=CPU_SCALE) if device.type == "cpu" else GradScaler(device.type)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
@@ -66,17 +66,12 @@ def scale_lr(
         if keep_half_life and rule != "none" and isinstance(optimizer, ADAMS):
             beta1, beta2 = group["betas"]
             group["betas"] = (beta1, beta2**times)
-    return Scaling(
-        factor=factor,
-        lr_before=lr_before,
-        lr=float(first["lr"]),
-        beta2_before=beta2_before,
-        beta2=beta2_of(optimizer),
-    )
+    lr, beta2_after = float(first["lr"]), beta2_of(optimizer)
+    return Scaling(factor=factor, lr_before=lr_before, lr=lr, beta2_before=beta2_before, beta2=beta2_after)
 
 
 def beta2_of(optimizer: Optimizer) -> float | None:
-    """How slowly the second moment of the first group forgets; None of optimizers that have none."""
+    """The beta2 of the first group; None of optimizers that have none."""
     return float(optimizer.param_groups[0]["betas"][1]) if isinstance(optimizer, ADAMS) else None
 
 
@@ -120,10 +115,6 @@ def lr_factor(num_warmup: int, updates: int | None, decay: Decay, end: float = 0
     return factor
 
 
-GivenSchedule = Mapping[int, int] | Literal["noise"] | None
-"""Rows by the first epoch that has them; or "noise", which decides as the run goes on."""
-
-
 class BatchSchedule:
     """How many rows the batches of each epoch have.
 
@@ -138,7 +129,7 @@ class BatchSchedule:
 
     @property
     def is_fixed(self) -> bool:
-        """True where all batches have one size, and nothing has to follow."""
+        """True if all batches have one size."""
         return len(self.steps) == 1 and not self.follows_noise
 
     @property
@@ -155,7 +146,6 @@ class BatchSchedule:
         return [rows for first, rows in self.steps.items() if first <= epoch][-1]
 
     def updates_of(self, epoch: int) -> int:
-        """The updates of one epoch."""
         return -(-self._rows // self.batch(epoch))
 
     def updates_before(self, epoch: int) -> int:
@@ -164,7 +154,8 @@ class BatchSchedule:
         >>> [BatchSchedule({1: 500, 3: 1000}, 1000).updates_before(epoch) for epoch in (1, 2, 3, 10**9)]
         [0, 2, 4, 1000000001]
         """
-        return sum(max(min(end, epoch) - first, 0) * self.updates_of(first) for first, end in self._stretches())
+        stretches = pairwise([*self.steps, sys.maxsize])  # of epochs with equal batches
+        return sum(max(min(end, epoch) - first, 0) * self.updates_of(first) for first, end in stretches)
 
     def epoch_at(self, update: int) -> int:
         """The epoch of this update, counted from 0.
@@ -172,13 +163,8 @@ class BatchSchedule:
         >>> [BatchSchedule({1: 500, 2: 1000}, 1000).epoch_at(update) for update in (0, 1, 2, 3, 10**9)]
         [1, 1, 2, 3, 1000000000]
         """
-        begins = [first for first, _ in self._stretches() if self.updates_before(first) <= update]
-        first = begins[-1]
+        first = [first for first in self.steps if self.updates_before(first) <= update][-1]
         return first + (update - self.updates_before(first)) // self.updates_of(first)
-
-    def _stretches(self) -> Iterable[tuple[int, int]]:
-        """Epochs of equal batches, each stretch by its first epoch and the first of the next."""
-        return pairwise([*self.steps, sys.maxsize])
 
     def position(self, update: int) -> float:
         """Where this update would be if all batches had the size of the first: so decay goes by rows, not by updates."""
@@ -187,7 +173,7 @@ class BatchSchedule:
         return (epoch - 1 + share) * self.updates_of(1)
 
     def follow(self, epoch: int, scale: NoiseScale | None) -> None:
-        """Decide what the batches of this epoch have, at its begin."""
+        """Decide on the batches of an epoch that begins."""
         before = self.batch(epoch)
         if self.follows_noise and scale is not None and scale.low >= 2 * before <= self._rows:
             self.steps[epoch] = 2 * before
@@ -197,8 +183,7 @@ class BatchSchedule:
 
         def of_update(update: int) -> float:
             times = self.batch(self.epoch_at(update)) / self.batch(1)
-            part = {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[rule]
-            return shape(self.position(update)) * part
+            return shape(self.position(update)) * {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[rule]
 
         return of_update
 
@@ -207,7 +192,6 @@ class BatchSchedule:
         if first is None or self.is_fixed or beta2_of(optimizer) is None:
             return
         for group in optimizer.param_groups:
-            assert isinstance(optimizer, ADAMS)
             group["betas"] = (group["betas"][0], first ** (self.batch(epoch) / self.batch(1)))
 
     def describe(self) -> str | None:
@@ -218,14 +202,13 @@ class BatchSchedule:
         return f"{steps}; doubled as the noise grows" if self.follows_noise else steps
 
 
-def schedule_of(given: GivenSchedule, *, batch: int, rows: int) -> BatchSchedule:
+def schedule_of(given: Mapping[int, int] | Literal["noise"] | None, *, batch: int, rows: int) -> BatchSchedule:
     """The schedule of a task whose batches begin with `batch` rows, of `rows` that there are."""
-    if given is None:
-        return BatchSchedule({1: batch}, rows)
-    if given == "noise":
-        return BatchSchedule({1: batch}, rows, follows_noise=True)
-    is_map = isinstance(given, Mapping) and bool(given)
-    is_whole = is_map and all(type(one) is int and one > 0 for pair in given.items() for one in pair)
+    if given is None or given == "noise":
+        return BatchSchedule({1: batch}, rows, follows_noise=given == "noise")
+    is_whole = isinstance(given, Mapping) and all(
+        type(one) is int and one > 0 for pair in given.items() for one in pair
+    )
     if not is_whole or 1 not in given:
         raise SettingsError(
             f"batch_schedule={given!r}: expected rows by the first epoch that has them, epoch 1 among them, such as "

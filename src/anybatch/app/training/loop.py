@@ -5,8 +5,10 @@ killed goes on from its last checkpoint, and ends with the same weights, bit for
 as far as its kernels are deterministic.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from math import isnan
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -14,13 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from anybatch.app.records.schema import EpochDone, Metric, UpdateDone
-from anybatch.app.training.checkpoints.saving import PositionedLoader, save
+from anybatch.app.training.checkpoints import PositionedLoader, save
 from anybatch.app.training.experiment import Experiment
-from anybatch.app.training.launch.spreading import reshard
-from anybatch.app.training.loaders import all_batches, dealt_loader, validation_batches
 from anybatch.app.training.measure import with_memory, with_timeline
+from anybatch.app.training.tasks.task import Task
 from anybatch.core import (
     ONE_PROCESS,
     Batch,
@@ -29,7 +32,6 @@ from anybatch.core import (
     Metrics,
     Objective,
     Ranks,
-    Reduction,
     UpdateResult,
     combine,
     count_units,
@@ -40,20 +42,13 @@ from anybatch.core import (
     weighted_sum,
 )
 from anybatch.errors import AnybatchError, TaskError
-from anybatch.parallel import unreplicated
+from anybatch.parallel import GlobalBatches, reshard_all, unreplicated, wrapping_of
 
-TIMELINE_AT = 2
-"""The update whose timeline is recorded: the first one still warms up."""
-
-
-MEMORY_AT = 3
-"""The update whose memory is recorded: optimizer state and gradients are all there by then."""
-
-
+TIMELINE_AT = 2  # the update whose timeline is recorded: the first one still warms up
+MEMORY_AT = 3  # the update whose memory is recorded: optimizer state and gradients are all there by then
 SECONDS_BETWEEN_SAVES = 60.0
-
-
 Number = TypeVar("Number", float, float | None)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +63,7 @@ class EpochSums:
     def plus(self, result: UpdateResult, seconds: float, *, is_sum: bool) -> "EpochSums":
         """With one more update, whose loss is a mean over its units, or a sum; one that was skipped counts its time only."""
         if not result.applied:
-            return EpochSums(units=self.units, loss=self.loss, metrics=self.metrics, seconds=self.seconds + seconds)
+            return replace(self, seconds=self.seconds + seconds)
         units = float(result.units)
         metrics = {name: self.metrics.get(name, 0.0) + units * float(value) for name, value in result.metrics.items()}
         return EpochSums(
@@ -83,43 +78,24 @@ class EpochSums:
 class Progress:
     """How far a run is: what a checkpoint holds besides the states of the update."""
 
-    update: int = 0
-    """Updates done."""
-    epoch: int = 1
-    """The epoch that the next update belongs to."""
+    update: int = 0  # updates done
+    epoch: int = 1  # of the next update
     sums: EpochSums = field(default_factory=EpochSums)
-    best: float | None = None
-    """The best of the metric so far, on the validation data; the lowest loss where there is no metric."""
-    last: Mapping[str, Any] = field(default_factory=dict)
-    """The latest epoch's record."""
+    best: float | None = None  # metric on the validation data so far; the lowest loss where there is no metric
+    last: Mapping[str, Any] = field(default_factory=dict)  # the latest epoch's record
     loader_state: dict[str, Any] | None = None
-    batches: Mapping[int, int] = field(default_factory=dict)
-    """Rows of a batch by the first epoch that has them, as far as that is decided."""
+    batches: Mapping[int, int] = field(default_factory=dict)  # rows of a batch by the first epoch that has them, so far
 
     def to_plain(self) -> dict[str, Any]:
         """As plain values, for a checkpoint, which keeps the loader's state in a place of its own."""
-        sums = {name: getattr(self.sums, name) for name in ("units", "loss", "metrics", "seconds")}
-        return {
-            "update": self.update,
-            "epoch": self.epoch,
-            "sums": sums | {"metrics": dict(self.sums.metrics)},
-            "best": self.best,
-            "last": dict(self.last),
-            "batches": dict(self.batches),
-        }
+        values = asdict(replace(self, loader_state=None))
+        del values["loader_state"]
+        return values
 
     @staticmethod
     def from_plain(values: Mapping[str, Any], loader_state: dict[str, Any] | None) -> "Progress":
-        """From a checkpoint."""
-        return Progress(
-            update=values["update"],
-            epoch=values["epoch"],
-            sums=EpochSums(**values["sums"]),
-            best=values["best"],
-            last=values["last"],
-            loader_state=loader_state,
-            batches=values.get("batches", {}),
-        )
+        """From a checkpoint; old ones have no `batches`."""
+        return Progress(**{**values, "sums": EpochSums(**values["sums"]), "loader_state": loader_state})
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +129,8 @@ class Loop:
         self._before_save = before_save
         self._noted: set[str] = set()
         self._saved_at = -1 if progress is None else progress.update
-        experiment.schedule.steps.update(self.progress.batches)
         self._last_save = monotonic()
+        experiment.schedule.steps.update(self.progress.batches)
 
     @property
     def is_finished(self) -> bool:
@@ -210,29 +186,28 @@ class Loop:
         number = self.progress.update + 1
         update, last = self.experiment.update, self.experiment.plan.updates
         began = perf_counter()
-        seen: list[Metric] = []
+        seen: Metric | None = None
         if number == min(TIMELINE_AT, last):
-            result, timeline = with_timeline(update, batch, number)
-            seen.append(timeline)
+            result, seen = with_timeline(update, batch, number)
         elif number == min(MEMORY_AT, last):
-            result, memory = with_memory(update, batch, number)
-            seen.append(memory)
+            result, seen = with_memory(update, batch, number)
         else:
             result = update(batch)
         loss, grad_norm, lr = float(result.loss), float(result.grad_norm), float(result.lr)
         metrics = {name: float(value) for name, value in result.metrics.items()}
         seconds = perf_counter() - began
-        self.progress = Progress(
+        is_sum = self.experiment.task.objective.reduction == "sum"
+        self.progress = replace(
+            self.progress,
             update=number,
-            epoch=self.progress.epoch,
-            sums=self.progress.sums.plus(result, seconds, is_sum=self.experiment.task.objective.reduction == "sum"),
-            best=self.progress.best,
-            last=self.progress.last,
+            sums=self.progress.sums.plus(result, seconds, is_sum=is_sum),
+            loader_state=None,
             batches=self.experiment.schedule.steps,
         )
         self._look_at_rows(batch)
-        for metric in seen:
-            self._tell(metric)
+        if seen is not None:
+            self._tell(seen)
+        noise = result.noise_scale
         self._tell(
             UpdateDone(
                 update=number,
@@ -247,7 +222,9 @@ class Loop:
                 seconds=seconds,
                 metrics=metrics,
                 retries=result.retries,
-                **_noise_of(result),
+                noise_scale=None if noise is None else noise.rows,
+                noise_low=None if noise is None else noise.low,
+                noise_high=None if noise is None else noise.high,
             )
         )
 
@@ -283,12 +260,7 @@ class Loop:
             epoch=progress.epoch + 1,
             best=_better(task.metric, progress.best, validated),
             batches=progress.batches,
-            last={
-                "epoch": done.epoch,
-                "train_loss": done.train_loss,
-                "valid_loss": done.valid_loss,
-                "metrics": dict(done.metrics),
-            },
+            last={name: getattr(done, name) for name in ("epoch", "train_loss", "valid_loss", "metrics")},
         )
         self._tell(done)
         if self._is_save_due(at_epoch_end=True):
@@ -336,11 +308,6 @@ class Loop:
         self._last_save = monotonic()
 
 
-def _noise_of(result: UpdateResult) -> dict[str, float]:
-    scale = result.noise_scale
-    return {} if scale is None else {"noise_scale": scale.rows, "noise_low": scale.low, "noise_high": scale.high}
-
-
 def judging_number(metric: str | None, valid_loss: Number, metrics: Mapping[str, Number]) -> Number:
     """The number that the task is judged by."""
     if metric is not None and metric not in metrics:
@@ -358,15 +325,6 @@ def _better(metric: str | None, best: float | None, validated: Validation) -> fl
     return min(best, value) if metric is None else max(best, value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """One batch."""
-
-    loss: Tensor
-    metrics: Metrics
-    units: float
-
-
 def validate(
     model: nn.Module,
     objective: Objective,
@@ -382,7 +340,7 @@ def validate(
     beyond the first `num_batches` run, because a sharded model needs every rank in every forward, but do not count.
     """
     was_training = model.training
-    own: list[_Seen] = []
+    own: list[tuple[Tensor, Metrics, float]] = []
     forward = ForwardPass(model=model, compute=objective.loss, device=device)
     model.eval()
     try:
@@ -390,27 +348,93 @@ def validate(
             for batch in batches:
                 there = forward.load(batch)
                 loss, metrics = loss_and_metrics(forward(there))
-                units = count_units(objective, model, [there])[0]
-                own.append(_Seen(loss.reshape(()).float(), metrics, units))
+                own.append((loss.reshape(()).float(), metrics, count_units(objective, model, [there])[0]))
     finally:
-        reshard(model)
+        reshard_all(wrapping_of(model).sharded)
         model.train(was_training)
     if ranks.size > 1:
-        own = [_on_host(seen) for seen in own]
-    in_turn = [seen for turn in zip(*ranks.gather_objects(own), strict=True) for seen in turn]
-    return _put_together(in_turn[:num_batches], objective.reduction)
-
-
-def _on_host(seen: _Seen) -> _Seen:
-    return replace(seen, loss=seen.loss.cpu(), metrics=on_host(seen.metrics))
-
-
-def _put_together(seen: list[_Seen], reduction: Reduction) -> Validation:
-    units = [one.units for one in seen]
-    counted = [one for one in seen if one.units > 0 or reduction == "sum"]
-    weights = shares_of([one.units for one in counted], reduction)
-    total = float(weighted_sum([one.loss for one in counted], weights))
+        own = [(loss.cpu(), on_host(metrics), units) for loss, metrics, units in own]
+    seen = [one for turn in zip(*ranks.gather_objects(own), strict=True) for one in turn][:num_batches]
+    units = [one[2] for one in seen]
+    is_sum = objective.reduction == "sum"
+    counted = [(loss, units) for loss, _, units in seen if units > 0 or is_sum]
+    weights = shares_of([units for _, units in counted], objective.reduction)
+    total = float(weighted_sum([loss for loss, _ in counted], weights))
     return Validation(
-        loss=total / (sum(units) or 1.0) if reduction == "sum" else total,
-        metrics={name: float(value) for name, value in combine([one.metrics for one in seen], units).items()},
+        loss=total / (sum(units) or 1.0) if is_sum else total,
+        metrics={name: float(value) for name, value in combine([one[1] for one in seen], units).items()},
     )
+
+
+def all_batches(batches: Iterable[T], *, expected: int, data: str, done: int = 0) -> Iterator[T]:
+    """The batches of an epoch, of which `done` were there before; an error where they end before there were `expected`.
+
+    A dataset or a collate that raises StopIteration ends its loader as if the data had ended.
+    """
+    number = done
+    for batch in batches:
+        number += 1
+        yield batch
+    if number < expected:
+        raise TaskError(
+            f"the {data} data ended after {number} of {expected} batches. Its dataset, or its collate, raised StopIteration, "
+            "which a loop takes for the end: let it raise another error, or say the true length in __len__."
+        )
+
+
+def first_batch(task: Task, *, batch: int, seed: int) -> Any:
+    """The first batch of the training data."""
+    loader = training_loader(task, batch=batch, seed=seed, epoch=1)
+    return next(all_batches(loader, expected=1, data="training"))
+
+
+def training_loader(task: Task, *, batch: int, seed: int, epoch: int) -> "StatefulDataLoader[Any]":
+    """All rows once, shuffled; the order is a function of seed and epoch alone, and no other random state is drawn from."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    with _without_deprecations():
+        return StatefulDataLoader(
+            task.training, batch_size=batch, shuffle=True, generator=generator, collate_fn=task.collate
+        )
+
+
+def dealt_loader(
+    task: Task, *, batch: int, seed: int, epoch: int, ranks: Ranks = ONE_PROCESS
+) -> "StatefulDataLoader[Any]":
+    """The batches of `training_loader`; each is a `Dealt` with the rows that are dealt to this rank.
+
+    Where it is in the data is the same on every rank, and for any number of them.
+    """
+    batches = GlobalBatches(task.training, batch, rank=ranks.rank, ranks=ranks.size, seed=seed, lengths=task.lengths)
+    batches.set_epoch(epoch)
+    generator = torch.Generator()  # of its own: a loader draws a number when it starts
+    with _without_deprecations():
+        loader: StatefulDataLoader[Any] = batches.loader(
+            collate_fn=task.collate or default_collate, loader=StatefulDataLoader, generator=generator
+        )
+    return loader
+
+
+def validation_loader(task: Task, ranks: Ranks = ONE_PROCESS) -> "DataLoader[Any]":
+    """Every rank's batches of the validation data, whole and in turn: `validation_batch` rows as they lie, from rank 0 on.
+
+    All ranks have the same number of batches. A rank that would have one less ends with the first batch once more.
+    """
+    size, count = task.validation_batch, len(task.validation)
+    starts = list(range(0, count, size))
+    starts += [0] * (-len(starts) % ranks.size)
+    rows = [list(range(start, min(start + size, count))) for start in starts[ranks.rank :: ranks.size]]
+    return DataLoader(task.validation, batch_sampler=rows, collate_fn=task.collate, generator=torch.Generator())
+
+
+def validation_batches(task: Task, ranks: Ranks = ONE_PROCESS) -> Iterator[Any]:
+    """The batches of `validation_loader`, all of them."""
+    loader = validation_loader(task, ranks)
+    return all_batches(loader, expected=len(loader), data="validation")
+
+
+@contextmanager
+def _without_deprecations() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # torchdata 0.11 calls a function that torch 2.13 has deprecated
+        warnings.filterwarnings("ignore", message=".*set_vital.*is deprecated")
+        yield

@@ -1,8 +1,7 @@
-"""Looking at one update while it runs: when each stage ran, and how much memory was in use."""
+"""Record one update while it runs: when each stage ran, and how much memory was in use."""
 
 import bisect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TypeVar
@@ -26,8 +25,7 @@ from anybatch.core import (
 )
 from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
 
-MOST_POINTS = 400
-"""A curve has no more points than this; each stands for the highest of its neighbours, so the peak stays."""
+MOST_POINTS = 400  # of a curve; each is the highest of its neighbours, so the peak stays
 Result = TypeVar("Result")
 
 
@@ -48,27 +46,22 @@ def with_timeline(update: Update, batch: Batch, number: int) -> tuple[UpdateResu
     begin = perf_counter()
     with observed(update, events.append):
         result = update(batch)
-    is_void = [isinstance(event, Retry) for event in events]
-    if any(is_void):  # of the attempts that did not fit, nothing counts
-        events = [event for event in events if isinstance(event, Zero)] + events[
-            len(events) - is_void[::-1].index(True) :
-        ]
+    retries = [place for place, event in enumerate(events) if isinstance(event, Retry)]
+    if retries:  # of the attempts that did not fit, nothing counts
+        events = [event for event in events if isinstance(event, Zero)] + events[retries[-1] + 1 :]
     stages = tuple(
         StageTime(stage=event.stage, micro_batch=event.micro_batch, start=event.started - begin, seconds=event.seconds)
         for event in events
     )
-    made_of = () if result.dropped else _made_of(events)
-    return result, WindowSeen(update=number, stages=stages, micro_batches=made_of)
-
-
-def _made_of(events: Sequence[Event]) -> tuple[MicroBatchSeen, ...]:
-    """Rows, units and share of each micro-batch that had a loss of its own."""
+    if result.dropped:
+        return result, WindowSeen(update=number, stages=stages)
     rows = {event.micro_batch: num_rows(event.batch) for event in events if isinstance(event, Load)}
-    return tuple(
+    micro_batches = tuple(
         MicroBatchSeen(rows=rows[event.micro_batch], units=float(event.units), share=event.share)
         for event in events
         if isinstance(event, Loss) and event.micro_batch in rows
     )
+    return result, WindowSeen(update=number, stages=stages, micro_batches=micro_batches)
 
 
 def with_memory(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, MemorySeen]:
@@ -94,12 +87,14 @@ def profiled(action: Callable[[], Result], standing: int) -> tuple[Result, list[
     if not seen.allocations:
         return seen.result, []
     begin = min([seen.allocations[0][0], *(start for start, _ in seen.stages[:1])])
-    in_use = itertools.accumulate((nbytes for _, nbytes in seen.allocations), initial=standing)
-    next(in_use)
-    points = [
-        MemoryPoint(seconds=(moment - begin) / 1e9, bytes=total, stage=_stage_at(moment, seen.stages))
-        for (moment, _), total in zip(seen.allocations, in_use, strict=True)
-    ]
+    points: list[MemoryPoint] = []
+    in_use = standing
+    for moment, nbytes in seen.allocations:
+        in_use += nbytes
+        # the stage that was running; between two, the one before, because what it left is freed there
+        num_begun = bisect.bisect_right(seen.stages, moment, key=lambda stage: stage[0])
+        stage = seen.stages[max(num_begun - 1, 0)][1] if seen.stages else ""
+        points.append(MemoryPoint(seconds=(moment - begin) / 1e9, bytes=in_use, stage=stage))
     return seen.result, points
 
 
@@ -115,12 +110,6 @@ def _by_counters(update: Update, batch: Batch, number: int, device: torch.device
     with observed(update, look):
         result, peak = with_peak(lambda: update(batch), device)
     return result, MemorySeen(update=number, points=thin_out(points), peak_bytes=peak)
-
-
-def _stage_at(moment: int, stages: Sequence[tuple[int, str]]) -> str:
-    """The stage that was running; between two, the one before, because what it left is freed there."""
-    before = bisect.bisect_right(stages, moment, key=lambda stage: stage[0])
-    return stages[max(before - 1, 0)][1] if stages else ""
 
 
 def thin_out(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:

@@ -1,4 +1,4 @@
-"""The settings of a training run, checked before anything is loaded. Knows nothing of torch."""
+"""The settings of a training run, checked before anything is loaded. Does not import torch."""
 
 import re
 from dataclasses import dataclass
@@ -15,35 +15,27 @@ Parallel = Literal["ddp", "fsdp2"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What was asked for; None leaves it to the task."""
+    """Options of the command line; None leaves the choice to the task."""
 
     batch_size: int | None = None
     micro_batch: int | Literal["auto"] | None = None
-    memory: int | None = None
-    """Bytes that an update may take: micro-batches are as large as fits."""
+    memory: int | None = None  # bytes that an update may take: micro-batches are as large as fits
     epochs: int | None = None
-    updates: int | None = None
-    """The number of updates of the run, in place of `epochs`."""
+    updates: int | None = None  # in place of `epochs`
     lr: float | None = None
     lr_rule: LRRule | None = None
-    base_batch: int | None = None
-    """The batch that the learning rate was chosen for."""
-    keep_half_life: bool = True
-    """Whether a rule also changes Adam's beta2, so that its second moment forgets after the same number of samples."""
+    base_batch: int | None = None  # the batch that the learning rate was chosen for
+    keep_half_life: bool = True  # a rule also changes Adam's beta2: it forgets after the same number of samples
     warmup: int | None = None
     decay: Decay | None = None
     clip_norm: float | None = None
     precision: Precision = "fp32"
     seed: int = 0
     device: str = "auto"
-    parallel: Parallel = "ddp"
-    """How the ranks of torchrun hold the model: each rank all of it, or each a part. One process ignores this."""
-    noise: int | None = None
-    """One update in so many measures the noise of its gradient; None measures none."""
-    save_every: int | None = None
-    """Updates between two checkpoints; None for one each epoch, and each minute of a longer one."""
-    keep: int = 3
-    """How many checkpoints stay."""
+    parallel: Parallel = "ddp"  # each rank holds the whole model, or a part of it; one process ignores this
+    noise: int | None = None  # one update in so many measures the noise of its gradient
+    save_every: int | None = None  # updates between two checkpoints; None: each epoch, and each minute of a longer one
+    keep: int = 3  # checkpoints that stay
 
     def __post_init__(self) -> None:
         if self.micro_batch != "auto":

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from anybatch.app.training.tasks.task import Task
@@ -19,13 +19,14 @@ from anybatch.core import supervised
 _FOUND = find_spec("sklearn")
 if _FOUND is None or _FOUND.origin is None:
     raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-_SKLEARN = Path(_FOUND.origin).parent
-"""Looked into and not imported, which takes as long as to import torch."""
+_SKLEARN = Path(_FOUND.origin).parent  # not imported, which takes as long as to import torch
 
 
 def task() -> Task:
     """Four fifths of the digits to learn from, shuffled once, the same for every seed; AdamW with a cosine decay."""
-    images, targets = _scanned()
+    lines = gzip.decompress((_SKLEARN / "datasets" / "data" / "digits.csv.gz").read_bytes()).split()
+    rows = torch.tensor([[int(value) for value in line.split(b",")] for line in lines])
+    images, targets = rows[:, :64].reshape(-1, 1, 8, 8) / 16, rows[:, 64]
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(1))
     learned, held_out = order[:1437], order[1437:]
     model = nn.Sequential(
@@ -53,16 +54,6 @@ def task() -> Task:
     )
 
 
-def _scanned() -> tuple[Tensor, Tensor]:
-    """Images and labels."""
-    lines = gzip.decompress((_SKLEARN / "datasets" / "data" / "digits.csv.gz").read_bytes()).split()
-    rows = torch.tensor([[int(value) for value in line.split(b",")] for line in lines])
-    return rows[:, :64].reshape(-1, 1, 8, 8) / 16, rows[:, 64]
-
-
 def _block(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
-    return (
-        nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
-        nn.BatchNorm2d(channels_out),
-        nn.ReLU(),
-    )
+    convolution = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
+    return convolution, nn.BatchNorm2d(channels_out), nn.ReLU()

@@ -1,9 +1,9 @@
-"""Finding a task by name or file, and calling its `task()`. Knows nothing of torch until the task does."""
+"""Find a task by name or file, and call its `task()`. Does not import torch before the task does."""
 
-import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +50,8 @@ def find_task(name: str) -> Callable[[], "Task"]:
     A task file is run once, here. Whatever its own code raises comes out as the cause of a `TaskRaisedError`.
     """
     check_task_exists(name)
-    module = (
-        importlib.import_module(f"anybatch.app.training.tasks.{name}") if name in BUILT_IN else _run_file(Path(name))
-    )
+    is_built_in = name in BUILT_IN
+    module = import_module(f"anybatch.app.training.tasks.{name}") if is_built_in else _run_file(Path(name))
     build = getattr(module, "task", None)
     if not callable(build):
         raise TaskError(
@@ -76,10 +75,10 @@ def find_task(name: str) -> Callable[[], "Task"]:
 
 def _run_file(path: Path) -> Any:
     module_name = f"anybatch_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    spec = spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise TaskError(f"{path} is not a Python file. Give a file that ends in .py and has a function task().")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     # classes that the file defines are looked up here when they are pickled
     sys.modules[module_name] = module
     try:

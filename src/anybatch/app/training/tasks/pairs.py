@@ -16,8 +16,7 @@ from anybatch.app.training.tasks.stdlib import functions, is_held_out
 from anybatch.app.training.tasks.task import Task
 from anybatch.core import Coupled, Mean
 
-BUCKETS = 8192
-"""Words share this many embeddings, by their hash; 0 is the padding."""
+BUCKETS = 8192  # words share this many embeddings, by their hash; 0 is the padding
 LONGEST = 64
 WIDTH = 64
 _WORD = re.compile(r"[A-Za-z]+|\d+")
@@ -61,7 +60,7 @@ class TwoTowers(nn.Module):
 
 
 class Tower(nn.Module):
-    """Words in, a direction out."""
+    """Maps words to a unit vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +68,11 @@ class Tower(nn.Module):
         self.head = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, words: Tensor) -> Tensor:
-        """Unit vectors."""
         return F.normalize(self.head(self.words(words)), dim=-1)
 
 
 def encode(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """What the loss needs of each row."""
+    """Representations of each row, for the loss."""
     encoded: tuple[Tensor, Tensor, Tensor] = model(*batch)
     return encoded
 

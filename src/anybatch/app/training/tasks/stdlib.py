@@ -20,22 +20,16 @@ from anybatch.app.training.tasks.task import Task
 from anybatch.core import Mean, supervised
 from anybatch.ragged import Cost, Tokens
 
-LONGEST = 256
-"""Bytes of a row; longer functions are cut there."""
-
-
-END = 256
-
-
+LONGEST = 256  # bytes of a row; longer functions are cut there
+END = 256  # the token after the 256 bytes
 IGNORED = -100
-
-
 WIDTH = 96
 
 
 def task() -> Task:
     """Three causal layers of width 96; AdamW with warm-up and a cosine decay, two passes over some 2,000 functions."""
-    rows = [_encode(function.source) for function in functions()[::3]]
+    sources = (function.source.encode()[: LONGEST - 1] for function in functions()[::3])
+    rows = [torch.tensor([END, *source, END]) for source in sources]
     model = ByteModel()
     return Task(
         model=model,
@@ -65,9 +59,7 @@ class ByteModel(nn.Module):
         super().__init__()
         self.byte = nn.Embedding(END + 1, WIDTH)
         self.position = nn.Embedding(LONGEST, WIDTH)
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, nhead=4, dim_feedforward=4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
-        )
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(WIDTH)
         for table in (self.byte, self.position):
@@ -86,17 +78,16 @@ class ByteLoss(nn.Module):
     """Mean cross entropy over the bytes that are not padding."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a batch."""
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 def predicted_bytes(batch: tuple[Tensor, Tensor]) -> Tensor:
-    """What the mean loss divides by."""
+    """Count the targets that the mean loss divides by."""
     return (batch[1] != IGNORED).count_nonzero()
 
 
 def bytes_of_rows(batch: tuple[Tensor, Tensor]) -> Tensor:
-    """How long each row is without its padding."""
+    """Length of each row without its padding."""
     return (batch[1] != IGNORED).sum(dim=1)
 
 
@@ -111,10 +102,6 @@ def pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     inputs = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=END)
     targets = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
     return inputs, targets
-
-
-def _encode(source: str) -> Tensor:
-    return torch.tensor([END, *source.encode()[: LONGEST - 1], END])
 
 
 MODULES = (  # noqa: SIM905
@@ -133,26 +120,20 @@ MODULES = (  # noqa: SIM905
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One function or method of the standard library."""
+    """A function or method; `docstring` is empty where it has none, `body` is the source below it."""
 
     name: str
     source: str
     docstring: str
-    """Empty where it has none."""
     body: str
-    """The source below the docstring."""
 
 
 @cache
 def functions() -> tuple[Function, ...]:
     """Every function of `MODULES` in the order of the files: some 7,000, from one line to some hundred lines."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found: list[Function] = []
-    for module in MODULES:
-        path = folder / f"{module}.py"
-        if path.is_file():
-            found += _functions_of(path.read_text(encoding="utf-8"))
-    return tuple(found)
+    paths = [path for module in MODULES if (path := folder / f"{module}.py").is_file()]
+    return tuple(function for path in paths for function in _functions_of(path.read_text(encoding="utf-8")))
 
 
 def is_held_out(number: int) -> bool:
@@ -160,10 +141,15 @@ def is_held_out(number: int) -> bool:
     return number % 10 == 9
 
 
-def _functions_of(text: str) -> list[Function]:
+def _functions_of(text: str) -> Iterator[Function]:
     lines = text.splitlines()
     nodes = [node for node in _statements(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    return [_function(node, lines) for node in sorted(nodes, key=lambda node: node.lineno)]
+    for node in sorted(nodes, key=lambda node: node.lineno):
+        docstring = ast.get_docstring(node) or ""
+        below = node.body[1:] if docstring else node.body
+        body = lines[below[0].lineno - 1 : node.end_lineno] if below else []
+        source = lines[node.lineno - 1 : node.end_lineno]
+        yield Function(node.name, "\n".join(source), docstring, "\n".join(body))
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -172,11 +158,3 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
         for child in getattr(node, field, ()):
             yield child
             yield from _statements(child)
-
-
-def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> Function:
-    docstring = ast.get_docstring(node) or ""
-    below = node.body[1:] if docstring else node.body
-    last = node.end_lineno or node.lineno
-    body = lines[below[0].lineno - 1 : last] if below else []
-    return Function(node.name, "\n".join(lines[node.lineno - 1 : last]), docstring, "\n".join(body))

@@ -61,39 +61,26 @@ class Task:
         return self.objective.whole()
 
     def __post_init__(self) -> None:
-        for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("objective", Objective | Coupled)):
+        for name, kinds in (("model", (nn.Module,)), ("optimizer", (Optimizer,)), ("objective", (Objective, Coupled))):
             value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise TaskError(
-                    f"Task({name}=...) got a {type(value).__name__}: {_short(value)}; expected a {_spell(kind)}."
-                )
+            if not isinstance(value, kinds):
+                text, expected = repr(value), " or ".join(kind.__name__ for kind in kinds)
+                text = text if len(text) <= 80 else text[:77] + "..."
+                raise TaskError(f"Task({name}=...) got a {type(value).__name__}: {text}; expected a {expected}.")
         for name in ("training", "validation"):
-            _check_dataset(name, getattr(self, name))
+            dataset = getattr(self, name)
+            if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+                raise TaskError(
+                    f"Task({name}=...) got a {type(dataset).__name__}: expected a dataset with len() and [row], such as "
+                    "torch.utils.data.TensorDataset(inputs, targets). A DataLoader is not needed: batches are made for you."
+                )
+            if len(dataset) == 0:
+                raise TaskError(f"Task({name}=...) got a dataset with 0 rows; give at least 1.")
         for name in ("batch_size", "micro_batch", "epochs", "validation_batch"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise TaskError(f"Task({name}={value!r}): expected a whole number, 1 or more.")
         for name, choices in (("lr_rule", LRRule), ("decay", Decay)):
-            if getattr(self, name) not in get_args(choices):
-                raise TaskError(
-                    f"Task({name}={getattr(self, name)!r}): {one_of(getattr(self, name), get_args(choices))}"
-                )
-
-
-def _check_dataset(name: str, dataset: Any) -> None:
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise TaskError(
-            f"Task({name}=...) got a {type(dataset).__name__}: expected a dataset with len() and [row], such as "
-            "torch.utils.data.TensorDataset(inputs, targets). A DataLoader is not needed: batches are made for you."
-        )
-    if len(dataset) == 0:
-        raise TaskError(f"Task({name}=...) got a dataset with 0 rows; give at least 1.")
-
-
-def _spell(kind: Any) -> str:
-    return str(getattr(kind, "__name__", "")) or " or ".join(one.__name__ for one in get_args(kind))
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+            value = getattr(self, name)
+            if value not in get_args(choices):
+                raise TaskError(f"Task({name}={value!r}): {one_of(value, get_args(choices))}")

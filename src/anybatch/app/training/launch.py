@@ -12,8 +12,19 @@ from uuid import uuid4
 
 from anybatch.errors import ParallelError, SettingsError
 
-RANK_TIMEOUT = 300.0
-"""Seconds that a rank waits for the others before it takes them for lost."""
+RANK_TIMEOUT = 300.0  # seconds that a rank waits for the others before it takes them for lost
+LOST_RANK = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket Timeout",
+    "wait timeout",
+    "NCCL error",
+    "NCCL communicator was aborted",
+)
+"""What a collective says when another rank has gone, or does not answer in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +33,8 @@ class Launch:
 
     rank: int
     size: int
-    local_rank: int
-    """Its number on this machine: which GPU it takes."""
-    name: str | None
-    """The same for all ranks and after every restart of them; None where the launcher does not restart."""
+    local_rank: int  # on this machine: which GPU it takes
+    name: str | None  # the same for all ranks and after every restart of them; None where the launcher does not restart
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -63,10 +72,15 @@ def joined_ranks(launch: Launch, device: str, *, seconds: float = RANK_TIMEOUT) 
     A rank that waits `seconds` for another ends with an error: that one hangs, or is lost.
     """
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
-    is_cuda = _takes_gpu(launch, device)
+    backend = "cpu:gloo,cuda:nccl" if _takes_gpu(launch, device) else "gloo"
+    timeout = timedelta(seconds=seconds)
     try:
-        _join(launch, "cpu:gloo,cuda:nccl" if is_cuda else "gloo", timedelta(seconds=seconds))
+        store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+        fresh = PrefixStore(agree_on_round(store, launch.rank, launch.size, seconds=seconds), store)
+        dist.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.size, timeout=timeout)
         yield dist.group.WORLD
     except RuntimeError as error:
         if not is_lost_rank(error):
@@ -101,30 +115,9 @@ def _takes_gpu(launch: Launch, device: str) -> bool:
     return is_cuda
 
 
-def _join(launch: Launch, backend: str, patience: timedelta) -> None:
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    store, _, _ = next(iter(rendezvous("env://", timeout=patience)))
-    fresh = PrefixStore(agree_on_round(store, launch.rank, launch.size, seconds=patience.total_seconds()), store)
-    dist.init_process_group(backend, store=fresh, rank=launch.rank, world_size=launch.size, timeout=patience)
-
-
 def is_lost_rank(error: BaseException) -> bool:
-    """True of what a collective raises when another rank has gone, or does not answer in time."""
-    lost = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Connection refused",
-        "Broken pipe",
-        "Timed out waiting",
-        "Socket Timeout",
-        "wait timeout",
-        "NCCL error",
-        "NCCL communicator was aborted",
-    )
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in lost)
+    """True if a collective raised this because another rank has gone, or does not answer in time."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in LOST_RANK)
 
 
 def agree_on_round(store: Any, rank: int, size: int, *, seconds: float = RANK_TIMEOUT) -> str:

@@ -1,5 +1,7 @@
-"""A task's model spread over ranks, a copy on each (DDP) or a part on each (FSDP2); and what one rank finds out for all."""
+"""A task's model spread over ranks, a copy on each (DDP) or a part on each (FSDP2); seeds; and what one rank does for all."""
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -12,7 +14,9 @@ from torch.optim import Optimizer
 from anybatch.app.training.settings import Parallel
 from anybatch.core import Ranks
 from anybatch.errors import TaskError
-from anybatch.parallel import reshard_all, wrapping_of
+from anybatch.parallel import wrapping_of
+
+Value = TypeVar("Value")
 
 
 def spread_over_ranks(model: nn.Module, optimizer: Optimizer, kind: Parallel, group: Any) -> nn.Module:
@@ -27,21 +31,10 @@ def spread_over_ranks(model: nn.Module, optimizer: Optimizer, kind: Parallel, gr
     return DistributedDataParallel(model, process_group=group, device_ids=None if device.type == "cpu" else [device])
 
 
-def reshard(model: nn.Module) -> None:
-    """Free what a forward pass without a backward pass has gathered of a sharded model."""
-    reshard_all(wrapping_of(model).sharded)
-
-
-def ranks_of_group(group: Any) -> Ranks:
-    """The ranks of a process group; None is one process."""
-    if group is None or dist.get_world_size(group) == 1:
-        return Ranks()
-    return Ranks(dist.get_rank(group), dist.get_world_size(group), group)
-
-
 def _shard(model: nn.Module, optimizer: Optimizer, device: torch.device, group: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
 
     before = dict(model.named_parameters())
     mesh = DeviceMesh.from_group(group, device.type)
@@ -56,11 +49,17 @@ def _shard(model: nn.Module, optimizer: Optimizer, device: torch.device, group: 
     for settings in optimizer.param_groups:
         settings["params"] = [sharded.get(parameter, parameter) for parameter in settings["params"]]
     for parameter in [parameter for parameter in optimizer.state if parameter in sharded]:
-        optimizer.state[sharded[parameter]] = _sharded_state(optimizer.state.pop(parameter), sharded[parameter])
+        part: Any = sharded[parameter]  # optimizers such as Adagrad have a state before the first step
+        optimizer.state[part] = {
+            name: distribute_tensor(value, part.device_mesh, part.placements)
+            if isinstance(value, Tensor) and value.shape == part.shape
+            else value
+            for name, value in optimizer.state.pop(parameter).items()
+        }
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of every list of layers, outermost: what is gathered at a time. All else is gathered with the model itself."""
+    """The layers of every outermost `ModuleList`, each gathered by itself. All else is gathered with the model."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from dict.fromkeys(block for block in child if next(block.parameters(), None) is not None)
@@ -68,19 +67,26 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-def _sharded_state(state: dict[str, Any], parameter: Any) -> dict[str, Any]:
-    """What an optimizer knows of a parameter before its first step, as Adagrad does."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return {
-        name: distribute_tensor(value, parameter.device_mesh, parameter.placements)
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for name, value in state.items()
-    }
+def ranks_of_group(group: Any) -> Ranks:
+    """The ranks of a process group; None is one process."""
+    if group is None or dist.get_world_size(group) == 1:
+        return Ranks()
+    return Ranks(dist.get_rank(group), dist.get_world_size(group), group)
 
 
-Value = TypeVar("Value")
+def seed_all(seed: int) -> None:
+    """Seed torch on every device, Python, and NumPy where it is loaded."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def seed_rank(rank: int) -> None:
+    """Seed everything from the next draw of torch's state: where all ranks have the same, each gets another."""
+    drawn = int(torch.randint(2**62, ()))
+    seed_all((drawn + rank * 1_000_003) % 2**63)
 
 
 def from_first_rank(make: Callable[[], Value], ranks: Ranks) -> Value:
@@ -90,19 +96,18 @@ def from_first_rank(make: Callable[[], Value], ranks: Ranks) -> Value:
     """
     if ranks.size == 1:
         return make()
-    raised: list[Exception] = []
+    own: list[Exception] = []
 
-    def attempt() -> tuple[Value | None, Exception | None]:
+    def attempt() -> tuple[Any, Exception | None]:
         try:
             return make(), None
         except Exception as error:
-            raised.append(error)
+            own.append(error)
             return None, error
 
-    value, told = ranks.lend(attempt, 0)
-    if raised:
-        raise raised[0]
-    if told is not None:
-        told.is_told = True  # type: ignore[attr-defined]
-        raise told
-    return value  # type: ignore[return-value]
+    value, error = ranks.lend(attempt, 0)
+    if error is not None:
+        if not own:
+            error.is_told = True  # type: ignore[attr-defined]
+        raise own[0] if own else error
+    return value  # type: ignore[no-any-return]

@@ -1,1 +1,0 @@
-"""How this process was started, alone or as a rank, and the model spread over the ranks."""
