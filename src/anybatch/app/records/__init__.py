@@ -1,1 +1,1 @@
-"""What a run leaves on disk: defined once, written by training, read by the report. Knows nothing of torch."""
+"""The files of a run: defined once, written by training, read by the report. Does not import torch."""

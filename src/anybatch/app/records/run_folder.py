@@ -33,7 +33,7 @@ ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan` or `
 LOCK = "run.lock"
 METRICS: dict[str, type[Metric]] = {kind.event: kind for kind in (UpdateDone, EpochDone, WindowSeen, MemorySeen)}
 _COPY = "run.copy.json"
-_ERRORS = "backslashreplace"  # what is no Unicode, such as a file name of other bytes, is written by its number
+_ERRORS = "backslashreplace"  # a file name of bytes that are no Unicode is written by their numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RunFolder:
             file.write(to_json({"event": metric.event} | plain(metric)) + "\n")
 
     def keep(self, run: Run) -> None:
-        """What `metrics.jsonl` says, and a copy of `run.json`, are on the disk when this returns: before each checkpoint."""
+        """Put `metrics.jsonl` and a copy of `run.json` on the disk, before each checkpoint."""
         if self.metrics.is_file():
             with self.metrics.open("ab") as file:
                 os.fsync(file.fileno())
@@ -201,7 +201,7 @@ def _take(handle: int, folder: Path) -> None:
     import fcntl
 
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: its children do not hold it
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children of this process do not hold it
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             return  # a file system that has no locks
@@ -213,7 +213,7 @@ def _take(handle: int, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What a finished run left behind: the one thing that every chart, table and sentence of a report is made from."""
+    """All records of a run: every chart, table and sentence of a report is made from them."""
 
     run: Run
     updates: tuple[UpdateDone, ...] = ()

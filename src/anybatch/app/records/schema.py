@@ -26,7 +26,7 @@ JSON_NAMES = {"shapes_in": "in", "shapes_out": "out"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What was run, with what, and how it ended."""
+    """A run: its settings, and how it ended."""
 
     file: ClassVar[str] = "run.json"
     anybatch: str
@@ -92,7 +92,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSeen:
-    """What one micro-batch was made of, and its weight in the batch's loss."""
+    """One micro-batch, and its weight in the batch's loss."""
 
     rows: int
     units: float
@@ -157,7 +157,7 @@ class FittingChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """What an update needs, as `plan` predicted it. Memory is in bytes."""
+    """Memory of an update in bytes, as `plan` predicted it."""
 
     file: ClassVar[str] = "plan.json"
     unit: str = "rows"
@@ -171,8 +171,8 @@ class PlanRecord:
     margin: float | None
     device: str
     sizes: tuple[SizeRecord, ...]
-    breakdown: Numbers  # what the peak at the size chosen is made of
-    checkpointing: Scalars | None  # what gradient checkpointing would change; None where it was not tried
+    breakdown: Numbers  # parts of the peak at the size chosen
+    checkpointing: Scalars | None  # changes by gradient checkpointing; None where it was not tried
     sums: str = "fp32"  # the precision in which gradients are summed
     ways_to_fit: tuple[FittingChange, ...] = ()
     method: str
@@ -204,14 +204,14 @@ class CutRecord:
     rows: Values  # how many rows each micro-batch had
     error: float | None
     parameters: tuple[ParameterRecord, ...]
-    failure: str | None  # what was raised where this cut could not run
+    failure: str | None  # the error, where this cut could not run
     is_exact: bool
     decides: bool = True  # False for a cut that nobody trains with: a note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsRecord:
-    """What the rows of one micro-batch weighed, and what they should."""
+    """The weight of a micro-batch's rows, and the weight that they should have."""
 
     rows: Values  # their numbers in the batch
     weight: float | None
@@ -271,7 +271,7 @@ class TracedLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedImage:
-    """What the sample looks like: rows of pixels from top to bottom, each one number (grey) or three, from 0 to 255."""
+    """The sample as an image: rows of pixels from top to bottom, each one number (grey) or three, from 0 to 255."""
 
     width: int
     height: int
@@ -314,7 +314,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmEpoch:
-    """What one run of an arm had reached after an epoch."""
+    """One run of an arm after an epoch."""
 
     epoch: int
     train_loss: float | None

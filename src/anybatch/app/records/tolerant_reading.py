@@ -59,7 +59,7 @@ def real(value: object) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # of an integer that no float can hold
+    except OverflowError:  # no float can hold this integer
         return None
 
 

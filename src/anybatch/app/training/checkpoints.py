@@ -64,7 +64,7 @@ class PositionedLoader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What `resume` has read and not put back into the update."""
+    """Values that `resume` has read and not put back into the update."""
 
     path: Path
     number: int
@@ -72,7 +72,7 @@ class Resumed:
     ranks: int
     """How many ranks saved it."""
     progress: Mapping[str, Any]
-    """What `save` was given as `progress`."""
+    """The `progress` that `save` was given."""
     loader_state: dict[str, Any] | None
     passed_over: tuple[str, ...] = ()
     """Why each newer checkpoint could not be read."""
@@ -325,7 +325,7 @@ def _put_in_place(temporary: Path, path: Path, keep: int) -> None:
 
 
 def _newest(path: Path, ranks: Ranks, take: Callable[[Resumed, dict[str, Any]], T]) -> T | None:
-    """What `take` makes of the newest checkpoint that every rank can read; None where there is none."""
+    """Call `take` with the newest checkpoint that every rank can read; None where there is none."""
     paths = from_first_rank(lambda: _candidates(path), ranks)
     passed_over: list[str] = []
 
@@ -412,7 +412,7 @@ def _problem(path: Path, expected_size: int, expected_sum: int) -> str | None:
 
 
 def _on_every_rank(act: Callable[[], T], path: Path, ranks: Ranks) -> T:
-    """What `act` returns; an error on every rank where it raised on one."""
+    """Call `act`; raise on every rank if it raised on one."""
     done: list[T] = []
     problem: CheckpointError | None = None
     try:
@@ -580,7 +580,7 @@ def _load_states(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Ten
     if update.noise is not None:
         update.noise.load_state_dict(states.get("noise"))
     if states.get("split") is not None and hasattr(split := update.accumulator.split, "load_state_dict"):
-        split.load_state_dict(states["split"])  # what was learnt of costs: the cut goes on as it was
+        split.load_state_dict(states["split"])  # the costs that it learnt: the cut goes on as it was
 
 
 def _empty_for(like: Tensor, parameter: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ CPU_SCALE = 2.0**12  # first loss scale of fp16 on the CPU; the usual 2**16 over
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What a run will do, known before its first update; `run.json` has these fields in this order."""
+    """The numbers of a run, known before its first update; `run.json` has these fields in this order."""
 
     parameters: int
     rows: int

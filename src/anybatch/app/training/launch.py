@@ -24,7 +24,7 @@ LOST_RANK = (
     "NCCL error",
     "NCCL communicator was aborted",
 )
-"""What a collective says when another rank has gone, or does not answer in time."""
+"""Messages of collectives when another rank has gone, or does not answer in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """What torchrun has told this process; None where the process was started alone.
+    """Read what torchrun has told this process; None where the process was started alone.
 
     >>> find_launch({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     Launch(rank=1, size=2, local_rank=1, name=None)
@@ -47,7 +47,7 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     if "RANK" not in found or "WORLD_SIZE" not in found:
         return None
     name = found.get("TORCHELASTIC_RUN_ID")
-    if name == "none":  # what torchrun calls a launch that nobody named: the agent, our parent, tells it from others
+    if name == "none":  # nobody named the launch: the agent, our parent, tells it from others
         name = f"none-{os.getppid()}"
     return Launch(
         rank=int(found["RANK"]), size=int(found["WORLD_SIZE"]), local_rank=int(found.get("LOCAL_RANK", 0)), name=name

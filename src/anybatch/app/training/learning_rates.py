@@ -22,7 +22,7 @@ ADAMS = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.SparseAdam)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """What `scale_lr` changed in the first parameter group."""
+    """Changes that `scale_lr` made in the first parameter group."""
 
     factor: float
     lr_before: float
@@ -154,7 +154,7 @@ class BatchSchedule:
         >>> [BatchSchedule({1: 500, 3: 1000}, 1000).updates_before(epoch) for epoch in (1, 2, 3, 10**9)]
         [0, 2, 4, 1000000001]
         """
-        stretches = pairwise([*self.steps, sys.maxsize])  # of epochs with equal batches
+        stretches = pairwise([*self.steps, sys.maxsize])  # epochs with equal batches
         return sum(max(min(end, epoch) - first, 0) * self.updates_of(first) for first, end in stretches)
 
     def epoch_at(self, update: int) -> int:
@@ -167,7 +167,7 @@ class BatchSchedule:
         return first + (update - self.updates_before(first)) // self.updates_of(first)
 
     def position(self, update: int) -> float:
-        """Where this update would be if all batches had the size of the first: so decay goes by rows, not by updates."""
+        """Number that this update would have if all batches were as large as the first: decay goes by rows, not by updates."""
         epoch = self.epoch_at(update)
         share = (update - self.updates_before(epoch)) / self.updates_of(epoch)
         return (epoch - 1 + share) * self.updates_of(1)

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSums:
-    """What an epoch has seen so far."""
+    """Sums over the updates of an epoch so far."""
 
     units: float = 0.0
     loss: float = 0.0
@@ -406,7 +406,7 @@ def dealt_loader(
     """
     batches = GlobalBatches(task.training, batch, rank=ranks.rank, ranks=ranks.size, seed=seed, lengths=task.lengths)
     batches.set_epoch(epoch)
-    generator = torch.Generator()  # of its own: a loader draws a number when it starts
+    generator = torch.Generator()  # its own, because a loader draws a number when it starts
     with _without_deprecations():
         loader: StatefulDataLoader[Any] = batches.loader(
             collate_fn=task.collate or default_collate, loader=StatefulDataLoader, generator=generator

@@ -25,7 +25,7 @@ from anybatch.core import (
 )
 from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
 
-MOST_POINTS = 400  # of a curve; each is the highest of its neighbours, so the peak stays
+MOST_POINTS = 400  # a curve has no more; each is the highest of its neighbours, so the peak stays
 Result = TypeVar("Result")
 
 
@@ -47,7 +47,7 @@ def with_timeline(update: Update, batch: Batch, number: int) -> tuple[UpdateResu
     with observed(update, events.append):
         result = update(batch)
     retries = [place for place, event in enumerate(events) if isinstance(event, Retry)]
-    if retries:  # of the attempts that did not fit, nothing counts
+    if retries:  # the attempts that did not fit do not count
         events = [event for event in events if isinstance(event, Zero)] + events[retries[-1] + 1 :]
     stages = tuple(
         StageTime(stage=event.stage, micro_batch=event.micro_batch, start=event.started - begin, seconds=event.seconds)
@@ -82,7 +82,7 @@ def with_memory(update: Update, batch: Batch, number: int) -> tuple[UpdateResult
 
 
 def profiled(action: Callable[[], Result], standing: int) -> tuple[Result, list[MemoryPoint]]:
-    """What `action` returns, and the memory of the CPU after each of its allocations, on top of `standing` bytes."""
+    """Result of `action`, and the memory of the CPU after each of its allocations, on top of `standing` bytes."""
     seen = metered(action, names_ops=True)
     if not seen.allocations:
         return seen.result, []

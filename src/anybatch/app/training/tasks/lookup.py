@@ -40,7 +40,7 @@ def check_task_exists(name: str) -> None:
 def _is_file(name: str) -> bool:
     try:
         return Path(name).is_file()
-    except OSError:  # of a name that no file can have
+    except OSError:  # no file can have this name
         return False
 
 

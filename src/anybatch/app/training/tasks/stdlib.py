@@ -115,14 +115,13 @@ MODULES = (  # noqa: SIM905
     "turtle types typing unittest/case unittest/mock urllib/parse urllib/request uuid warnings wave weakref webbrowser "
     "xml/etree/ElementTree xml/dom/minidom xmlrpc/client zipapp zipfile"
 ).split()
-"""Where to look; a module that this Python does not have is passed over."""
+"""Files to read; a module that this Python does not have is passed over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function or method; `docstring` is empty where it has none, `body` is the source below it."""
 
-    name: str
     source: str
     docstring: str
     body: str
@@ -149,7 +148,7 @@ def _functions_of(text: str) -> Iterator[Function]:
         below = node.body[1:] if docstring else node.body
         body = lines[below[0].lineno - 1 : node.end_lineno] if below else []
         source = lines[node.lineno - 1 : node.end_lineno]
-        yield Function(node.name, "\n".join(source), docstring, "\n".join(body))
+        yield Function("\n".join(source), docstring, "\n".join(body))
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:

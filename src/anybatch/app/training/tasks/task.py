@@ -1,4 +1,4 @@
-"""What a task is: a model, how it learns, from what, and how it is judged."""
+"""A task: a model, how it learns, from what, and how it is judged."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Task:
     lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None = None
     """How long each row of `training` is, or a function of it that says so: ranks get rows of equal work then, not as many."""
     batch_norm: BatchNorm | None = None
-    """What BatchNorm layers see of a batch that is cut, as in `Accumulator`; None warns of what is lost."""
+    """How BatchNorm layers see a batch that is cut, as in `Accumulator`; None warns of what is lost."""
     epochs: int = 10
     base_batch: int | None = None
     """The batch that the optimizer's learning rate was chosen for; None: `batch_size`."""
