@@ -113,6 +113,21 @@ def plural(count: int | float, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') and noun != 'epoch' else 's'}"
 
 
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the lines of a table: the first column to the left, the others to the right.
+
+    >>> table(["arm", "updates"], [["small", "630"], ["exact batch", "160"]])
+    ['arm          updates', '-----------  -------', 'small            630', 'exact batch      160']
+    """
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+
+    def line(first: str, *others: str) -> str:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        return "  ".join([first.ljust(widths[0]), *cells]).rstrip()
+
+    return [line(*headers), "  ".join("-" * width for width in widths), *(line(*row) for row in rows)]
+
+
 _CELL = "text-align:left;padding:2px 12px 2px 0"
 
 

@@ -1,1 +1,3 @@
 """Finished results in, one HTML page out."""
+
+from anybatch.app.report.page import write_page

@@ -3,44 +3,30 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from anybatch.app.report.writing import number, percent
 
 MOST_POINTS = 1000
 """A line of more points than this is thinned: no screen has so many columns, and the page stays small."""
-
-
 MOST_ROWS = 500
 """A table of more rows than this is thinned."""
-
-
-SeriesKind = Literal["line", "faint", "points", "area"]
-
-
 NUM_LOOKS = 6
 """Dashes of lines and shapes of markers, which the page's script draws."""
-
-
 CROSS = 5
 """The look of what stands apart: crosses."""
-
-
 NUM_COLOURS = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Columns and rows of text; the first column names the row."""
+class Table(NamedTuple):
+    """Columns and rows of text; the first column names the row. The note says what the rows leave out."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
-    """What the rows leave out, if they do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class Key(NamedTuple):
     """One entry of the legend: a button that shows and hides every trace of its group."""
 
     name: str
@@ -67,7 +53,7 @@ class Chart:
     """Whether a logarithmic axis makes sense."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Series:
     """One line of a chart, with a band around it where it is a mean."""
 
@@ -77,29 +63,28 @@ class Series:
     colour: int = 1
     """Which colour of the palette, from 1."""
     dash: int = 0
-    kind: SeriesKind = "line"
+    kind: Literal["line", "faint", "points", "area"] = "line"
     deviation: Sequence[float | None] = ()
     """Half the height of the band at each point; none where it is None."""
     labels: Sequence[str] = ()
-    """What to say at each point besides its value."""
+    """Words for each point besides its value."""
 
 
 def line_chart(
     name: str,
     series: Sequence[Series],
     *,
-    title: str,
-    caption: str,
-    table: Table,
     x_title: str,
     x_unit: str = "",
     is_percent: bool = False,
     unit: str = "",
     from_zero: bool = False,
-    height: int = 300,
-    is_wide: bool = False,
+    **words_and_size: Any,
 ) -> Chart:
-    """Lines over a common axis; each is thinned on its own. With `is_percent` the values are shares of one."""
+    """Lines over a common axis; each is thinned on its own. With `is_percent` the values are shares of one.
+
+    Title, caption, table, height and `is_wide` are those of `Chart`.
+    """
     if is_percent:
         series, unit = [_in_percent(line) for line in series], " %"
     values = [value for line in series for value in line.y if value is not None]
@@ -109,55 +94,32 @@ def line_chart(
         if any(half is not None for half in line.deviation):
             data.append(_band(line, group))
         data.append(_trace(line, group, is_percent=is_percent, unit=unit))
-    return Chart(
-        name=name,
-        title=title,
-        caption=caption,
-        figure={
-            "data": data,
-            "x": {"title": x_title, "whole": _is_whole(series)},
-            "y": {"unit": unit, "zero": from_zero},
-            "stops": "x",
-            "where": ["", f" {x_unit}"] if x_unit else [f"{x_title} ", ""],
-        },
-        keys=tuple(Key(name=line.name) for line in series),
-        table=table,
-        height=height,
-        is_wide=is_wide,
-        has_log=is_positive and not is_percent and not from_zero and max(values) > 3 * min(values),
-    )
+    # no tick lies between two whole numbers where only whole ones stand on the x axis
+    is_whole = all(x == int(x) for line in series for x in line.x)
+    figure = {
+        "data": data,
+        "x": {"title": x_title, "whole": is_whole},
+        "y": {"unit": unit, "zero": from_zero},
+        "stops": "x",
+        "where": ["", f" {x_unit}"] if x_unit else [f"{x_title} ", ""],
+    }
+    has_log = is_positive and not is_percent and not from_zero and max(values) > 3 * min(values)
+    keys = tuple(Key(line.name) for line in series)
+    return Chart(name=name, figure=figure, keys=keys, has_log=has_log, **words_and_size)
 
 
 def bar_chart(
-    name: str,
-    bars: Sequence[dict[str, Any]],
-    lanes: Sequence[str],
-    *,
-    title: str,
-    caption: str,
-    keys: Sequence[Key],
-    table: Table,
-    x_title: str,
-    height: int,
-    is_wide: bool = False,
+    name: str, bars: Sequence[dict[str, Any]], lanes: Sequence[str], *, x_title: str, **words_and_size: Any
 ) -> Chart:
     """Horizontal bars, made by `bars_of`, in `lanes` from top to bottom."""
-    return Chart(
-        name=name,
-        title=title,
-        caption=caption,
-        figure={
-            "data": list(bars),
-            "x": {"title": x_title, "whole": False},
-            "y": {"unit": "", "zero": True, "lanes": list(lanes)},
-            "stops": "bars",
-            "where": ["", ""],
-        },
-        keys=tuple(keys),
-        table=table,
-        height=height,
-        is_wide=is_wide,
-    )
+    figure = {
+        "data": list(bars),
+        "x": {"title": x_title, "whole": False},
+        "y": {"unit": "", "zero": True, "lanes": list(lanes)},
+        "stops": "bars",
+        "where": ["", ""],
+    }
+    return Chart(name=name, figure=figure, **words_and_size)
 
 
 def bars_of(
@@ -176,11 +138,56 @@ def bars_of(
         "name": name,
         "group": group,
         "colour": colour,
-        "x": [six_digits(value) for value in x],
-        "starts": [six_digits(value) for value in starts] or [0] * len(x),
+        "x": _six_digits(x),
+        "starts": _six_digits(starts) or [0] * len(x),
         "lanes": list(lanes),
         "texts": list(texts),
     }
+
+
+def _in_percent(line: Series) -> Series:
+    y, deviation = ([None if part is None else 100 * part for part in parts] for parts in (line.y, line.deviation))
+    return replace(line, y=y, deviation=deviation)
+
+
+def _trace(line: Series, group: int, *, is_percent: bool, unit: str) -> dict[str, Any]:
+    kept = thin(line.y)
+    trace: dict[str, Any] = {
+        "kind": line.kind,
+        "name": line.name,
+        "group": group,
+        "colour": f"--{'faint' if line.kind == 'faint' else 'series'}-{(line.colour - 1) % NUM_COLOURS + 1}",
+        "look": line.dash % NUM_LOOKS,
+        "x": _six_digits([line.x[index] for index in kept]),
+        "y": _six_digits([line.y[index] for index in kept]),
+        "percent": is_percent,
+        "unit": unit,
+    }
+    if line.kind == "area":
+        trace["fill"] = f"--band-{line.colour}"
+    if line.labels:
+        trace["labels"] = [line.labels[index] for index in kept]
+    return trace
+
+
+def _band(line: Series, group: int) -> dict[str, Any]:
+    edges = [
+        (x, middle - half, middle + half)
+        for x, middle, half in zip(line.x, line.y, line.deviation, strict=True)
+        if middle is not None and half is not None
+    ]
+    return {
+        "kind": "band",
+        "group": group,
+        "colour": f"--band-{(line.colour - 1) % NUM_COLOURS + 1}",
+        "x": _six_digits([x for x, _, _ in edges] + [x for x, _, _ in reversed(edges)]),
+        "y": _six_digits([high for _, _, high in edges] + [low for _, low, _ in reversed(edges)]),
+    }
+
+
+def _six_digits(values: Sequence[float | None]) -> list[float | None]:
+    """Six significant digits: more than any screen shows, and half the bytes."""
+    return [None if value is None else float(f"{value:.6g}") for value in values]
 
 
 def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
@@ -196,11 +203,7 @@ def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
     for stretch in range(num_stretches):
         start, stop = (len(values) * edge // num_stretches for edge in (stretch, stretch + 1))
         known = [(value, index) for index in range(start, stop) if (value := values[index]) is not None]
-        if known:
-            kept.add(min(known)[1])
-            kept.add(max(known)[1])
-        else:
-            kept.add(start)  # a gap stays a gap
+        kept |= {min(known)[1], max(known)[1]} if known else {start}  # a gap stays a gap
     return sorted(kept)
 
 
@@ -227,16 +230,6 @@ def smooth(values: Sequence[float | None], width: int) -> list[float | None]:
     return means
 
 
-def colour(line: Series) -> str:
-    """The name of the line's colour."""
-    return f"--{'faint' if line.kind == 'faint' else 'series'}-{(line.colour - 1) % NUM_COLOURS + 1}"
-
-
-def six_digits(value: float | None) -> float | None:
-    """Six significant digits: more than any screen shows, and half the bytes."""
-    return None if value is None else float(f"{value:.6g}")
-
-
 def course_of(name: str, values: Sequence[float | None], *, is_percent: bool = False) -> str:
     """How a series went, in words.
 
@@ -252,52 +245,7 @@ def course_of(name: str, values: Sequence[float | None], *, is_percent: bool = F
     return f"{name} went from {write(known[0])} to {write(known[-1])}"
 
 
-def sentence(parts: Sequence[str]) -> str:
+def sentence(*parts: str) -> str:
     """Parts joined into one sentence with a capital letter and a full stop."""
     joined = "; ".join(part for part in parts if part)
     return joined[:1].upper() + joined[1:] + "." if joined else ""
-
-
-def _in_percent(line: Series) -> Series:
-    y, deviation = ([None if part is None else 100 * part for part in parts] for parts in (line.y, line.deviation))
-    return replace(line, y=y, deviation=deviation)
-
-
-def _trace(line: Series, group: int, *, is_percent: bool, unit: str) -> dict[str, Any]:
-    kept = thin(line.y)
-    trace: dict[str, Any] = {
-        "kind": line.kind,
-        "name": line.name,
-        "group": group,
-        "colour": colour(line),
-        "look": line.dash % NUM_LOOKS,
-        "x": [six_digits(line.x[index]) for index in kept],
-        "y": [six_digits(line.y[index]) for index in kept],
-        "percent": is_percent,
-        "unit": unit,
-    }
-    if line.kind == "area":
-        trace["fill"] = f"--band-{line.colour}"
-    if line.labels:
-        trace["labels"] = [line.labels[index] for index in kept]
-    return trace
-
-
-def _band(line: Series, group: int) -> dict[str, Any]:
-    edges = [
-        (x, middle - half, middle + half)
-        for x, middle, half in zip(line.x, line.y, line.deviation, strict=True)
-        if middle is not None and half is not None
-    ]
-    return {
-        "kind": "band",
-        "group": group,
-        "colour": f"--band-{(line.colour - 1) % NUM_COLOURS + 1}",
-        "x": [six_digits(x) for x, _, _ in edges] + [six_digits(x) for x, _, _ in reversed(edges)],
-        "y": [six_digits(high) for _, _, high in edges] + [six_digits(low) for _, low, _ in reversed(edges)],
-    }
-
-
-def _is_whole(series: Sequence[Series]) -> bool:
-    """True where only whole numbers stand on the x axis, so that no tick lies between two."""
-    return all(x == int(x) for line in series for x in line.x)

@@ -1,11 +1,12 @@
 """The arms of a comparison together: means and deviations over seeds, as charts and as one table."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from anybatch.app.records.schema import Arm, ArmEpoch, ArmRun, Comparison, Spread, at_epoch, over_runs
 from anybatch.app.report.chart import Chart, Series, Table, line_chart
-from anybatch.app.report.writing import duration, is_share, number, percent, plural, size, words
+from anybatch.app.report.writing import duration, is_share, number, percent, size, words
+from anybatch.display import plural
 
 Take = Callable[[ArmEpoch], float | None]
 """One number of an epoch."""
@@ -24,40 +25,35 @@ def written_spread(spread: Spread, write: Write) -> str:
 
 def charts_of_comparison(comparison: Comparison) -> Iterator[Chart]:
     """The metric, the validation loss and the training loss of all arms, per epoch."""
-    metric = words(comparison.metric)
-    wanted: tuple[tuple[str, str, Take], ...] = (
-        ("arms-metric", f"validation {metric}", lambda point: point.metric),
-        ("arms-valid-loss", "validation loss", lambda point: point.valid_loss),
-        ("arms-train-loss", "training loss", lambda point: point.train_loss),
-    )
-    for name, what, take in wanted:
-        if chart := _arms_chart(name, what, comparison.arms, take):
-            yield chart
+    for name, (what, take) in zip(("metric", "valid-loss", "train-loss"), _numbers(comparison), strict=True):
+        if any(value is not None for value in _values(comparison, take)):
+            yield _arms_chart(f"arms-{name}", what, comparison, take)
 
 
 def final_table(comparison: Comparison) -> Table:
-    """What each arm ended with; a column that no arm has a number for is left out."""
-    metric = words(comparison.metric)
-    write = percent if _is_percent(metric, comparison.arms, lambda point: point.metric) else number
-    columns: list[tuple[str, list[str]]] = [
-        ("arm", [arm.name for arm in comparison.arms]),
-        (f"validation {metric}", _ends(comparison, lambda point: point.metric, write)),
-        ("validation loss", _ends(comparison, lambda point: point.valid_loss, number)),
-        ("training loss", _ends(comparison, lambda point: point.train_loss, number)),
-        ("batch", [number(arm.batch) for arm in comparison.arms]),
-        ("micro-batch", [number(arm.micro_batch) for arm in comparison.arms]),
-        ("learning rate", [number(arm.lr) for arm in comparison.arms]),
-        ("updates", [_mean(arm, lambda run: run.updates, number) for arm in comparison.arms]),
-        ("samples seen", [_mean(arm, lambda run: run.samples_seen, number) for arm in comparison.arms]),
-        ("time", [_mean(arm, lambda run: run.seconds, duration) for arm in comparison.arms]),
-        ("peak memory", [_mean(arm, lambda run: run.peak_bytes, size) for arm in comparison.arms]),
+    """The end of each arm; a column that no arm has a number for is left out."""
+    arms = comparison.arms
+    ends = [(what, take, _writer(what, comparison, take)) for what, take in _numbers(comparison)]
+
+    def means(take: Callable[[ArmRun], float | None], write: Write) -> list[str]:
+        return [write(over_runs(arm, take).mean) for arm in arms]
+
+    columns = [
+        ("arm", [arm.name for arm in arms]),
+        *((what, [written_spread(at_epoch(arm, 0, take), write) for arm in arms]) for what, take, write in ends),
+        ("batch", [number(arm.batch) for arm in arms]),
+        ("micro-batch", [number(arm.micro_batch) for arm in arms]),
+        ("learning rate", [number(arm.lr) for arm in arms]),
+        ("updates", means(lambda run: run.updates, number)),
+        ("samples seen", means(lambda run: run.samples_seen, number)),
+        ("time", means(lambda run: run.seconds, duration)),
+        ("peak memory", means(lambda run: run.peak_bytes, size)),
     ]
-    nothing = number(None)
-    kept = [column for column in columns if any(cell != nothing for cell in column[1])]
+    kept = [column for column in columns if any(cell != number(None) for cell in column[1])]
     return Table(
-        columns=tuple(title for title, _ in kept),
-        rows=tuple(zip(*(cells for _, cells in kept), strict=True)),
-        note=f"After the last epoch: mean ± sample deviation over {plural(num_seeds(comparison), 'seed')}.",
+        tuple(title for title, _ in kept),
+        tuple(zip(*(cells for _, cells in kept), strict=True)),
+        f"After the last epoch: mean ± sample deviation over {plural(num_seeds(comparison), 'seed')}.",
     )
 
 
@@ -66,29 +62,33 @@ def num_seeds(comparison: Comparison) -> int:
     return max((len(arm.runs) for arm in comparison.arms), default=0)
 
 
-def _ends(comparison: Comparison, take: Take, write: Write) -> list[str]:
-    """One number of the last epoch of every arm, over its seeds."""
-    return [written_spread(at_epoch(arm, 0, take), write) for arm in comparison.arms]
+def _numbers(comparison: Comparison) -> tuple[tuple[str, Take], ...]:
+    return (
+        (f"validation {words(comparison.metric)}", lambda point: point.metric),
+        ("validation loss", lambda point: point.valid_loss),
+        ("training loss", lambda point: point.train_loss),
+    )
 
 
-def _arms_chart(name: str, what: str, arms: Sequence[Arm], take: Take) -> Chart | None:
-    drawn = [(index, arm) for index, arm in enumerate(arms) if any(_values(arm, take))]
-    if not drawn:
-        return None
-    is_percent = _is_percent(what, arms, take)
-    write = percent if is_percent else number
+def _values(comparison: Comparison, take: Take) -> list[float | None]:
+    return [take(point) for arm in comparison.arms for run in arm.runs for point in run.epochs]
+
+
+def _writer(what: str, comparison: Comparison, take: Take) -> Write:
+    return percent if is_share(what, _values(comparison, take)) else number
+
+
+def _arms_chart(name: str, what: str, comparison: Comparison, take: Take) -> Chart:
+    def has_value(arm: Arm) -> bool:
+        return any(take(point) is not None for run in arm.runs for point in run.epochs)
+
+    drawn = [(index, arm) for index, arm in enumerate(comparison.arms) if has_value(arm)]
+    write = _writer(what, comparison, take)
     epochs = sorted({point.epoch for _, arm in drawn for run in arm.runs for point in run.epochs})
-    spreads = {index: [at_epoch(arm, epoch, take) for epoch in epochs] for index, arm in drawn}
+    spreads = [[at_epoch(arm, epoch, take) for epoch in epochs] for _, arm in drawn]
     series = [
-        Series(
-            name=arm.name,
-            x=epochs,
-            y=[spread.mean for spread in spreads[index]],
-            deviation=[spread.deviation for spread in spreads[index]],
-            colour=index + 1,
-            dash=index,
-        )
-        for index, arm in drawn
+        Series(arm.name, epochs, [s.mean for s in found], index + 1, index, deviation=[s.deviation for s in found])
+        for (index, arm), found in zip(drawn, spreads, strict=True)
     ]
     ends = "; ".join(f"{arm.name}: {written_spread(at_epoch(arm, 0, take), write)}" for _, arm in drawn)
     seeds = max(len(arm.runs) for _, arm in drawn)
@@ -99,26 +99,14 @@ def _arms_chart(name: str, what: str, arms: Sequence[Arm], take: Take) -> Chart 
         title=f"{what[:1].upper()}{what[1:]} per epoch",
         caption=f"{band}After the last epoch, {ends}.",
         table=Table(
-            columns=("epoch", *(arm.name for _, arm in drawn)),
-            rows=tuple(
-                (str(epoch), *(written_spread(spreads[index][row], write) for index, _ in drawn))
+            ("epoch", *(arm.name for _, arm in drawn)),
+            tuple(
+                (str(epoch), *(written_spread(found[row], write) for found in spreads))
                 for row, epoch in enumerate(epochs)
             ),
         ),
         x_title="epoch",
-        is_percent=is_percent,
+        is_percent=write is percent,
         height=380 if name == "arms-metric" else 300,
         is_wide=name == "arms-metric",
     )
-
-
-def _values(arm: Arm, take: Take) -> Iterator[bool]:
-    return (take(point) is not None for run in arm.runs for point in run.epochs)
-
-
-def _is_percent(what: str, arms: Sequence[Arm], take: Take) -> bool:
-    return is_share(what, [take(point) for arm in arms for run in arm.runs for point in run.epochs])
-
-
-def _mean(arm: Arm, take: Callable[[ArmRun], float | None], write: Write) -> str:
-    return write(over_runs(arm, take).mean)

@@ -1,15 +1,13 @@
 """The pages of the doctor and of the self-test, each made from the JSON object that the command prints or writes."""
 
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from anybatch.app.report.page import asset, page_environment, write_whole
 from anybatch.app.report.proof_charts import RowCells, row_cells
 
 UPDATES = 4
@@ -25,28 +23,28 @@ Json = Mapping[str, Any]
 
 def write_doctor_page(diagnosis: Json, page: Path) -> Path:
     """Write the page of `anybatch doctor --json`'s object: one file that needs no other and no network."""
-    draft = page.with_name(f".{page.name}.{os.getpid()}")
-    draft.write_text(render_doctor(diagnosis), encoding="utf-8")
-    draft.replace(page)
-    return page
+    return write_whole(page, render_doctor(diagnosis))
 
 
 def render_doctor(diagnosis: Json) -> str:
     """The page as text; whatever a script or a log brought is escaped."""
-    environment = Environment(loader=PackageLoader("anybatch.app.report"), autoescape=True, undefined=StrictUndefined)
     findings = [{**finding, "code": _code(finding["file"], finding["line"])} for finding in diagnosis["findings"]]
     counts = {
         severity: sum(one["severity"] == severity for one in findings) for severity in ("error", "warning", "note")
     }
-    style = files("anybatch.app.report").joinpath("templates")
-    return environment.get_template("doctor.html").render(
-        findings=findings,
-        counts=counts,
-        timeline=_timeline(diagnosis.get("timeline", [])),
-        updates=[{**update, "cells": _cells(update)} for update in diagnosis["updates"][:UPDATES]],
-        lost=_lost(diagnosis.get("lost", [])),
-        num_updates=len(diagnosis["updates"]),
-        style=Markup(style.joinpath("page.css").read_text("utf-8") + style.joinpath("doctor.css").read_text("utf-8")),
+    lost = [RowCells(f"pass {one['serial'] + 1}", int(one["rows"] or 1), 0.0) for one in diagnosis.get("lost", [])[:12]]
+    return (
+        page_environment()
+        .get_template("doctor.html")
+        .render(
+            findings=findings,
+            counts=counts,
+            timeline=_timeline(diagnosis.get("timeline", [])),
+            updates=[{**update, "cells": _cells(update)} for update in diagnosis["updates"][:UPDATES]],
+            lost=row_cells(lost, title="Rows that no step used") if lost else None,
+            num_updates=len(diagnosis["updates"]),
+            style=asset("page.css", "doctor.css"),
+        )
     )
 
 
@@ -57,19 +55,8 @@ def _cells(update: Json) -> Markup:
     for place, part in enumerate(parts, start=1):
         known = part["weight"] is not None and part["terms"] and terms
         counted = part["weight"] / part["terms"] * terms if known else None
-        lanes.append(
-            RowCells(label=f"micro-batch {place}", num_rows=int(part["rows"] or part["terms"] or 1), counted=counted)
-        )
+        lanes.append(RowCells(f"micro-batch {place}", int(part["rows"] or part["terms"] or 1), counted))
     return row_cells(lanes, title=f"What each row of update {update['update']} counted for")
-
-
-def _lost(lost: Sequence[Json]) -> Markup | None:
-    if not lost:
-        return None
-    lanes = [
-        RowCells(label=f"pass {one['serial'] + 1}", num_rows=int(one["rows"] or 1), counted=0.0) for one in lost[:12]
-    ]
-    return row_cells(lanes, title="Rows that no step used")
 
 
 def _timeline(events: Sequence[Json]) -> Markup:
@@ -116,18 +103,20 @@ def _code(file: str, line: int) -> list[tuple[int, str, bool]]:
     return [(number, text[:200], number == line) for number, text in enumerate(shown, start=first)]
 
 
-def write_self_test_page(found: Mapping[str, Any], page: Path) -> Path:
+def write_self_test_page(found: Json, page: Path) -> Path:
     """Write the page of `self-test.json`'s object: one file that needs no other and no network."""
-    environment = Environment(loader=PackageLoader("anybatch.app.report"), autoescape=True, undefined=StrictUndefined)
     groups: dict[str, list[Any]] = {}
     for check in found["checks"]:
         groups.setdefault(check["group"], []).append(check)
-    style = files("anybatch.app.report").joinpath("templates", "page.css").read_text("utf-8")
-    text = environment.get_template("self_test.html").render(
-        found=found,
-        groups=groups,
-        failed=sum(not check["has_passed"] for check in found["checks"]),
-        style=Markup(style),
+    text = (
+        page_environment()
+        .get_template("self_test.html")
+        .render(
+            found=found,
+            groups=groups,
+            failed=sum(not check["has_passed"] for check in found["checks"]),
+            style=asset("page.css"),
+        )
     )
     page.write_text(text, encoding="utf-8")
     return page

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -18,7 +19,6 @@ from anybatch.app.records.run_folder import Results, read_results
 from anybatch.app.records.schema import (
     Comparison,
     MicroBatchSeen,
-    PlanRecord,
     ProofRecord,
     Run,
     Scalars,
@@ -42,14 +42,11 @@ from anybatch.app.report.training_charts import (
     charts_of_plan,
     epoch_charts,
     memory_charts,
-    noise_charts,
-    rate_and_norm_charts,
     stage_colour,
     timeline_chart,
     update_charts,
 )
 from anybatch.app.report.writing import (
-    plural,
     without_breaks,
     words,
     written_sample,
@@ -58,15 +55,28 @@ from anybatch.app.report.writing import (
     written_time,
     written_value,
 )
+from anybatch.display import plural
 
 PAGE = "report.html"
-
-
 ROWS = "What every row counted for"
+ONCE = ("clip", "step", "zero")
+"""Stages that a batch goes through as a whole, always; where its rows wait for each other, the passes too."""
+OUTCOMES = {
+    "load": ("shapes", "rows"),
+    "forward": ("output",),
+    "loss": ("loss", "share"),
+    "backward": ("its norm",),
+    "accumulate": ("gradient norm so far", "gradient norm"),
+    "clip": ("norm before", "norm after"),
+    "step": ("change of all weights (norm)",),
+    "zero": (".grad", "gradients left"),
+}
+"""The facts of each stage that its cell shows; stages are in the order of an update."""
+BEFORE = {"backward": "norm ", "accumulate": "norm of the sum ", "step": "weights moved by ", "zero": ".grad "}
+"""Words before the fact."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class Lane(NamedTuple):
     """One micro-batch, or the whole batch, from left to right."""
 
     title: str
@@ -109,23 +119,12 @@ def write_page(run_folder: Path) -> Path:
 
     One file that needs no other and no network. An earlier page is replaced in one step; nothing else is touched.
     """
-    page = run_folder / PAGE
-    html = render(read_results(run_folder))
-    draft = page.with_name(f".{PAGE}.{os.getpid()}")
-    draft.write_text(html, encoding="utf-8", errors="backslashreplace")  # names may be of bytes that are no text
-    draft.replace(page)
-    return page
+    return write_whole(run_folder / PAGE, render(read_results(run_folder)))
 
 
 def render(results: Results) -> str:
     """The page as text."""
-    environment = Environment(
-        loader=PackageLoader("anybatch.app.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment(is_trimmed=True)
     environment.filters |= {
         "written_sample": written_sample,
         "without_breaks": without_breaks,
@@ -134,6 +133,8 @@ def render(results: Results) -> str:
         "stage_colour": stage_colour,
     }
     environment.globals["written"] = written_value
+    num = results.num_unreadable
+    left_out = f"{plural(num, 'line')} of metrics.jsonl could not be read and {'is' if num == 1 else 'are'} left out."
     return environment.get_template("page.html").render(
         run=results.run,
         task=written_task(results.run.task),
@@ -141,21 +142,25 @@ def render(results: Results) -> str:
         summary=summary(results),
         headline=headline(results),
         sections=sections(results),
-        unreadable=_unreadable(results.num_unreadable),
-        style=_asset("page.css"),
-        script=_asset("page.js"),
+        unreadable=left_out if num else "",
+        style=asset("page.css"),
+        script=asset("page.js"),
     )
 
 
 def sections(results: Results) -> tuple[Section, ...]:
     """The parts of the page that the results have something for, in reading order."""
-    parts = (
-        *(_proof_sections(results.proof) if results.proof is not None else ()),
-        *(_comparison_sections(results.comparison) if results.comparison is not None else ()),
-        *(_plan_sections(results.plan) if results.plan is not None else ()),
-        *(_trace_sections(results.trace) if results.trace is not None else ()),
-        *_training_sections(results),
-    )
+    parts: list[Section] = []
+    if results.proof is not None:
+        parts += _proof_sections(results.proof)
+    if results.comparison is not None:
+        parts += _comparison_sections(results.comparison)
+    if results.plan is not None:
+        notes = results.plan.sentences[1:]
+        parts.append(Section(name="memory", title="What fits", notes=notes, charts=tuple(charts_of_plan(results.plan))))
+    if results.trace is not None:
+        parts += _trace_sections(results.trace)
+    parts += _training_sections(results)
     return tuple(
         part for part in parts if part.charts or part.tables or part.notes or part.stages or part.layers or part.picture
     )
@@ -192,10 +197,6 @@ def _comparison_sections(comparison: Comparison) -> Iterator[Section]:
     )
 
 
-def _plan_sections(plan: PlanRecord) -> Iterator[Section]:
-    yield Section(name="memory", title="What fits", notes=plan.sentences[1:], charts=tuple(charts_of_plan(plan)))
-
-
 def _trace_sections(trace: Trace) -> Iterator[Section]:
     in_order = sorted(trace.stages, key=lambda entry: math.inf if entry.micro_batch is None else entry.micro_batch)
     stages = tuple(
@@ -219,19 +220,16 @@ def _trace_sections(trace: Trace) -> Iterator[Section]:
 
 
 def _training_sections(results: Results) -> Iterator[Section]:
-    by_update = (
-        (*update_charts(results), *rate_and_norm_charts(results), *noise_charts(results)) if results.updates else ()
-    )
-    timeline = (timeline_chart(results.windows[-1]),) if results.windows else ()
-    inside = (*timeline, *memory_charts(results.memory))
-    settings = tuple(_settings(results.run))
     yield Section(name="epochs", title="Training, epoch by epoch", charts=tuple(epoch_charts(results.epochs)))
-    yield Section(name="updates", title="Training, update by update", charts=by_update)
+    yield Section(name="updates", title="Training, update by update", charts=tuple(update_charts(results)))
     if results.windows and results.trace is None:
         picture = shares_picture(results.windows[-1].micro_batches, title=ROWS)
         yield Section(name="rows", title=ROWS, picture=picture)
-    yield Section(name="inside", title="Inside an update", charts=inside)
-    yield Section(name="settings", title="How it was run", code=results.run.command, tables=settings)
+    timeline = (timeline_chart(results.windows[-1]),) if results.windows else ()
+    yield Section(name="inside", title="Inside an update", charts=(*timeline, *memory_charts(results.memory)))
+    yield Section(
+        name="settings", title="How it was run", code=results.run.command, tables=tuple(_settings(results.run))
+    )
 
 
 def _settings(run: Run) -> Iterator[tuple[str, Table]]:
@@ -255,17 +253,31 @@ def _settings(run: Run) -> Iterator[tuple[str, Table]]:
         unset = [words(name) for name, value in values.items() if value is None] if title == "Settings" else []
         note = f"Not set: {', '.join(unset)}." if unset else ""
         if rows or note:
-            yield title, Table(columns=(column, "value"), rows=rows, note=note)
+            yield title, Table((column, "value"), rows, note)
 
 
-def _unreadable(count: int) -> str:
-    if not count:
-        return ""
-    return f"{plural(count, 'line')} of metrics.jsonl could not be read and {'is' if count == 1 else 'are'} left out."
+def page_environment(*, is_trimmed: bool = False) -> Environment:
+    """The templates; whatever a run, a script or a log brought is escaped."""
+    return Environment(
+        loader=PackageLoader("anybatch.app.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=is_trimmed,
+        lstrip_blocks=is_trimmed,
+    )
 
 
-def _asset(name: str) -> Markup:
-    return Markup((files("anybatch.app.report") / "templates" / name).read_text(encoding="utf-8"))
+def asset(*names: str) -> Markup:
+    """Scripts or styles of the page, one after the other."""
+    folder = files("anybatch.app.report") / "templates"
+    return Markup("".join((folder / name).read_text(encoding="utf-8") for name in names))
+
+
+def write_whole(page: Path, html: str) -> Path:
+    """Write a page in one step: a reader finds the earlier one or this."""
+    draft = page.with_name(f".{page.name}.{os.getpid()}")
+    draft.write_text(html, encoding="utf-8", errors="backslashreplace")  # names may be of bytes that are no text
+    return draft.replace(page)
 
 
 def lanes_of(stages: Sequence[TracedStage]) -> tuple[Lane, ...]:
@@ -274,12 +286,12 @@ def lanes_of(stages: Sequence[TracedStage]) -> tuple[Lane, ...]:
         {entry.micro_batch for entry in stages if entry.micro_batch is not None and entry.stage not in ONCE}
     )
     lanes = [
-        Lane(title=f"micro-batch {number}", cells=_cells([entry for entry in stages if entry.micro_batch == number]))
+        Lane(f"micro-batch {number}", _cells([entry for entry in stages if entry.micro_batch == number]))
         for number in numbers
     ]
     once = [entry for entry in stages if entry.stage in ONCE or (entry.micro_batch is None and entry.stage != "load")]
     if once:
-        lanes.append(Lane(title="the whole batch, once", cells=_cells(once)))
+        lanes.append(Lane("the whole batch, once", _cells(once)))
     return tuple(lanes)
 
 
@@ -297,37 +309,18 @@ def made_of(stages: Sequence[TracedStage]) -> tuple[MicroBatchSeen, ...]:
 def _cells(entries: Sequence[TracedStage]) -> tuple[tuple[str, str], ...]:
     """One cell a stage; of two entries of a stage (weights before, weights after) the last speaks."""
     told = {entry.stage: _outcome(entry) for entry in entries if entry.stage != "step" or "before" not in entry.title}
-    place = {stage: number for number, stage in enumerate(_SPEAKS)}
+    place = {stage: number for number, stage in enumerate(OUTCOMES)}
     return tuple(sorted(told.items(), key=lambda cell: place.get(cell[0], len(place))))
 
 
 def _outcome(entry: TracedStage) -> str:
     """The facts that matter of a stage, in few words; clipping shows what it made of what."""
-    found = [written_value(name, entry.facts[name]) for name in _SPEAKS.get(entry.stage, ()) if name in entry.facts]
+    found = [written_value(name, entry.facts[name]) for name in OUTCOMES.get(entry.stage, ()) if name in entry.facts]
     if entry.stage == "loss" and len(found) == 2:
         return f"{found[0]}, share {found[1]}"
     if entry.stage == "clip" and len(found) == 2:
         return f"norm {found[0]} → {found[1]}"
-    return f"{_BEFORE.get(entry.stage, '')}{found[0]}" if found and found[0] else entry.title
-
-
-ONCE = ("clip", "step", "zero")
-"""What a batch goes through as a whole, always; where its rows wait for each other, the passes too."""
-
-
-_SPEAKS = {
-    "load": ("shapes", "rows"),
-    "forward": ("output",),
-    "loss": ("loss", "share"),
-    "backward": ("its norm",),
-    "accumulate": ("gradient norm so far", "gradient norm"),
-    "clip": ("norm before", "norm after"),
-    "step": ("change of all weights (norm)",),
-    "zero": (".grad", "gradients left"),
-}
-
-
-_BEFORE = {"backward": "norm ", "accumulate": "norm of the sum ", "step": "weights moved by ", "zero": ".grad "}
+    return f"{BEFORE.get(entry.stage, '')}{found[0]}" if found and found[0] else entry.title
 
 
 def image_address(image: TracedImage) -> str | None:

@@ -1,7 +1,6 @@
 """A run, its updates and its plan as charts: loss, metrics, learning rate, gradient norm, noise, time lines, memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from anybatch.app.records.run_folder import Results
 from anybatch.app.records.schema import EpochDone, MemorySeen, PlanRecord, StageTime, UpdateDone, WindowSeen
@@ -20,126 +19,77 @@ from anybatch.app.report.chart import (
     sentence,
     smooth,
 )
-from anybatch.app.report.writing import (
-    duration,
-    duration_unit,
-    is_share,
-    number,
-    percent,
-    plural,
-    size,
-    size_unit,
-    words,
-)
+from anybatch.app.report.writing import duration, duration_unit, is_share, number, percent, size, size_unit, words
+from anybatch.display import plural
 
 FEWEST_TO_SMOOTH = 30
 """Shorter traces are shown as they are."""
+STAGES = ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero")
+"""The order of the stages in an update, and in the legend."""
+MOST_LANES = 24
+"""Of more micro-batches than this, only the first half and the last half of this number are drawn."""
+WHOLE = "update"
+"""The lane of the stages that run once per update."""
+
+Values = list[float | None]
 
 
 def epoch_charts(epochs: Sequence[EpochDone]) -> Iterator[Chart]:
     """Loss and every metric, per epoch."""
     training, validation = [point.train_loss for point in epochs], [point.valid_loss for point in epochs]
-    if chart := _epoch_chart("epoch-loss", "Loss per epoch", "loss", epochs, training, validation):
-        yield chart
+    yield from _epoch_chart("epoch-loss", "loss", epochs, training, validation)
     for index, name in enumerate(_names([table for point in epochs for table in (point.metrics, point.train_metrics)])):
         training = [point.train_metrics.get(name) for point in epochs]
         validation = [point.metrics.get(name) for point in epochs]
-        title = f"{words(name).capitalize()} per epoch"
-        if chart := _epoch_chart(f"epoch-metric-{index}", title, words(name), epochs, training, validation):
-            yield chart
+        yield from _epoch_chart(f"epoch-metric-{index}", words(name), epochs, training, validation)
 
 
 def update_charts(results: Results) -> Iterator[Chart]:
-    """Loss and every metric, per update."""
+    """Loss, every metric, the learning rate, the gradient norm and the noise scale, per update."""
     updates = results.updates
-    skipped = [point for point in updates if not point.applied]
+    num_skipped = sum(not point.applied for point in updates)
+    note = f"{plural(num_skipped, 'update')} skipped" if num_skipped else ""
     losses = [point.loss for point in updates]
-    note = f"{plural(len(skipped), 'update')} skipped" if skipped else ""
-    if chart := _update_chart("update-loss", "Loss per update", "loss", updates, losses, note=note, is_wide=True):
-        yield chart
+    yield from _update_chart("update-loss", "Loss per update", "loss", updates, losses, note=note, is_wide=True)
     for index, name in enumerate(_names([point.metrics for point in updates])):
         values = [point.metrics.get(name) for point in updates]
         title = f"{words(name).capitalize()} per update"
-        if chart := _update_chart(f"update-metric-{index}", title, words(name), updates, values):
-            yield chart
-
-
-def rate_and_norm_charts(results: Results) -> Iterator[Chart]:
-    """The learning rate and the gradient norm, per update."""
-    updates = results.updates
+        yield from _update_chart(f"update-metric-{index}", title, words(name), updates, values)
     rates = [point.lr for point in updates]
     known = [rate for rate in rates if rate is not None]
-    peak = f"highest {number(max(known))}" if known and max(known) not in (known[0], known[-1]) else ""
-    if chart := _update_chart(
-        "learning-rate", "Learning rate", "learning rate", updates, rates, note=peak, is_smooth=False
-    ):
-        yield chart
+    note = f"highest {number(max(known))}" if known and max(known) not in (known[0], known[-1]) else ""
+    what = "learning rate"
+    yield from _update_chart("learning-rate", "Learning rate", what, updates, rates, note=note, is_smooth=False)
     norms = [point.grad_norm for point in updates]
     clip = results.run.settings.get("clip_norm")
     note = f"clipped to {number(clip)}" if isinstance(clip, float | int) and clip else ""
     title = "Gradient norm, before clipping" if note else "Gradient norm"
-    if chart := _update_chart("gradient-norm", title, "gradient norm", updates, norms, note=note, colour=3):
-        yield chart
+    yield from _update_chart("gradient-norm", title, "gradient norm", updates, norms, note=note, colour=3)
+    yield from _noise_chart([point for point in updates if point.noise_scale is not None])
 
 
-def noise_charts(results: Results) -> Iterator[Chart]:
-    """The noise scale over training, and the batch beside it."""
-    points = [one for one in results.updates if one.noise_scale is not None]
-    if not points:
-        return
-    x = [one.update for one in points]
-    batches = [one.rows for one in points]
-    lines: list[Series] = [
-        Series(name="noise scale", x=x, y=[one.noise_scale for one in points], colour=1),
-        Series(name="low end of 90 %", x=x, y=[one.noise_low for one in points], colour=1, kind="faint"),
-        Series(name="high end of 90 %", x=x, y=[one.noise_high for one in points], colour=1, kind="faint"),
-        Series(name="your batch", x=x, y=batches, colour=2, dash=1),
-    ]
-    rows = evenly_spaced(len(x))
-    last = points[-1]
-    yield line_chart(
-        "noise",
-        lines,
-        title="Noise scale, in rows",
-        caption=f"A batch of {number(_two_digits(last.noise_scale))} rows has as much noise as signal at update "
-        f"{number(last.update)}; yours has {number(last.rows)}. The interval is that of sampling alone.",
-        table=Table(
-            columns=("update", "noise scale", "low", "high"),
-            rows=tuple(
-                (number(x[row]), *_written(points[row].noise_scale, points[row].noise_low, points[row].noise_high))
-                for row in rows
-            ),
-        ),
-        x_title="update",
-    )
+def _names(tables: Sequence[Mapping[str, float | None]]) -> list[str]:
+    return list(dict.fromkeys(name for table in tables for name in table))
 
 
 def _epoch_chart(
-    name: str,
-    title: str,
-    what: str,
-    epochs: Sequence[EpochDone],
-    training: list[float | None],
-    validation: list[float | None],
-) -> Chart | None:
+    name: str, what: str, epochs: Sequence[EpochDone], training: Values, validation: Values
+) -> Iterator[Chart]:
     x = [point.epoch for point in epochs]
-    named = [("training", training, 1), ("validation", validation, 2)]
-    lines = [(half, values, colour) for half, values, colour in named if any(value is not None for value in values)]
+    named = [(f"training {what}", training, 1), (f"validation {what}", validation, 2)]
+    lines = [line for line in named if any(value is not None for value in line[1])]
     if not lines:
-        return None
+        return
     is_percent = is_share(what, training + validation)
     write = percent if is_percent else number
-    return line_chart(
+    yield line_chart(
         name,
-        [
-            Series(name=f"{half} {what}", x=x, y=values, colour=colour, dash=colour - 1)
-            for half, values, colour in lines
-        ],
-        title=title,
-        caption=sentence([course_of(f"{half} {what}", values, is_percent=is_percent) for half, values, _ in lines]),
+        [Series(half, x, values, colour, dash=colour - 1) for half, values, colour in lines],
+        title=f"{what.capitalize()} per epoch",
+        caption=sentence(*(course_of(half, values, is_percent=is_percent) for half, values, _ in lines)),
         table=Table(
-            columns=("epoch", *(f"{half} {what}" for half, _, _ in lines)),
-            rows=tuple((str(x[row]), *(write(values[row]) for _, values, _ in lines)) for row in range(len(x))),
+            ("epoch", *(half for half, _, _ in lines)),
+            tuple((str(x[row]), *(write(values[row]) for _, values, _ in lines)) for row in range(len(x))),
         ),
         x_title="epoch",
         is_percent=is_percent,
@@ -151,69 +101,74 @@ def _update_chart(
     title: str,
     what: str,
     updates: Sequence[UpdateDone],
-    values: list[float | None],
+    values: Values,
     *,
     note: str = "",
     colour: int = 1,
     is_smooth: bool = True,
     is_wide: bool = False,
-) -> Chart | None:
+) -> Iterator[Chart]:
     if not any(value is not None for value in values):
-        return None
+        return
     x = [point.update for point in updates]
     is_percent = is_share(what, values)
     write = percent if is_percent else number
+    lines = [Series(what, x, values, colour)]
     if is_smooth and len(values) >= FEWEST_TO_SMOOTH:
         width = max(5, len(values) // 40)
         lines = [
-            Series(name=what, x=x, y=values, colour=colour, kind="faint"),
-            Series(name=f"mean of {width} updates", x=x, y=smooth(values, width), colour=colour),
+            Series(what, x, values, colour, kind="faint"),
+            Series(f"mean of {width} updates", x, smooth(values, width), colour),
         ]
-    else:
-        lines = [Series(name=what, x=x, y=values, colour=colour)]
     skipped = [(point.update, value) for point, value in zip(updates, values, strict=True) if not point.applied]
-    marked = [(update, value) for update, value in skipped if value is not None]
+    marked = {update: value for update, value in skipped if value is not None}
     if is_smooth and marked:
-        lines.append(
-            Series(
-                name="skipped", x=[u for u, _ in marked], y=[v for _, v in marked], colour=2, dash=CROSS, kind="points"
-            ),
-        )
+        lines.append(Series("skipped", list(marked), list(marked.values()), 2, CROSS, "points"))
     rows = evenly_spaced(len(x))
     left_out = f"{len(rows)} of {number(len(x))} updates; metrics.jsonl holds them all." if len(rows) < len(x) else ""
     thinned = "lowest and highest of each stretch drawn" if len(x) > MOST_POINTS else ""
-    return line_chart(
+    yield line_chart(
         name,
         lines,
         title=title,
-        caption=sentence([course_of(what, values, is_percent=is_percent), note, thinned]),
-        table=Table(
-            columns=("update", what), rows=tuple((number(x[row]), write(values[row])) for row in rows), note=left_out
-        ),
+        caption=sentence(course_of(what, values, is_percent=is_percent), note, thinned),
+        table=Table(("update", what), tuple((number(x[row]), write(values[row])) for row in rows), left_out),
         x_title="update",
         is_percent=is_percent,
         is_wide=is_wide,
     )
 
 
-def _names(tables: Sequence[Mapping[str, float | None]]) -> list[str]:
-    return list(dict.fromkeys(name for table in tables for name in table))
+def _noise_chart(points: Sequence[UpdateDone]) -> Iterator[Chart]:
+    """The noise scale over training, and the batch beside it."""
+    if not points:
+        return
+    x, last = [one.update for one in points], points[-1]
+    scales, lows, highs = zip(*((one.noise_scale, one.noise_low, one.noise_high) for one in points), strict=True)
 
+    def two_digits(value: float | None) -> str:
+        return number(None if value is None else float(f"{value:.2g}"))
 
-def _written(*values: float | None) -> Sequence[str]:
-    return [number(_two_digits(value)) for value in values]
-
-
-def _two_digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.2g}")
-
-
-STAGES = ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero")
-"""The order of the stages in an update, and in the legend."""
-MOST_LANES = 24
-"""Of more micro-batches than this, only the first half and the last half of this number are drawn."""
-WHOLE = "update"
-"""The lane of the stages that run once per update."""
+    yield line_chart(
+        "noise",
+        [
+            Series("noise scale", x, scales),
+            Series("low end of 90 %", x, lows, kind="faint"),
+            Series("high end of 90 %", x, highs, kind="faint"),
+            Series("your batch", x, [one.rows for one in points], 2, dash=1),
+        ],
+        title="Noise scale, in rows",
+        caption=f"A batch of {two_digits(last.noise_scale)} rows has as much noise as signal at update "
+        f"{number(last.update)}; yours has {number(last.rows)}. The interval is that of sampling alone.",
+        table=Table(
+            ("update", "noise scale", "low", "high"),
+            tuple(
+                (number(x[row]), *(two_digits(values[row]) for values in (scales, lows, highs)))
+                for row in evenly_spaced(len(x))
+            ),
+        ),
+        x_title="update",
+    )
 
 
 def timeline_chart(window: WindowSeen) -> Chart:
@@ -224,25 +179,34 @@ def timeline_chart(window: WindowSeen) -> Chart:
     busy = sum(totals.values()) or 1.0
     longest = max(totals, key=lambda stage: totals[stage])
     num_micro_batches = len({span.micro_batch for span in window.stages} - {None})
-    hidden = f"{plural(num_hidden, 'micro-batch')} in the middle not drawn" if num_hidden else ""
-    first_lines = [
-        f"update {number(window.update)} took {duration(window.seconds)} in {plural(num_micro_batches, 'micro-batch')}",
-        f"{written_share(totals[longest] / busy)} of it {longest}",
-        hidden,
-    ]
+    bars = []
+    for group, stage in enumerate(totals):
+        drawn = [span for span in window.stages if span.stage == stage and lane_of(span) in lanes]
+        bars.append(
+            bars_of(
+                stage,
+                [lane_of(span) for span in drawn],
+                [span.seconds / divisor for span in drawn],
+                [duration(span.seconds) for span in drawn],
+                colour=stage_colour(stage),
+                group=group,
+                starts=[span.start / divisor for span in drawn],
+            )
+        )
     return bar_chart(
         "window",
-        [
-            _bars(stage, group, [span for span in window.stages if span.stage == stage], lanes, divisor)
-            for group, stage in enumerate(totals)
-        ],
+        bars,
         lanes,
         title="The window of one update",
-        caption=sentence(first_lines),
-        keys=[Key(name=stage, note=written_share(totals[stage] / busy)) for stage in totals],
+        caption=sentence(
+            f"update {number(window.update)} took {duration(window.seconds)} in {plural(num_micro_batches, 'micro-batch')}",
+            f"{written_share(totals[longest] / busy)} of it {longest}",
+            f"{plural(num_hidden, 'micro-batch')} in the middle not drawn" if num_hidden else "",
+        ),
+        keys=tuple(Key(stage, written_share(total / busy)) for stage, total in totals.items()),
         table=Table(
-            columns=("stage", "lane", "start", "time"),
-            rows=tuple(
+            ("stage", "lane", "start", "time"),
+            tuple(
                 (span.stage, lane_of(span), duration(span.start), duration(span.seconds))
                 for span in (window.stages[row] for row in evenly_spaced(len(window.stages)))
             ),
@@ -250,64 +214,6 @@ def timeline_chart(window: WindowSeen) -> Chart:
         x_title=f"time in {unit}",
         height=90 + 30 * len(lanes),
         is_wide=True,
-    )
-
-
-def memory_charts(curves: Sequence[MemorySeen]) -> Iterator[Chart]:
-    """Memory within the last update that was measured, and the peaks of all of them."""
-    drawn = [curve for curve in curves if len(curve.points) > 1]
-    if drawn:
-        yield _memory_curve(drawn[-1])
-    peaks = [(curve.update, curve.peak_bytes) for curve in curves if curve.peak_bytes is not None]
-    if len(peaks) > 1:
-        divisor, unit = size_unit(max(peak for _, peak in peaks))
-        highest = max(peaks, key=lambda peak: peak[1])
-        yield line_chart(
-            "memory-peaks",
-            [Series(name="peak", x=[update for update, _ in peaks], y=[peak / divisor for _, peak in peaks], colour=4)],
-            title="Peak memory per update",
-            caption=f"The highest peak is {size(highest[1])}, in update {number(highest[0])}.",
-            table=Table(
-                columns=("update", "peak"),
-                rows=tuple((number(peaks[row][0]), size(peaks[row][1])) for row in evenly_spaced(len(peaks))),
-            ),
-            x_title="update",
-            unit=f" {unit}",
-            from_zero=True,
-        )
-
-
-def _memory_curve(curve: MemorySeen) -> Chart:
-    divisor, unit = size_unit(max(point.bytes for point in curve.points))
-    time_divisor, time_unit = duration_unit(curve.points[-1].seconds - curve.points[0].seconds)
-    start = curve.points[0].seconds
-    peak = max(curve.points, key=lambda point: point.bytes)
-    during = f", during {peak.stage}" if peak.stage else ""
-    return line_chart(
-        "memory",
-        [
-            Series(
-                name="memory in use",
-                x=[(point.seconds - start) / time_divisor for point in curve.points],
-                y=[point.bytes / divisor for point in curve.points],
-                colour=4,
-                kind="area",
-                labels=[point.stage or "memory" for point in curve.points],
-            )
-        ],
-        title="Memory over one update",
-        caption=f"Update {number(curve.update)} reached {size(peak.bytes)}{during}.",
-        table=Table(
-            columns=("time", "stage", "memory"),
-            rows=tuple(
-                (duration(point.seconds - start), point.stage, size(point.bytes))
-                for point in (curve.points[row] for row in evenly_spaced(len(curve.points)))
-            ),
-        ),
-        x_title=f"time in {time_unit}",
-        x_unit=time_unit,
-        unit=f" {unit}",
-        from_zero=True,
     )
 
 
@@ -347,16 +253,50 @@ def written_share(part: float) -> str:
     return "under 1 %" if part < 0.01 else f"{100 * part:.0f} %"
 
 
-def _bars(stage: str, group: int, spans: list[StageTime], lanes: list[str], divisor: float) -> dict[str, Any]:
-    drawn = [span for span in spans if lane_of(span) in lanes]
-    return bars_of(
-        stage,
-        [lane_of(span) for span in drawn],
-        [span.seconds / divisor for span in drawn],
-        [duration(span.seconds) for span in drawn],
-        colour=stage_colour(stage),
-        group=group,
-        starts=[span.start / divisor for span in drawn],
+def memory_charts(curves: Sequence[MemorySeen]) -> Iterator[Chart]:
+    """Memory within the last update that was measured, and the peaks of all of them."""
+    drawn = [curve for curve in curves if len(curve.points) > 1]
+    if drawn:
+        yield _memory_curve(drawn[-1])
+    peaks = [(curve.update, curve.peak_bytes) for curve in curves if curve.peak_bytes is not None]
+    if len(peaks) > 1:
+        divisor, unit = size_unit(max(peak for _, peak in peaks))
+        highest = max(peaks, key=lambda peak: peak[1])
+        shown = [peaks[row] for row in evenly_spaced(len(peaks))]
+        yield line_chart(
+            "memory-peaks",
+            [Series("peak", [update for update, _ in peaks], [peak / divisor for _, peak in peaks], colour=4)],
+            title="Peak memory per update",
+            caption=f"The highest peak is {size(highest[1])}, in update {number(highest[0])}.",
+            table=Table(("update", "peak"), tuple((number(update), size(peak)) for update, peak in shown)),
+            x_title="update",
+            unit=f" {unit}",
+            from_zero=True,
+        )
+
+
+def _memory_curve(curve: MemorySeen) -> Chart:
+    points, start = curve.points, curve.points[0].seconds
+    divisor, unit = size_unit(max(point.bytes for point in points))
+    time_divisor, time_unit = duration_unit(points[-1].seconds - start)
+    peak = max(points, key=lambda point: point.bytes)
+    during = f", during {peak.stage}" if peak.stage else ""
+    x = [(point.seconds - start) / time_divisor for point in points]
+    labels = [point.stage or "memory" for point in points]
+    shown = [points[row] for row in evenly_spaced(len(points))]
+    return line_chart(
+        "memory",
+        [Series("memory in use", x, [point.bytes / divisor for point in points], 4, kind="area", labels=labels)],
+        title="Memory over one update",
+        caption=f"Update {number(curve.update)} reached {size(peak.bytes)}{during}.",
+        table=Table(
+            ("time", "stage", "memory"),
+            tuple((duration(point.seconds - start), point.stage, size(point.bytes)) for point in shown),
+        ),
+        x_title=f"time in {time_unit}",
+        x_unit=time_unit,
+        unit=f" {unit}",
+        from_zero=True,
     )
 
 
@@ -364,26 +304,24 @@ def charts_of_plan(plan: PlanRecord) -> Iterator[Chart]:
     """Peak against micro-batch, and the parts of the peak at the size chosen."""
     if len(plan.sizes) > 1:
         yield _peaks(plan)
-    if any(plan.breakdown.values()):
-        yield _parts(plan)
+    if parts := {name: part for name, part in plan.breakdown.items() if part}:
+        yield _parts(parts)
 
 
 def _peaks(plan: PlanRecord) -> Chart:
     divisor, unit = size_unit(max(plan.limit or 0, *(one.peak for one in plan.sizes)))
     x = [one.size for one in plan.sizes]
-    series = [Series(name="predicted peak", x=x, y=[one.peak / divisor for one in plan.sizes], colour=4)]
+    series = [Series("predicted peak", x, [one.peak / divisor for one in plan.sizes], colour=4)]
     if plan.limit is not None:
-        series.append(Series(name="what there is", x=[x[0], x[-1]], y=[plan.limit / divisor] * 2, colour=2, dash=1))
+        series.append(Series("what there is", [x[0], x[-1]], [plan.limit / divisor] * 2, colour=2, dash=1))
     chosen = f"{number(plan.micro_batch)} {plan.unit}" if plan.micro_batch else "none"
+    rows = tuple((number(one.size), size(one.peak)) for one in plan.sizes)
     return line_chart(
         "peaks",
         series,
         title="Peak memory by micro-batch",
         caption=f"The largest that fits into {size(plan.limit)}: {chosen}. The last point is the whole batch at once.",
-        table=Table(
-            columns=(f"micro-batch in {plan.unit}", "peak"),
-            rows=tuple((number(one.size), size(one.peak)) for one in plan.sizes),
-        ),
+        table=Table((f"micro-batch in {plan.unit}", "peak"), rows),
         x_title=f"{plan.unit} in a micro-batch",
         x_unit=plan.unit,
         unit=f" {unit}",
@@ -391,21 +329,21 @@ def _peaks(plan: PlanRecord) -> Chart:
     )
 
 
-def _parts(plan: PlanRecord) -> Chart:
-    divisor, unit = size_unit(max(part or 0 for part in plan.breakdown.values()))
-    parts = [(name, part) for name, part in plan.breakdown.items() if part]
-    largest = max(parts, key=lambda part: part[1])
+def _parts(parts: Mapping[str, float]) -> Chart:
+    largest = max(parts, key=lambda name: parts[name])
+    divisor, unit = size_unit(parts[largest])
+    bars = [
+        bars_of(name, [name], [part / divisor], [size(part)], colour=f"--series-{index % 6 + 1}", group=index)
+        for index, (name, part) in enumerate(parts.items())
+    ]
     return bar_chart(
         "peak-parts",
-        [
-            bars_of(name, [name], [part / divisor], [size(part)], colour=f"--series-{index % 6 + 1}", group=index)
-            for index, (name, part) in enumerate(parts)
-        ],
-        [name for name, _ in parts],
+        bars,
+        list(parts),
         title="What the peak is made of",
-        caption=f"Most of it is {largest[0]}: {size(largest[1])} of {size(sum(part for _, part in parts))}.",
-        keys=[Key(name=name, note=size(part)) for name, part in parts],
-        table=Table(columns=("part", "memory"), rows=tuple((name, size(part)) for name, part in parts)),
+        caption=f"Most of it is {largest}: {size(parts[largest])} of {size(sum(parts.values()))}.",
+        keys=tuple(Key(name, size(part)) for name, part in parts.items()),
+        table=Table(("part", "memory"), tuple((name, size(part)) for name, part in parts.items())),
         x_title=f"memory in {unit}",
         height=280,
     )

@@ -132,15 +132,6 @@ def sentence_case(name: str) -> str:
     return spaced[:1].upper() + spaced[1:]
 
 
-def plural(count: int | float, noun: str) -> str:
-    """A count with its noun.
-
-    >>> plural(1, "epoch"), plural(1500, "epoch"), plural(2, "micro-batch")
-    ('1 epoch', '1,500 epochs', '2 micro-batches')
-    """
-    return f"{number(count)} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') and noun != 'epoch' else 's'}"
-
-
 def written_value(key: str, value: Scalar) -> str:
     """One value of a settings table; the key tells bytes, seconds and shares from plain numbers."""
     if value is None or value == "":
