@@ -14,8 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from anybatch.app.cli.screen import table
-from anybatch.display import show_seconds
+from anybatch.display import show_seconds, table
 from anybatch.errors import ParallelError
 from anybatch.parallel import BUCKET_BYTES
 

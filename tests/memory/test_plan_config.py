@@ -153,7 +153,7 @@ def test_a_large_task_is_planned_without_its_weights(tmp_path, capsys, monkeypat
     )
     found = {}
     for free in (2**40, 8 * 20_000):
-        monkeypatch.setattr("anybatch.app.cli.plan.free_on_host", lambda free=free: free)
+        monkeypatch.setattr("anybatch.core.free_on_host", lambda free=free: free)
         assert run(["plan", str(task), "--memory", "1GiB", "--device", "cuda", "--json"]) == 0
         found[free] = json.loads(capsys.readouterr().out)
     first, second = found.values()

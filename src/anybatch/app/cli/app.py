@@ -1,6 +1,5 @@
 """The commands: each names its options, and imports its module when it is called."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,7 +7,6 @@ import typer
 from anybatch import __version__
 from anybatch.app.cli import arguments as opt
 from anybatch.app.training.launch import check_alone
-from anybatch.app.training.settings import Settings
 from anybatch.errors import DoctorError, SettingsError
 
 app = typer.Typer(
@@ -77,27 +75,7 @@ def train(
     from anybatch.app.cli.train import TrainRequest, train_command
 
     size, room = opt.size_and_room(micro_batch, memory)
-    settings = Settings(
-        batch_size=batch_size,
-        micro_batch=size,
-        memory=room,
-        epochs=epochs,
-        updates=updates,
-        lr=lr,
-        lr_rule=lr_rule,
-        base_batch=base_batch,
-        keep_half_life=not fixed_beta2,
-        warmup=warmup,
-        decay=decay,
-        clip_norm=clip_norm,
-        precision=precision,
-        seed=seed,
-        device=device,
-        parallel=parallel,
-        noise=noise,
-        save_every=save_every,
-        keep=keep,
-    )
+    settings = opt.settings_of(context, micro_batch=size, memory=room, keep_half_life=not fixed_beta2)
     given = frozenset("keep_half_life" if name == "fixed_beta2" else name for name in opt.given_options(context))
     return train_command(
         TrainRequest(
@@ -115,6 +93,7 @@ def train(
 
 @app.command()
 def compare(
+    context: typer.Context,
     task: opt.TaskName,
     seeds: opt.Seeds = 3,
     batch_size: opt.BatchSize = None,
@@ -137,21 +116,12 @@ def compare(
     """
     from anybatch.app.cli.compare import compare_command
 
-    settings = Settings(
-        batch_size=batch_size,
-        micro_batch=opt.rows_of(micro_batch),
-        epochs=epochs,
-        lr=lr,
-        lr_rule=lr_rule,
-        clip_norm=clip_norm,
-        seed=seed,
-        device=device,
-    )
-    return compare_command(task, settings, num_seeds=seeds, out=out, is_quiet=quiet)
+    return compare_command(task, opt.settings_of(context), num_seeds=seeds, out=out, is_quiet=quiet)
 
 
 @app.command()
 def trace(
+    context: typer.Context,
     task: opt.TaskName,
     batch_size: opt.BatchSize = None,
     micro_batch: opt.MicroBatch = None,
@@ -168,15 +138,12 @@ def trace(
     """
     from anybatch.app.cli.trace import trace_command
 
-    size = opt.rows_of(micro_batch)
-    settings = Settings(
-        batch_size=batch_size, micro_batch=size, lr=lr, clip_norm=clip_norm, seed=seed, device=device, updates=2
-    )
-    return trace_command(task, settings, out=out, is_quiet=quiet)
+    return trace_command(task, opt.settings_of(context, updates=2), out=out, is_quiet=quiet)
 
 
 @app.command()
 def plan(
+    context: typer.Context,
     task: opt.TaskIfAny = None,
     memory: opt.PlanMemory = None,
     model: opt.ConfigFile = None,
@@ -207,9 +174,7 @@ def plan(
     """
     asked = {"tokens": tokens, "rows": rows, "dtype": dtype, "optimizer": optimizer}
     given = {name: value for name, value in asked.items() if value is not None}
-    settings = Settings(
-        batch_size=batch_size, clip_norm=clip_norm, precision=precision, seed=seed, device=device, updates=1
-    )
+    settings = opt.settings_of(context, updates=1)
     if model is not None:
         if task is not None:
             raise SettingsError("--model is planned instead of a task, on one device; give no TASK with it.")
@@ -228,6 +193,7 @@ def plan(
 
 @app.command()
 def verify(
+    context: typer.Context,
     task: opt.TaskName,
     batch_size: opt.BatchSize = None,
     micro_batch: opt.MicroBatch = None,
@@ -247,9 +213,7 @@ def verify(
     """
     from anybatch.app.cli.verify import verify_command
 
-    settings = Settings(
-        batch_size=batch_size, micro_batch=opt.rows_of(micro_batch), precision=precision, seed=seed, device=device
-    )
+    settings = opt.settings_of(context)
     return verify_command(task, settings, memory=memory, out=out, is_json=is_json, is_quiet=quiet)
 
 
@@ -299,13 +263,9 @@ def doctor(
 
 @app.command()
 def learn(
-    page: Annotated[
-        str | None, typer.Argument(metavar="PAGE", help="One lesson; all nine if none is given.", show_default=False)
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the page there.")] = None,
-    site: Annotated[
-        Path | None, typer.Option("--site", metavar="FOLDER", help="Write a static site for a server instead.")
-    ] = None,
+    page: opt.LessonName = None,
+    out: opt.LessonFile = None,
+    site: opt.SiteFolder = None,
     quiet: opt.Quiet = False,
 ) -> int:
     """Learn gradient accumulation by doing it: nine short pages, one file, no network.
@@ -320,10 +280,7 @@ def learn(
 
 
 @app.command()
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    quiet: opt.Quiet = False,
-) -> int:
+def report(run: opt.RunPath, quiet: opt.Quiet = False) -> int:
     """Make the page of a run again, from the files in its folder.
 
     Example: anybatch report runs/digits-20261115-120000
@@ -342,9 +299,7 @@ def report(
 @app.command("self-test")
 def self_test(
     device: opt.Device = "auto",
-    rows: Annotated[
-        int | None, typer.Option("--rows", metavar="N", min=64, help="Rows of the batches that memory is filled with.")
-    ] = None,
+    rows: opt.SelfTestRows = None,
     out: opt.Out = None,
     quiet: opt.Quiet = False,
 ) -> int:

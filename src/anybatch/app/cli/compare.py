@@ -5,14 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anybatch import __version__
-from anybatch.app.cli.folders import check_installed, first_record, its_end_told, new_folder, short_name, write_page
-from anybatch.app.cli.screen import say, table
+from anybatch.app.cli.folders import begin, first_record, its_end_told, write_page
+from anybatch.app.cli.screen import say
 from anybatch.app.records.schema import ArmEpoch, Comparison, at_epoch, over_runs
 from anybatch.app.records.tolerant_reading import plain
 from anybatch.app.training.settings import Settings
-from anybatch.app.training.tasks.lookup import check_task_exists, find_task
-from anybatch.display import show_bytes
+from anybatch.display import show_bytes, table
 from anybatch.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -21,13 +19,9 @@ if TYPE_CHECKING:
 
 def compare_command(task: str, settings: Settings, *, num_seeds: int, out: Path | None, is_quiet: bool) -> int:
     """Run the comparison and leave its folder."""
-    check_task_exists(task)
     if num_seeds < 1:
         raise SettingsError(f"--seeds {num_seeds}: expected 1 or more.")
-    folder = new_folder(task, out)
-    check_installed("torchdata")
-    say(f"anybatch {__version__}  comparing four ways to train {short_name(task)}", is_quiet=is_quiet)
-    build = find_task(task)  # torch is loaded from here on
+    folder, build = begin(task, out, "comparing four ways to train", is_quiet=is_quiet)
     from anybatch.app.lessons.arms import compare
 
     run = first_record("compare", task, settings)
@@ -56,6 +50,14 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
     metric = None if comparison.metric == "validation loss" else comparison.metric
     arms = comparison.arms
+
+    def epoch_table(title: str, number: Callable[[ArmEpoch], float | None], metric: str | None) -> list[str]:
+        rows = [
+            [str(point.epoch), *(show_spread(at_epoch(arm, point.epoch, number), metric) for arm in arms)]
+            for point in arms[0].runs[0].epochs
+        ]
+        return [f"{title} after each epoch", *table(["epoch", *(arm.name for arm in arms)], rows)]
+
     rows = []
     for arm in arms:
         first = arm.runs[0]
@@ -79,27 +81,8 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         f"after the last epoch, {seeds}",
         *table(head, rows),
         "",
-        *_epoch_lines(comparison, metric),
+        *([] if metric is None else [*epoch_table(f"validation {metric}", lambda point: point.metric, metric), ""]),
+        *epoch_table("validation loss", lambda point: point.valid_loss, None),
         "",
         *(f"- {sentence}" for sentence in comparison.findings),
     ]
-
-
-def _epoch_lines(comparison: Comparison, metric: str | None) -> list[str]:
-    losses = _epoch_table(comparison, "validation loss", lambda epoch: epoch.valid_loss, None)
-    if metric is None:
-        return losses
-    return [*_epoch_table(comparison, f"validation {metric}", lambda epoch: epoch.metric, metric), "", *losses]
-
-
-def _epoch_table(
-    comparison: Comparison, title: str, number: Callable[[ArmEpoch], float | None], metric: str | None
-) -> list[str]:
-    from anybatch.app.lessons.arms import show_spread
-
-    epochs = [point.epoch for point in comparison.arms[0].runs[0].epochs]
-    rows = [
-        [str(epoch), *(show_spread(at_epoch(arm, epoch, number), metric) for arm in comparison.arms)]
-        for epoch in epochs
-    ]
-    return [f"{title} after each epoch", *table(["epoch", *(arm.name for arm in comparison.arms)], rows)]

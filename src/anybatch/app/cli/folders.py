@@ -5,7 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,13 +13,27 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
 
 from anybatch import __version__
+from anybatch.app.cli.screen import say
 from anybatch.app.records.run_folder import RunFolder
 from anybatch.app.records.schema import Run, RunKind
 from anybatch.app.training.settings import Settings
-from anybatch.app.training.tasks.lookup import BUILT_IN
+from anybatch.app.training.tasks.lookup import BUILT_IN, check_task_exists, find_task
 from anybatch.errors import NonFiniteError, RunError, first_line
+
+if TYPE_CHECKING:
+    from anybatch.app.training.tasks.task import Task
+
+
+def begin(task: str, out: Path | None, doing: str, *, is_quiet: bool) -> "tuple[RunFolder, Callable[[], Task]]":
+    """Check what a command needs, say what it does, and load the task: its folder, and what builds it."""
+    check_task_exists(task)
+    folder = new_folder(task, out)
+    check_installed("torchdata")
+    say(f"anybatch {__version__}  {doing} {short_name(task)}", is_quiet=is_quiet)
+    return folder, find_task(task)  # torch is loaded from here on
 
 
 def check_installed(*modules: str) -> None:
@@ -41,15 +55,10 @@ def new_folder(task: str, out: Path | None) -> RunFolder:
         raise RunError(f"{out} already holds a run. Go on with it by --resume {out}, or give another --out.")
     if out.exists() and not out.is_dir():
         raise RunError(f"{out} is a file. Give --out a folder.")
-    if not _is_text(str(out)):
+    if any("\ud800" <= letter <= "\udfff" for letter in str(out)):  # bytes that are no UTF-8
         raise RunError(f"--out {out} is no UTF-8, and torch writes to no such name. Give another --out.")
     _check_writable(out)
     return RunFolder(out)
-
-
-def _is_text(name: str) -> bool:
-    """False of a name of bytes that are no UTF-8."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _check_writable(out: Path) -> None:
@@ -68,8 +77,8 @@ def first_record(kind: RunKind, task: str, settings: Settings) -> Run:
         anybatch=__version__,
         kind=kind,
         task=task if task in BUILT_IN else str(Path(task).resolve()),
-        created=now(),
-        command=command_line(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["anybatch", *sys.argv[1:]]),
         seed=settings.seed,
         versions=versions(),
         git=git_revision(),
@@ -83,7 +92,7 @@ def short_name(task: str) -> str:
 
 
 def write_page(folder: RunFolder) -> Path:
-    """The run's page, made from the files in its folder."""
+    """Write the run's page, from the files in its folder."""
     from anybatch.app.report.page import write_page
 
     return write_page(folder.path)
@@ -136,16 +145,6 @@ def git_revision() -> str | None:
         return revision + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def command_line() -> str:
-    """What was typed."""
-    return shlex.join(["anybatch", *sys.argv[1:]])
-
-
-def now() -> str:
-    """The time in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _git(*arguments: str) -> str:

@@ -7,10 +7,10 @@ from tempfile import mkdtemp
 
 from anybatch import __version__
 from anybatch.app.cli.folders import check_installed, new_folder, versions
-from anybatch.app.cli.screen import say, table
+from anybatch.app.cli.screen import say
 from anybatch.app.lessons.pages.lesson_page import learn_page, write_learn_site
 from anybatch.app.records.tolerant_reading import plain
-from anybatch.app.training.experiment import find_device
+from anybatch.display import table
 from anybatch.errors import SettingsError
 
 
@@ -37,9 +37,11 @@ def self_test_command(device: str, *, rows: int | None, out: Path | None, is_qui
     check_installed()
     folder = new_folder("self-test", out).path
     say(f"anybatch {__version__}  self-test, some two minutes", is_quiet=is_quiet)
-    there = find_device(device)  # torch is loaded from here on
     from anybatch.app.report.doctor_page import write_self_test_page
-    from anybatch.app.selftest.self_testing import Checked, run_self_test
+    from anybatch.app.selftest.self_testing import Checked, run_self_test  # torch is loaded from here on
+    from anybatch.app.training.experiment import find_device
+
+    there = find_device(device)
 
     def tell(check: Checked) -> None:
         say(f"{'passed' if check.has_passed else 'FAILED':6}  {check.group}: {check.name}", is_quiet=is_quiet)

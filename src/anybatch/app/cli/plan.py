@@ -3,20 +3,18 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anybatch import __version__
 from anybatch.app.cli.folders import check_installed, first_record, new_folder, short_name, write_page
-from anybatch.app.cli.screen import say, table
+from anybatch.app.cli.screen import say
 from anybatch.app.records.schema import PlanRecord
 from anybatch.app.records.tolerant_reading import read
 from anybatch.app.training.settings import Settings
 from anybatch.app.training.tasks.lookup import check_task_exists, find_task
-from anybatch.core import free_on_host
-from anybatch.display import parse_bytes, show_bytes
+from anybatch.display import parse_bytes, show_bytes, table
 from anybatch.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -34,40 +32,29 @@ def plan_command(
     check_task_exists(task)
     check_installed("torchdata")
     limit = None if memory is None else parse_bytes(memory)
-    telling = Telling(task, settings, out=out, is_json=is_json, is_quiet=is_quiet)
-    return telling.tell(lambda: _plan(task, settings, limit, sums))
+    return _tell(
+        task, settings, lambda: _plan(task, settings, limit, sums), out=out, is_json=is_json, is_quiet=is_quiet
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Telling:
-    """Where a plan goes: the screen, and a folder with a page unless only JSON is asked for."""
-
-    name: str
-    settings: Settings
-    _: KW_ONLY
-    out: Path | None
-    is_json: bool
-    is_quiet: bool
-
-    def tell(self, make: Callable[[], "Plan"]) -> int:
-        """Make the plan and tell it; 1 where not even one row fits."""
-        folder = None if self.is_json and self.out is None else new_folder(self.name, self.out)
-        is_quiet = self.is_quiet or self.is_json
-        say(f"anybatch {__version__}  planning the memory of {short_name(self.name)}", is_quiet=is_quiet)
-        planned = make()
-        if self.is_json:
-            say(json.dumps(planned.as_dict(), indent=1))
-        for line in ["", *memory_plan_lines(planned)]:
-            say(line, is_quiet=is_quiet)
-        if folder is not None:
-            folder.write(dataclasses.replace(first_record("plan", self.name, self.settings), status="finished"))
-            record = read(PlanRecord, planned.as_dict() | {"sentences": planned.describe().splitlines()})
-            assert record is not None
-            folder.write(record)
-            page = write_page(folder)
-            for line in ["", f"page: {page}"]:
-                say(line, is_quiet=is_quiet)
-        return 0 if planned.fits else 1
+def _tell(
+    name: str, settings: Settings, make: Callable[[], "Plan"], *, out: Path | None, is_json: bool, is_quiet: bool
+) -> int:
+    """Make the plan, print it, and leave a folder with a page unless only JSON is asked for; 1 where not even one row fits."""
+    folder = None if is_json and out is None else new_folder(name, out)
+    is_quiet = is_quiet or is_json
+    say(f"anybatch {__version__}  planning the memory of {short_name(name)}", is_quiet=is_quiet)
+    planned = make()
+    if is_json:
+        say(json.dumps(planned.as_dict(), indent=1))
+    say("\n".join(["", *memory_plan_lines(planned)]), is_quiet=is_quiet)
+    if folder is not None:
+        folder.write(dataclasses.replace(first_record("plan", name, settings), status="finished"))
+        record = read(PlanRecord, planned.as_dict() | {"sentences": planned.describe().splitlines()})
+        assert record is not None
+        folder.write(record)
+        say(f"\npage: {write_page(folder)}", is_quiet=is_quiet)
+    return 0 if planned.fits else 1
 
 
 def _plan(task: str, settings: Settings, limit: int | None, sums: "Sums") -> "Plan":
@@ -77,6 +64,7 @@ def _plan(task: str, settings: Settings, limit: int | None, sums: "Sums") -> "Pl
     from anybatch.app.training.experiment import find_device, find_split
     from anybatch.app.training.loop import first_batch
     from anybatch.app.training.ranks import seed_all
+    from anybatch.core import free_on_host
     from anybatch.memory import parameters_on_meta, plan
     from anybatch.ragged import Tokens
 
@@ -88,9 +76,8 @@ def _plan(task: str, settings: Settings, limit: int | None, sums: "Sums") -> "Pl
             "here."
         ) from None
     seed_all(settings.seed)
-    with parameters_on_meta(
-        beyond=(free_on_host() or LARGE) // 8
-    ):  # a trial by real steps needs five times the weights
+    beyond = (free_on_host() or LARGE) // 8  # a trial by real steps needs five times the weights
+    with parameters_on_meta(beyond=beyond):
         found = build()
     found.model.train()
     size = min(settings.batch_size or found.batch_size, len(found.training))
@@ -133,9 +120,6 @@ def memory_plan_lines(planned: "Plan") -> list[str]:
     ]
 
 
-TOKENS = 2048
-
-
 def config_plan_command(
     config: Path, options: dict[str, Any], settings: Settings, *, out: Path | None, is_json: bool, is_quiet: bool
 ) -> int:
@@ -144,14 +128,13 @@ def config_plan_command(
         raise SettingsError(
             f"--model {config} needs transformers. Install it with: pip install 'anybatch[huggingface]'"
         )
-    telling = Telling(str(config), settings, out=out, is_json=is_json, is_quiet=is_quiet)
     # without a size it is this machine that is asked; a size without a device is that of a card
     is_card = settings.device == "auto" and options["memory"] is not None
     device = "cuda" if is_card else settings.device.replace("auto", "cpu")
 
-    def make() -> Any:
+    def make() -> "Plan":
         from anybatch.memory import plan_config
 
-        return plan_config(config, **{"tokens": TOKENS, **options}, device=device)
+        return plan_config(config, **{"tokens": 2048, **options}, device=device)
 
-    return telling.tell(make)
+    return _tell(str(config), settings, make, out=out, is_json=is_json, is_quiet=is_quiet)

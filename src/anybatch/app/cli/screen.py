@@ -1,11 +1,13 @@
 """What is shown while a run goes on: a progress bar on a terminal, plain lines elsewhere, nothing when quiet."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from anybatch.app.records.schema import EpochDone, Metric, UpdateDone
+from anybatch.display import plural
 
 if TYPE_CHECKING:
     from anybatch.app.training.experiment import RunPlan
@@ -26,59 +28,65 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-class Screen(Protocol):
-    """Shows a training run."""
-
-    def __enter__(self) -> "Screen":
-        """Begin."""
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the terminal as it was."""
-
-    def show(self, metric: Metric) -> None:
-        """One record."""
-
-
-def screen_for(updates: int, done: int, *, is_quiet: bool) -> Screen:
-    """The right screen for this output."""
+@contextmanager
+def screen_for(updates: int, done: int, *, is_quiet: bool) -> Iterator[Callable[[Metric], None]]:
+    """A block in which each record given to its function is shown; the terminal is left as it was."""
     if is_quiet:
-        return SilentScreen()
-    if sys.stdout.isatty():
-        from anybatch.app.cli.progress_bar import BarScreen
-
-        return BarScreen(updates, done)
-    return PlainScreen(updates)
-
-
-class SilentScreen:
-    """Shows nothing."""
-
-    def __enter__(self) -> "SilentScreen":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def show(self, metric: Metric) -> None:
-        """Nothing."""
+        yield lambda metric: None
+    elif sys.stdout.isatty():
+        with _bar(updates, done) as show:
+            yield show
+    else:
+        yield _plain_lines(updates)
 
 
-class PlainScreen(SilentScreen):
+def _plain_lines(updates: int) -> Callable[[Metric], None]:
     """A line per epoch, and every ten seconds of a longer one."""
+    last = monotonic()
 
-    def __init__(self, updates: int) -> None:
-        self._updates = updates
-        self._last = monotonic()
-
-    def show(self, metric: Metric) -> None:
-        """Print what is worth a line."""
+    def show(metric: Metric) -> None:
+        nonlocal last
         if isinstance(metric, EpochDone):
             say(epoch_line(metric))
-        elif isinstance(metric, UpdateDone) and monotonic() - self._last > SECONDS_BETWEEN_LINES:
-            say(f"update {metric.update}/{self._updates}  loss {metric.loss:.4f}  lr {metric.lr:.3g}")
+        elif isinstance(metric, UpdateDone) and monotonic() - last > SECONDS_BETWEEN_LINES:
+            say(f"update {metric.update}/{updates}  loss {metric.loss:.4f}  lr {metric.lr:.3g}")
         else:
             return
-        self._last = monotonic()
+        last = monotonic()
+
+    return show
+
+
+@contextmanager
+def _bar(updates: int, done: int) -> Iterator[Callable[[Metric], None]]:
+    """A bar of updates with loss, rate and time left; epochs stay above it as lines."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.speed:.1f}/s" if task.speed else "-/s", style="dim")
+
+    loss = TextColumn("loss {task.fields[loss]}")
+    columns = (TextColumn("update"), BarColumn(), MofNCompleteColumn(), loss, Rate(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        bar = progress.add_task("", total=updates, completed=done, loss="-")
+
+        def show(metric: Metric) -> None:
+            if isinstance(metric, UpdateDone):
+                progress.update(bar, completed=metric.update, loss=f"{metric.loss:.4f}")
+            elif isinstance(metric, EpochDone):
+                progress.console.print(epoch_line(metric), highlight=False, markup=False)
+
+        yield show
 
 
 def epoch_line(done: EpochDone) -> str:
@@ -92,9 +100,7 @@ def plan_lines(plan: "RunPlan") -> list[str]:
     """The plan, in words."""
     cut = f"in {plan.micro_batches_per_update} micro-batches of up to {plan.micro_batch}"
     batch = f"{plan.batch} rows " + (cut if plan.micro_batches_per_update else f"cut by {plan.micro_batch}")
-    ranks = (
-        "" if plan.parallel is None else f", {plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'} ({plan.parallel})"
-    )
+    ranks = "" if plan.parallel is None else f", {plural(plan.ranks, 'rank')} ({plan.parallel})"
     tail = plan.rows % plan.batch
     shorter = f", the last of each epoch {tail} rows" if tail and plan.rows > plan.batch else ""
     rule = "" if plan.lr_rule == "none" else f"  ({plan.lr_rule} rule, {plan.base_batch} -> {plan.batch} rows)"
@@ -118,23 +124,3 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         f"{name.replace('_', ' ')} {value:.4f}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
         for name, value in summary.items()
     )
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns, the first to the left, the others to the right.
-
-    >>> table(["arm", "updates"], [["small", "630"], ["exact batch", "160"]])
-    ['arm          updates', '-----------  -------', 'small            630', 'exact batch      160']
-    """
-    cells = [list(head), *map(list, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            ]
-        ).rstrip()
-        for row in cells
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -3,22 +3,17 @@
 import dataclasses
 from pathlib import Path
 
-from anybatch import __version__
-from anybatch.app.cli.folders import check_installed, first_record, new_folder, short_name, write_page
-from anybatch.app.cli.screen import plan_lines, say, table
-from anybatch.app.records.schema import Shapes, Trace, Values
+from anybatch.app.cli.folders import begin, first_record, write_page
+from anybatch.app.cli.screen import plan_lines, say
+from anybatch.app.records.schema import Shapes, Trace
 from anybatch.app.records.tolerant_reading import plain
 from anybatch.app.training.settings import Settings
-from anybatch.app.training.tasks.lookup import check_task_exists, find_task
+from anybatch.display import table
 
 
 def trace_command(task: str, settings: Settings, *, out: Path | None, is_quiet: bool) -> int:
     """Trace, print and leave a run folder."""
-    check_task_exists(task)
-    folder = new_folder(task, out)
-    check_installed("torchdata")
-    say(f"anybatch {__version__}  tracing one update of {short_name(task)}", is_quiet=is_quiet)
-    build = find_task(task)  # torch is loaded from here on
+    folder, build = begin(task, out, "tracing one update of", is_quiet=is_quiet)
     from anybatch.app.lessons.update_trace import trace
     from anybatch.app.training.experiment import assemble
 
@@ -42,7 +37,13 @@ def trace_lines(found: Trace) -> list[str]:
     stages = [stage for stage, _ in parts[0].cells] if parts else []
     lanes = [[lane.title, *(dict(lane.cells).get(stage, "") for stage in stages)] for lane in parts]
     rows = [
-        [layer.name, layer.kind, _shape(layer.shapes_in), _shape(layer.shapes_out), _numbers(layer.values[:4])]
+        [
+            layer.name,
+            layer.kind,
+            _shape(layer.shapes_in),
+            _shape(layer.shapes_out),
+            " ".join(f"{value:.4g}" for value in layer.values[:4]),
+        ]
         for layer in found.layers
     ]
     return [
@@ -53,10 +54,6 @@ def trace_lines(found: Trace) -> list[str]:
         "one sample, layer by layer",
         *table(["layer", "kind", "in", "out", "first values"], rows),
     ]
-
-
-def _numbers(values: Values) -> str:
-    return " ".join(f"{value:.4g}" for value in values)
 
 
 def _shape(shapes: Shapes) -> str:

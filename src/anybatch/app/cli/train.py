@@ -118,8 +118,8 @@ def _train(request: TrainRequest, opened: OpenedRun, *, group: Any, is_first: bo
         progress = _go_on(folder, experiment, is_first=is_first, is_quiet=is_quiet) if opened.goes_on else None
         done = progress.update if progress is not None else 0
         interrupts = stack.enter_context(Interrupts())
-        screen = stack.enter_context(screen_for(experiment.plan.updates, done, is_quiet=is_quiet))
-        listeners: list[Callable[[Metric], None]] = [folder.append, screen.show] if is_first else []
+        show = stack.enter_context(screen_for(experiment.plan.updates, done, is_quiet=is_quiet))
+        listeners: list[Callable[[Metric], None]] = [folder.append, show] if is_first else []
         if request.tensorboard and is_first:
             board = TensorBoard(folder.path, done)
             stack.callback(board.close)

@@ -4,26 +4,20 @@ import dataclasses
 import json
 from pathlib import Path
 
-from anybatch import __version__
-from anybatch.app.cli.folders import check_installed, first_record, new_folder, short_name, write_page
+from anybatch.app.cli.folders import begin, first_record, write_page
 from anybatch.app.cli.screen import say
 from anybatch.app.lessons.pages.see_lessons import lesson_of_cause, see
 from anybatch.app.records.schema import ProofRecord
 from anybatch.app.records.tolerant_reading import plain, read
 from anybatch.app.training.settings import Settings
-from anybatch.app.training.tasks.lookup import check_task_exists, find_task
 
 
 def verify_command(
     task: str, settings: Settings, *, memory: str | None, out: Path | None, is_json: bool, is_quiet: bool
 ) -> int:
     """Verify, print and leave a run folder; 0 if exact, 1 if not, 3 if it could not be judged."""
-    check_task_exists(task)
-    folder = new_folder(task, out)
-    check_installed("torchdata")
     is_silent = is_quiet or is_json
-    say(f"anybatch {__version__}  verifying the first batch of {short_name(task)}", is_quiet=is_silent)
-    build = find_task(task)  # torch is loaded from here on
+    folder, build = begin(task, out, "verifying the first batch of", is_quiet=is_silent)
     from anybatch.app.training.experiment import assemble
     from anybatch.app.training.loop import first_batch
     from anybatch.verification import verify
