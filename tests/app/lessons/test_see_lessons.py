@@ -27,7 +27,7 @@ def kinds_of_causes():
     """Every `kind=` that a `Cause` is made with, read from the source."""
     calls = [
         node
-        for path in (SOURCE / "proof").rglob("*.py")
+        for path in (SOURCE / "verification").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Cause"
     ]

@@ -38,7 +38,7 @@ from anybatch.app.training.ranks import seed_all
 from anybatch.app.training.settings import LRRule, Settings
 from anybatch.app.training.tasks.task import Task
 from anybatch.core import Batch, ForwardPass, checked_loss, count_units, num_rows, windows
-from anybatch.display import show_bytes
+from anybatch.display import plural, show_bytes
 from anybatch.errors import SettingsError
 from anybatch.memory import bytes_of, drop_gradients, optimizer_tensors
 
@@ -46,7 +46,7 @@ Tell = Callable[["ArmPlan", int, ArmEpoch], None]
 """Told (arm, seed, epoch) after each epoch of each run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ArmPlan:
     """One way of training, before it has run."""
 
@@ -107,36 +107,15 @@ def arms_of(task: Task, settings: Settings) -> tuple[ArmPlan, ...]:
         )
     device = find_device(settings.device)
     lrs = [make_plan(task, each, device).lr_peak for each in (small, whole, scaled)]
+    usual = dataclasses.replace(whole, epochs=None, updates=usual_length)
+    in_parts = f"{num_micro} micro-batches of {micro_batch}, each loss divided by {num_micro}; the tail is dropped"
+    in_one = f"the gradient of all {batch} rows, in micro-batches of {micro_batch}, the same learning rate"
+    by_rule = f"the same with the {rule} rule: learning rate {lrs[1]:.4g} -> {lrs[2]:.4g}"
     return (
-        ArmPlan(
-            name="small batch",
-            description=f"an update after every {micro_batch} rows",
-            settings=small,
-            epochs=epochs,
-            lr=lrs[0],
-        ),
-        ArmPlan(
-            name="usual loop",
-            description=f"{num_micro} micro-batches of {micro_batch}, each loss divided by {num_micro}; the tail is dropped",
-            settings=dataclasses.replace(whole, epochs=None, updates=usual_length),
-            epochs=epochs,
-            lr=lrs[1],
-            is_usual_loop=True,
-        ),
-        ArmPlan(
-            name="exact batch",
-            description=f"the gradient of all {batch} rows, in micro-batches of {micro_batch}, the same learning rate",
-            settings=whole,
-            epochs=epochs,
-            lr=lrs[1],
-        ),
-        ArmPlan(
-            name="exact + rule",
-            description=f"the same with the {rule} rule: learning rate {lrs[1]:.4g} -> {lrs[2]:.4g}",
-            settings=scaled,
-            epochs=epochs,
-            lr=lrs[2],
-        ),
+        ArmPlan("small batch", f"an update after every {micro_batch} rows", small, epochs, lrs[0]),
+        ArmPlan("usual loop", in_parts, usual, epochs, lrs[1], is_usual_loop=True),
+        ArmPlan("exact batch", in_one, whole, epochs, lrs[1]),
+        ArmPlan("exact + rule", by_rule, scaled, epochs, lrs[2]),
     )
 
 
@@ -279,8 +258,8 @@ def findings(arms: Sequence[Arm], metric: str | None, *, rows: int, num_batch_no
     small, usual, exact, scaled = arms
     judge = _Judge(metric, len(exact.runs))
     said = [
-        _per_epoch(small, exact, 1, judge),
-        _rule(small, exact, scaled, 1, judge),
+        _first_epoch(small, exact, judge),
+        _rule(small, exact, scaled, judge),
         _at_the_end(small, exact, scaled, judge),
         _tail(usual, exact, rows, judge),
         _memory(small, exact),
@@ -294,10 +273,6 @@ def findings(arms: Sequence[Arm], metric: str | None, *, rows: int, num_batch_no
 class _Judge:
     metric: str | None
     num_seeds: int
-
-    @property
-    def name(self) -> str:
-        return self.metric or "validation loss"
 
     def at(self, arm: Arm, epoch: int) -> Spread:
         """The arm's metric after an epoch; 0 stands for the last."""
@@ -315,45 +290,37 @@ class _Judge:
         noise = math.hypot(one.deviation or 0.0, other.deviation or 0.0)
         return 0 if not abs(difference) > noise else (1 if difference > 0 else -1)
 
-    @property
-    def caution(self) -> str:
-        return " (One seed: chance is not excluded.)" if self.num_seeds == 1 else ""
 
-
-def _updates_per_epoch(arm: Arm) -> int:
-    return (arm.runs[0].updates or 0) // len(arm.runs[0].epochs)
-
-
-def _per_epoch(small: Arm, exact: Arm, epoch: int, judge: _Judge) -> str:
-    numbers = (
-        f"{judge.show(exact, epoch)} {judge.name} with the exact batch of {exact.batch} against {judge.show(small, epoch)} "
-        f"with batches of {small.batch}"
-    )
-    counts = f"{_updates_per_epoch(exact)} updates per epoch against {_updates_per_epoch(small)}"
-    order = judge.order(exact, small, epoch)
+def _first_epoch(small: Arm, exact: Arm, judge: _Judge) -> str:
+    shown = judge.show(exact, 1), judge.show(small, 1)
+    per_epoch = [(arm.runs[0].updates or 0) // len(arm.runs[0].epochs) for arm in (exact, small)]
+    counts = f"{per_epoch[0]} updates per epoch against {per_epoch[1]}"
     verdict = {
         -1: f"the larger batch learns more slowly per epoch: it makes {counts}",
         0: f"no clear difference between the two, though one makes {counts}",
         1: f"the larger batch is ahead, though it makes {counts}",
-    }[order]
-    return f"At the same learning rate, after epoch {epoch}: {numbers}: {verdict}.{judge.caution}"
+    }[judge.order(exact, small, 1)]
+    caution = " (One seed: chance is not excluded.)" if judge.num_seeds == 1 else ""
+    return (
+        f"At the same learning rate, after epoch 1: {shown[0]} {judge.metric or 'validation loss'} with the exact batch of "
+        f"{exact.batch} against {shown[1]} with batches of {small.batch}: {verdict}.{caution}"
+    )
 
 
-def _rule(small: Arm, exact: Arm, scaled: Arm, epoch: int, judge: _Judge) -> str:
-    against_exact, against_small = judge.order(scaled, exact, epoch), judge.order(scaled, small, epoch)
+def _rule(small: Arm, exact: Arm, scaled: Arm, judge: _Judge) -> str:
     gain = {
         1: "better than without the rule",
         0: "not clearly different from without",
         -1: "worse than without the rule",
-    }[against_exact]
+    }[judge.order(scaled, exact, 1)]
     level = {
         1: f"and ahead of batches of {small.batch}",
-        0: f"and level with batches of {small.batch} ({judge.show(small, epoch)})",
-        -1: f"and still behind batches of {small.batch} ({judge.show(small, epoch)})",
-    }[against_small]
+        0: f"and level with batches of {small.batch} ({judge.show(small, 1)})",
+        -1: f"and still behind batches of {small.batch} ({judge.show(small, 1)})",
+    }[judge.order(scaled, small, 1)]
     return (
         f"With the learning rate scaled from {exact.lr:.4g} to {scaled.lr:.4g}, the exact batch has "
-        f"{judge.show(scaled, epoch)} after epoch {epoch}: {gain}, {level}."
+        f"{judge.show(scaled, 1)} after epoch 1: {gain}, {level}."
     )
 
 
@@ -361,25 +328,20 @@ def _at_the_end(small: Arm, exact: Arm, scaled: Arm, judge: _Judge) -> str:
     arms = (small, exact, scaled)
     shown = ", ".join(f"{arm.name} {judge.show(arm, 0)}" for arm in arms)
     pairs = [(one, other) for one in arms for other in arms if judge.order(one, other, 0) > 0]
-    verdict = (
-        "clearly apart are only these: " + ", ".join(f"{one.name} above {other.name}" for one, other in pairs)
-        if pairs
-        else "the seeds do not tell them apart"
-    )
-    if judge.metric is None:
-        verdict = verdict.replace(" above ", " better than ")
+    word = "above" if judge.metric is not None else "better than"
+    apart = ", ".join(f"{one.name} {word} {other.name}" for one, other in pairs)
+    verdict = f"clearly apart are only these: {apart}" if pairs else "the seeds do not tell them apart"
     return f"After the last epoch, {len(exact.runs[0].epochs)}: {shown}; {verdict}."
 
 
 def _tail(usual: Arm, exact: Arm, rows: int, judge: _Judge) -> str:
     dropped = rows - (usual.runs[0].samples_seen or 0) // len(usual.runs[0].epochs)
     updates = f"{usual.runs[0].updates} updates against {exact.runs[0].updates}"
-    order = judge.order(exact, usual, 0)
     verdict = {
         1: "the exact batch ends clearly better",
         0: "the end result does not clearly differ",
         -1: "the usual loop ends clearly better here",
-    }[order]
+    }[judge.order(exact, usual, 0)]
     ends = f"{judge.show(usual, 0)} against {judge.show(exact, 0)}: {verdict}"
     if dropped == 0:
         return f"The usual loop sees every row here ({updates}), because the rows fill its windows; {ends}."
@@ -405,8 +367,7 @@ def _time(small: Arm, exact: Arm) -> str:
 def _batch_norm(exact: Arm, num_batch_norms: int) -> str:
     if num_batch_norms == 0:
         return ""
-    layers = "1 layer" if num_batch_norms == 1 else f"{num_batch_norms} layers"
     return (
-        f"The exact batch is not quite exact here: BatchNorm ({layers}) takes its statistics from each micro-batch of "
+        f"The exact batch is not quite exact here: BatchNorm ({plural(num_batch_norms, 'layer')}) takes its statistics from each micro-batch of "
         f"{exact.micro_batch}, in all arms."
     )

@@ -11,25 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
-from anybatch import stages
 from anybatch.app.records.schema import Trace, TracedImage, TracedLayer, TracedStage
 from anybatch.app.training.experiment import Experiment
 from anybatch.app.training.loop import first_batch
 from anybatch.app.training.measure import observed
-from anybatch.core import Batch, gradient_norm, move, num_rows, take_rows, tensors
+from anybatch.core import Batch, events, gradient_norm, move, num_rows, take_rows, tensors
 
 MOST_VALUES = 12
-"""Sample values per entry."""
-
-
-MOST_CLASSES = MOST_VALUES
-"""A prediction is told where every class is among the values."""
-
-
+"""Sample values per entry; a prediction is told where every class is among them."""
 TIMED = 5
 """Updates whose times the medians are of."""
-
-
+LARGEST = 64
+"""Pixels of a side; larger images are made smaller."""
 Timed = tuple[str, int | None]
 """A stage of a micro-batch, or of the whole batch."""
 
@@ -64,7 +57,7 @@ def _seconds(experiment: Experiment, batch: Batch) -> dict[Timed, list[float]]:
     """What every stage took in some more updates; the weights that these leave are thrown away."""
     found: dict[Timed, list[float]] = defaultdict(list)
 
-    def note(event: stages.Event) -> None:
+    def note(event: events.Event) -> None:
         found[type(event).__name__.lower(), event.micro_batch].append(event.seconds)
 
     with observed(experiment.update, note):
@@ -98,30 +91,30 @@ class _Watcher:
         self._units = 0.0
         self._add(None, "load", "the whole batch", {"rows": num_rows(batch), "shapes": _shapes(tensors(batch))}, batch)
 
-    def __call__(self, event: stages.Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         if not self._is_open:
             return
         match event:
-            case stages.Load():
+            case events.Load():
                 facts = {"rows": num_rows(event.batch), "shapes": _shapes(tensors(event.batch))}
                 self._add(event, "load", "a micro-batch on the model's device", facts, event.batch)
-            case stages.Forward():
+            case events.Forward():
                 facts = {"output": _shapes(tensors(event.output))} if event.output is not None else {}
                 title = "the model's output" if facts else "all rows, layer by layer together"
                 self._add(event, "forward", title, facts, event.output)
-            case stages.Loss():
+            case events.Loss():
                 self._loss(event)
-            case stages.Backward():
+            case events.Backward():
                 self._backward(event)
-            case stages.Accumulate():
+            case events.Accumulate():
                 norm = float(gradient_norm(event.parameters))
                 facts = {"gradient norm so far": norm, "of": _first_name(event.parameters)}
                 self._add(event, "accumulate", "the sum in .grad has grown", facts, _first_grad(event.parameters))
-            case stages.Clip():
+            case events.Clip():
                 self._norm_before_clip = float(event.grad_norm)
-            case stages.Step():
+            case events.Step():
                 self._step(event)
-            case stages.Zero() if self._has_begun:
+            case events.Zero() if self._has_begun:
                 left = sum(parameter.grad is not None for parameter in event.parameters)
                 facts = {"gradients left": left, "parameters": len(event.parameters), ".grad": "None"}
                 self._add(event, "zero", "the next update begins: gradients are cleared", facts, None)
@@ -130,7 +123,7 @@ class _Watcher:
                 pass
         self._has_begun = True  # the first event of all is this update's own zeroing
 
-    def _backward(self, event: stages.Backward) -> None:
+    def _backward(self, event: events.Backward) -> None:
         """The first parameter's gradient of this micro-batch alone: what `.grad` holds now, less what it held before."""
         total, added = _first_grad(self._parameters), None
         if total is not None:
@@ -141,7 +134,7 @@ class _Watcher:
         whose = "all rows'" if event.micro_batch is None else "this micro-batch's"
         self._add(event, "backward", f"{whose} gradients are computed and added", facts, added)
 
-    def _loss(self, event: stages.Loss) -> None:
+    def _loss(self, event: events.Loss) -> None:
         loss = float(event.loss)
         self._batch_loss += event.share * loss
         self._units += event.units
@@ -153,7 +146,7 @@ class _Watcher:
         }
         self._add(event, "loss", "the mean loss of this micro-batch and its share", facts, event.loss)
 
-    def _step(self, event: stages.Step) -> None:
+    def _step(self, event: events.Step) -> None:
         facts = {"loss": self._batch_loss, "units": self._units}
         self._add(None, "loss", "the loss of the whole batch: the shares add up", facts, None)
         norm = float(gradient_norm(self._parameters))
@@ -173,7 +166,7 @@ class _Watcher:
         change = {"applied": str(event.applied), "change of all weights (norm)": sum(one**2 for one in moved) ** 0.5}
         self._add(event, "step", "the weights after", change, after)
 
-    def _add(self, event: stages.Event | None, stage: str, title: str, facts: dict[str, Any], values: Any) -> None:
+    def _add(self, event: events.Event | None, stage: str, title: str, facts: dict[str, Any], values: Any) -> None:
         micro_batch = None if event is None else event.micro_batch
         seconds = {} if event is None else {"seconds": event.seconds}
         self.stages.append(
@@ -194,7 +187,11 @@ def _trace_layers(experiment: Experiment, batch: Batch) -> tuple[TracedLayer, ..
 
     def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if calls.pop() == len(layers):  # nothing inside it was called
-            layers.append(_layer(name, module, inputs, output))
+            shapes = [tuple(tuple(tensor.shape) for tensor in tensors(found)) for found in (inputs, output)]
+            kind, values = type(module).__name__, first_values(output)
+            layers.append(
+                TracedLayer(name=name or "model", kind=kind, shapes_in=shapes[0], shapes_out=shapes[1], values=values)
+            )
 
     hooks = []
     for name, module in model.named_modules():
@@ -218,7 +215,7 @@ def _prediction(layers: Sequence[TracedLayer], batch: Batch) -> tuple[TracedLaye
     if not layers or len(found) != 2 or found[1].dim() != 1 or found[1].is_floating_point():
         return ()
     shape = layers[-1].shapes_out[0] if layers[-1].shapes_out else ()
-    if len(shape) != 2 or not 1 < int(shape[1]) <= MOST_CLASSES:
+    if len(shape) != 2 or not 1 < int(shape[1]) <= MOST_VALUES:
         return ()
     probabilities = torch.tensor(layers[-1].values).softmax(0)
     guess, label = int(probabilities.argmax()), int(found[1][0])
@@ -227,26 +224,12 @@ def _prediction(layers: Sequence[TracedLayer], batch: Batch) -> tuple[TracedLaye
     return (TracedLayer(name=told, kind="prediction", shapes_in=(shape,), shapes_out=((1,),), values=values),)
 
 
-def _layer(name: str, module: nn.Module, inputs: Any, output: Any) -> TracedLayer:
-    return TracedLayer(
-        name=name or "model",
-        kind=type(module).__name__,
-        shapes_in=tuple(tuple(tensor.shape) for tensor in tensors(inputs)),
-        shapes_out=tuple(tuple(tensor.shape) for tensor in tensors(output)),
-        values=first_values(output),
-    )
-
-
 def first_values(value: Any) -> tuple[float, ...]:
     """The first few numbers of the first tensor in `value`."""
     first = next(tensors(value), None) if value is not None else None
     if first is None:
         return ()
     return tuple(float(number) for number in first.detach().flatten()[:MOST_VALUES].float().tolist())
-
-
-LARGEST = 64
-"""Pixels of a side; larger images are made smaller."""
 
 
 def image_of(row: Tensor) -> TracedImage | None:

@@ -13,11 +13,7 @@ from anybatch.app.lessons.pages.lesson_parts import part_html
 
 Link = Callable[[str], str]
 """The address of a lesson; empty where it is not at hand."""
-
-
 TITLE = "Gradient accumulation, done by you"
-
-
 SHELL = """<!doctype html>
 <html lang="en">
 <head>
@@ -37,8 +33,6 @@ SHELL = """<!doctype html>
 </body>
 </html>
 """
-
-
 EARLY = """{
 const page = location.hash.slice(1).split("?")[0], names = NAMES, shown = names.includes(page) ? page : names[0];
 const rule = document.createElement("style");

@@ -37,9 +37,7 @@ def _spec(part: LessonPart, claims: Claims) -> dict[str, Any]:
 
 
 _STATIC = {"static", "static_shows", "solution", "blocks"}
-"""What only the page without scripts shows."""
-
-
+"""Shown by the page without scripts alone."""
 _TEXTS = {"question", "options", "reveal", "says", "front", "back", "explain", "concepts", "about", "hints"}
 
 
@@ -52,18 +50,10 @@ def _rendered(key: str, value: Any, claims: Claims) -> Any:
 
 
 Spec = Mapping[str, Any]
-
-
 LOW, HIGH = -12, 6
 """Powers of ten at the ends of the number line of fp16."""
-
-
 SMALLEST, FEWER_DIGITS, LARGEST = 2**-25, 6.1e-5, 65504.0
-
-
 GRADIENT, SCALES = 1e-8, (0, 8, 16, 24, 48)
-
-
 RANKS, PASSES = 4, 4
 
 
@@ -199,11 +189,11 @@ def ward(spec: Spec, claims: Claims) -> str:
     )
 
 
-def _nothing(spec: dict[str, Any], claims: Claims) -> str:
+def _nothing(spec: Spec, claims: Claims) -> str:
     return '<p class="quiet">Here is an experiment to run, where JavaScript is on.</p>'
 
 
-def _predict(spec: dict[str, Any], claims: Claims) -> str:
+def _predict(spec: Spec, claims: Claims) -> str:
     options = "".join(f"<li>{inline(option, claims)}</li>" for option in spec["options"])
     answer = inline(spec["options"][spec["answer"]], claims)
     return (
@@ -212,7 +202,7 @@ def _predict(spec: dict[str, Any], claims: Claims) -> str:
     )
 
 
-def _quiz(spec: dict[str, Any], claims: Claims) -> str:
+def _quiz(spec: Spec, claims: Claims) -> str:
     parts = []
     for question in spec["questions"]:
         options = "".join(f"<li>{inline(option['says'], claims)}</li>" for option in question["choices"])
@@ -228,14 +218,14 @@ def _quiz(spec: dict[str, Any], claims: Claims) -> str:
     return "".join(parts)
 
 
-def _cards(spec: dict[str, Any], claims: Claims) -> str:
+def _cards(spec: Spec, claims: Claims) -> str:
     return "".join(
         f"<details><summary>{inline(card['front'], claims)}</summary><p>{inline(card['back'], claims)}</p></details>"
         for card in spec["cards"]
     )
 
 
-def _explain(spec: dict[str, Any], claims: Claims) -> str:
+def _explain(spec: Spec, claims: Claims) -> str:
     parts = []
     for task in spec["tasks"]:
         concepts = "".join(f"<li>{inline(concept, claims)}</li>" for concept in task["concepts"])
@@ -246,7 +236,7 @@ def _explain(spec: dict[str, Any], claims: Claims) -> str:
     return "".join(parts)
 
 
-def _memory(spec: dict[str, Any], claims: Claims) -> str:
+def _memory(spec: Spec, claims: Claims) -> str:
     table = memory_table()
     most = max(size["peak"] for size in table["sizes"])
     rows = "".join(
@@ -260,7 +250,7 @@ def _memory(spec: dict[str, Any], claims: Claims) -> str:
     )
 
 
-def _bench(spec: dict[str, Any], claims: Claims) -> str:
+def _bench(spec: Spec, claims: Claims) -> str:
     """A table of the breaks that can be tried, from the claims about them."""
     rows = "".join(
         f"<tr><td>{inline(title, claims)}</td><td>{inline(found, claims)}</td></tr>" for title, found in spec["static"]
@@ -271,11 +261,11 @@ def _bench(spec: dict[str, Any], claims: Claims) -> str:
     )
 
 
-def _code(spec: dict[str, Any], claims: Claims) -> str:
+def _code(spec: Spec, claims: Claims) -> str:
     return f"<pre><code>{html.escape(spec['solution'])}</code></pre>"
 
 
-def _cheat(spec: dict[str, Any], claims: Claims) -> str:
+def _cheat(spec: Spec, claims: Claims) -> str:
     blocks = "".join(
         f"<section><h4>{inline(block['about'], claims)}</h4>{to_html(block['body'], claims)}</section>"
         for block in spec["blocks"]
@@ -283,7 +273,7 @@ def _cheat(spec: dict[str, Any], claims: Claims) -> str:
     return f'<div class="sheet">{blocks}</div>'
 
 
-_STAND_INS: dict[str, Callable[[dict[str, Any], Claims], str]] = {
+_STAND_INS: dict[str, Callable[[Spec, Claims], str]] = {
     "predict": _predict,
     "quiz": _quiz,
     "cards": _cards,

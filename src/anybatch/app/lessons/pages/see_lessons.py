@@ -2,84 +2,42 @@
 
 from anybatch.errors import AnybatchError
 
-LESSON_OF_ERROR = {
-    "BatchError": "rows",
-    "SplitError": "rows",
-    "UnitsError": "units",
-    "LossError": "trace",
-    "DropoutError": "limits",
-    "LockstepError": "limits",
-    "WindowError": "zero",
-    "ParallelError": "limits",
-    "MemoryLimitError": "memory",
-    "UpdateError": "rate",
-    "PlanError": "memory",
-    "VerifyError": "rows",
-    "ExactnessError": "units",
-    "NonFiniteError": "limits",
-    "TaskError": "trace",
-    "SettingsError": "rate",
-    "CheckpointError": "trace",
-    "RunError": "recall",
-    "LessonError": "trace",
-    "DoctorError": "rows",
-    "ArgumentsError": "trace",
-}
-LESSON_OF_CAUSE = {
-    "batch_norm": "limits",
-    "coupled": "limits",
-    "draws": "limits",
-    "error": "trace",
-    "groups": "rows",
-    "inputs": "rows",
-    "mean": "units",
-    "nonfinite": "limits",
-    "not_additive": "limits",
-    "padding": "units",
-    "precision": "limits",
-    "randomness": "limits",
-    "state": "limits",
-    "sum": "units",
-    "touched": "limits",
-    "units": "units",
-    "unknown": "rows",
-}
-LESSON_OF_FINDING = {
-    "cleared-before-use": "zero",
-    "never-cleared": "zero",
-    "stepped-every-micro-batch": "rows",
-    "tail-dropped": "rows",
-    "tail-leaks": "rows",
-    "left-at-end": "rows",
-    "off-by-one": "rows",
-    "rows-repeated": "rows",
-    "windows-differ": "rows",
-    "by-hand": "rows",
-    "not-divided": "units",
-    "divided-twice": "units",
-    "other-divisor": "units",
-    "uneven-micro-batches": "units",
-    "opaque-loss": "units",
-    "loss-logged-divided": "units",
-    "clip-early": "rate",
-    "clip-after-step": "rate",
-    "schedule-per-micro-batch": "rate",
-    "schedule-before-step": "rate",
-    "schedule-horizon": "rate",
-    "learning-rate": "rate",
-    "clip-scaled": "limits",
-    "scaler-misuse": "limits",
-    "ddp-every-pass": "limits",
-    "ddp-backward-only": "limits",
-    "ddp-never": "limits",
-    "batch-norm": "limits",
-    "low-precision-sum": "limits",
-    "negatives-missing": "limits",
-    "eval-left-on": "limits",
-    "kept-graph": "memory",
-    "unowned-parameters": "trace",
-    "recorder-trouble": "trace",
-}
+
+def _by_name(**names: str) -> dict[str, str]:
+    """The lesson of each name, from the names of each lesson."""
+    return {name: lesson for lesson, listed in names.items() for name in listed.split()}
+
+
+LESSON_OF_ERROR = _by_name(
+    rows="BatchError SplitError VerifyError DoctorError",
+    units="UnitsError ExactnessError",
+    trace="LossError TaskError CheckpointError LessonError ArgumentsError",
+    limits="DropoutError LockstepError ParallelError NonFiniteError",
+    zero="WindowError",
+    memory="MemoryLimitError PlanError",
+    rate="UpdateError SettingsError",
+    recall="RunError",
+)
+LESSON_OF_CAUSE = _by_name(
+    limits="batch_norm coupled draws nonfinite not_additive precision randomness state touched",
+    trace="error",
+    rows="groups inputs unknown",
+    units="mean padding sum units",
+)
+LESSON_OF_FINDING = _by_name(
+    zero="cleared-before-use never-cleared",
+    rows=(
+        "stepped-every-micro-batch tail-dropped tail-leaks left-at-end off-by-one rows-repeated windows-differ by-hand"
+    ),
+    units="not-divided divided-twice other-divisor uneven-micro-batches opaque-loss loss-logged-divided",
+    rate="clip-early clip-after-step schedule-per-micro-batch schedule-before-step schedule-horizon learning-rate",
+    limits=(
+        "clip-scaled scaler-misuse ddp-every-pass ddp-backward-only ddp-never batch-norm low-precision-sum "
+        "negatives-missing eval-left-on"
+    ),
+    memory="kept-graph",
+    trace="unowned-parameters recorder-trouble",
+)
 
 
 def lesson_of_error(error: AnybatchError) -> str:
