@@ -129,9 +129,13 @@ def _rows(task: Task, settings: Settings) -> int:
 
 def _run(build: Callable[[], Task], plan: ArmPlan, seed: int, tell: Tell) -> ArmRun:
     experiment = assemble(build, dataclasses.replace(plan.settings, seed=seed))
+
+    def told(epoch: ArmEpoch) -> None:
+        tell(plan, seed, epoch)
+
     if plan.is_usual_loop:
-        return run_usual_loop(experiment, epochs=plan.epochs, tell=lambda epoch: tell(plan, seed, epoch))
-    return _run_exact(experiment, seed, lambda epoch: tell(plan, seed, epoch))
+        return run_usual_loop(experiment, epochs=plan.epochs, tell=told)
+    return _run_exact(experiment, seed, told)
 
 
 def _run_exact(experiment: Experiment, seed: int, tell: Callable[[ArmEpoch], None]) -> ArmRun:
@@ -148,8 +152,8 @@ def _run_exact(experiment: Experiment, seed: int, tell: Callable[[ArmEpoch], Non
             peaks.append((metric.peak_bytes or 0) - random_state)
         elif isinstance(metric, EpochDone):
             value = judging_number(experiment.task.metric, metric.valid_loss, metric.metrics)
-            losses = {"train_loss": metric.train_loss, "valid_loss": metric.valid_loss}
-            epochs.append(ArmEpoch(epoch=metric.epoch, metric=value, **losses))
+            epoch, training, validation = metric.epoch, metric.train_loss, metric.valid_loss
+            epochs.append(ArmEpoch(epoch=epoch, train_loss=training, valid_loss=validation, metric=value))
             tell(epochs[-1])
 
     Loop(experiment, tell=take).run()
@@ -368,6 +372,6 @@ def _batch_norm(exact: Arm, num_batch_norms: int) -> str:
     if num_batch_norms == 0:
         return ""
     return (
-        f"The exact batch is not quite exact here: BatchNorm ({plural(num_batch_norms, 'layer')}) takes its statistics from each micro-batch of "
-        f"{exact.micro_batch}, in all arms."
+        f"The exact batch is not quite exact here: BatchNorm ({plural(num_batch_norms, 'layer')}) takes its statistics from "
+        f"each micro-batch of {exact.micro_batch}, in all arms."
     )

@@ -61,7 +61,7 @@ def read_lesson(name: str) -> Lesson:
 
 @cache
 def _read(name: str) -> Lesson:
-    raw = tomllib.loads(files("anybatch.app.lessons").joinpath("content", f"{name}.toml").read_text("utf-8"))
+    raw = _toml(name)
     parts = tuple(
         LessonPart(
             kind=part["kind"],
@@ -71,13 +71,12 @@ def _read(name: str) -> Lesson:
         )
         for part in raw["part"]
     )
-    claims = {key: _claim(dict(fields)) for key, fields in raw.get("claims", {}).items()}
+    claims = {
+        key: Claim(shown=fields.pop("shown"), measure=fields.pop("measure"), setting=fields)
+        for key, fields in raw.get("claims", {}).items()
+    }
     words = {key: raw[key] for key in ("title", "lead", "insight", "minutes")}
     return Lesson(name=name, answers=tuple(raw["answers"]), parts=parts, claims=claims, **words)
-
-
-def _claim(fields: dict[str, Any]) -> Claim:
-    return Claim(shown=fields.pop("shown"), measure=fields.pop("measure"), setting=fields)
 
 
 def all_lessons() -> tuple[Lesson, ...]:
@@ -87,7 +86,11 @@ def all_lessons() -> tuple[Lesson, ...]:
 
 def memory_table() -> dict[str, Any]:
     """What `anybatch plan stdlib` says, as it was when the lessons were written; a test asks it again."""
-    return tomllib.loads(files("anybatch.app.lessons").joinpath("content", "memory_table.toml").read_text("utf-8"))
+    return _toml("memory_table")
+
+
+def _toml(name: str) -> dict[str, Any]:
+    return tomllib.loads(files("anybatch.app.lessons").joinpath("content", f"{name}.toml").read_text("utf-8"))
 
 
 def to_html(text: str, claims: Mapping[str, Claim]) -> str:
@@ -106,7 +109,10 @@ def inline(text: str, claims: Mapping[str, Claim]) -> str:
     '<data data-claim="lost" value="752">752</data> of <strong>1,000</strong> rows'
     """
     pieces = re.split(r"(`[^`]+`)", text)
-    return "".join(_code(piece) if piece.startswith("`") else _prose(piece, claims) for piece in pieces)
+    return "".join(
+        f"<code>{html.escape(piece[1:-1])}</code>" if piece.startswith("`") else _prose(piece, claims)
+        for piece in pieces
+    )
 
 
 def _block(block: str, claims: Mapping[str, Claim]) -> str:
@@ -122,10 +128,6 @@ def _block(block: str, claims: Mapping[str, Claim]) -> str:
     if lines[0].startswith("### "):
         return f"<h3>{inline(lines[0][4:], claims)}</h3>"
     return f"<p>{inline(' '.join(block.split()), claims)}</p>"
-
-
-def _code(piece: str) -> str:
-    return f"<code>{html.escape(piece[1:-1])}</code>"
 
 
 def _prose(piece: str, claims: Mapping[str, Claim]) -> str:

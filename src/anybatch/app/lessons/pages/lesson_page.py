@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from anybatch.app.lessons.pages.lesson_content import ORDER, Lesson, all_lessons, inline, read_lesson
@@ -46,9 +45,10 @@ document.head.append(rule);
 def learn_page(name: str | None = None) -> str:
     """One self-contained page of all nine lessons, or of the one that is named."""
     lessons = all_lessons() if name is None else (read_lesson(name),)
+    style = "\n".join(line.strip() for line in web_file("style.css").splitlines() if line.strip())
     return _shell(
         lessons,
-        style=f"<style>{_small(web_file('style.css'))}</style>",
+        style=f"<style>{style}</style>",
         imports=inline_import_map(),
         link=(lambda other: f"#{other}") if name is None else (lambda other: ""),
         title=TITLE if name is None else f"{lessons[0].title} · {TITLE}",
@@ -57,41 +57,33 @@ def learn_page(name: str | None = None) -> str:
 
 def write_learn_site(folder: Path) -> Path:
     """The same as files for a server: a page per lesson, the scripts and the style once. Returns the first page."""
-    for name, path in module_paths().items():
+    for path, source in _modules().values():
         target = folder / "web" / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(web_modules()[name], encoding="utf-8")
+        target.write_text(source, encoding="utf-8")
     (folder / "web" / "style.css").write_text(web_file("style.css"), encoding="utf-8")
-    imports = json.dumps({"imports": {name: f"./web/{path}" for name, path in module_paths().items()}})
-    style = '<link rel="stylesheet" href="web/style.css">'
+    imports = json.dumps({"imports": {name: f"./web/{path}" for name, (path, _) in _modules().items()}})
+
+    def write(name: str, lessons: tuple[Lesson, ...], link: Link, title: str) -> Path:
+        style = '<link rel="stylesheet" href="web/style.css">'
+        page = folder / f"{name}.html"
+        page.write_text(_shell(lessons, style=style, imports=imports, link=link, title=title), encoding="utf-8")
+        return page
+
     for lesson in all_lessons():
-        page = _shell(
-            (lesson,),
-            style=style,
-            imports=imports,
-            link=lambda other: f"{other}.html",
-            title=f"{lesson.title} · {TITLE}",
-        )
-        (folder / f"{lesson.name}.html").write_text(page, encoding="utf-8")
-    first = folder / "index.html"
-    everything = _shell(all_lessons(), style=style, imports=imports, link=lambda other: f"#{other}", title=TITLE)
-    first.write_text(everything, encoding="utf-8")
-    return first
+        write(lesson.name, (lesson,), lambda other: f"{other}.html", f"{lesson.title} · {TITLE}")
+    return write("index", all_lessons(), lambda other: f"#{other}", TITLE)
 
 
 def _shell(lessons: tuple[Lesson, ...], *, style: str, imports: str, link: Link, title: str) -> str:
-    links = "".join(_link(other, link(other.name)) for other in all_lessons())
-    articles = "".join(_article(lesson, link) for lesson in lessons)
-    home = link("trace") or "#main"
-    early = EARLY.replace("NAMES", json.dumps([lesson.name for lesson in lessons]))
     return SHELL.format(
         title=html.escape(title),
         style=style,
-        early=early,
+        early=EARLY.replace("NAMES", json.dumps([lesson.name for lesson in lessons])),
         imports=imports,
-        links=links,
-        articles=articles,
-        home=home,
+        links="".join(_link(other, link(other.name)) for other in all_lessons()),
+        articles="".join(_article(lesson, link) for lesson in lessons),
+        home=link("trace") or "#main",
         name=TITLE,
     )
 
@@ -106,25 +98,18 @@ def _link(lesson: Lesson, address: str) -> str:
 def _article(lesson: Lesson, link: Link) -> str:
     number = ORDER.index(lesson.name) + 1
     parts = "".join(part_html(part, lesson, place) for place, part in enumerate(lesson.parts))
-    after = ORDER[number] if number < len(ORDER) else None
+    after = ORDER[number] if number < len(ORDER) else ""
+    onward = ""
+    if after and link(after):
+        onward = f'<p class="next"><a href="{link(after)}">Next: {html.escape(read_lesson(after).title)}</a></p>'
     return (
         f'<article class="lesson" id="{lesson.name}" aria-labelledby="{lesson.name}-title">'
         f'<p class="kicker">{number} of {len(ORDER)} · about {lesson.minutes} minutes</p>'
         f'<h2 id="{lesson.name}-title" tabindex="-1">{html.escape(lesson.title)}</h2>'
         f'<p class="lead">{inline(lesson.lead, lesson.claims)}</p>{parts}'
         '<aside class="insight" aria-label="In one sentence">'
-        f"<p>{inline(lesson.insight, lesson.claims)}</p></aside>{_onward(after, link)}</article>"
+        f"<p>{inline(lesson.insight, lesson.claims)}</p></aside>{onward}</article>"
     )
-
-
-def _onward(after: str | None, link: Link) -> str:
-    if after is None or not link(after):
-        return ""
-    return f'<p class="next"><a href="{link(after)}">Next: {html.escape(read_lesson(after).title)}</a></p>'
-
-
-def _small(style: str) -> str:
-    return "\n".join(line.strip() for line in style.splitlines() if line.strip())
 
 
 ESCAPES = {"%": "%25", "\n": "%0A", "\t": "%09", "#": "%23", "<": "%3C", '"': "%22", "\\": "%5C"}
@@ -137,18 +122,15 @@ def web_file(name: str) -> str:
 
 
 @cache
-def web_modules() -> dict[str, str]:
-    """The source of every module, by the name it is imported by: `ab/run` is the file `run.js`, in whichever folder."""
-    return {f"ab/{path.name.removesuffix('.js')}": path.read_text("utf-8") for path in _scripts(_root())}
-
-
-def module_paths() -> dict[str, str]:
-    """The path of every module below `web/`, for a site that serves them as files."""
-    folders = [folder for folder in _root().iterdir() if folder.is_dir()]
+def _modules() -> dict[str, tuple[str, str]]:
+    """Path below `web/` and source of each module, by the name it is imported by: `ab/run` is `run.js`, in whichever folder."""
+    root = files("anybatch.app.lessons").joinpath("web")
+    folders = sorted((folder for folder in root.iterdir() if folder.is_dir()), key=lambda folder: folder.name)
     return {
-        f"ab/{path.name.removesuffix('.js')}": f"{folder.name}/{path.name}"
+        f"ab/{file.name.removesuffix('.js')}": (f"{folder.name}/{file.name}", file.read_text("utf-8"))
         for folder in folders
-        for path in _scripts(folder)
+        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".js")
     }
 
 
@@ -158,21 +140,7 @@ def inline_import_map() -> str:
     >>> "%3C" in inline_import_map(), "<" in inline_import_map()
     (True, False)
     """
-    return json.dumps({"imports": {name: _address(source) for name, source in web_modules().items()}})
-
-
-def _root() -> Traversable:
-    return files("anybatch.app.lessons").joinpath("web")
-
-
-def _scripts(folder: Traversable) -> list[Traversable]:
-    found: list[Traversable] = []
-    for entry in sorted(folder.iterdir(), key=lambda each: each.name):
-        if entry.is_dir():
-            found += _scripts(entry)
-        elif entry.name.endswith(".js"):
-            found.append(entry)
-    return found
+    return json.dumps({"imports": {name: _address(source) for name, (_, source) in _modules().items()}})
 
 
 def _address(source: str) -> str:

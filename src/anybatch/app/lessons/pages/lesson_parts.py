@@ -193,13 +193,16 @@ def _nothing(spec: Spec, claims: Claims) -> str:
     return '<p class="quiet">Here is an experiment to run, where JavaScript is on.</p>'
 
 
+def _question(spec: Spec, options: str, summary: str, answer: str, claims: Claims) -> str:
+    asked = f'<p class="question">{inline(spec["question"], claims)}</p>'
+    return f"{asked}{options}<details><summary>{summary}</summary>{answer}</details>"
+
+
 def _predict(spec: Spec, claims: Claims) -> str:
-    options = "".join(f"<li>{inline(option, claims)}</li>" for option in spec["options"])
-    answer = inline(spec["options"][spec["answer"]], claims)
-    return (
-        f'<p class="question">{inline(spec["question"], claims)}</p><ol type="a">{options}</ol>'
-        f"<details><summary>The answer</summary><p><strong>{answer}</strong></p>{to_html(spec['reveal'], claims)}</details>"
-    )
+    options = [inline(option, claims) for option in spec["options"]]
+    listed = "".join(f"<li>{option}</li>" for option in options)
+    answer = f"<p><strong>{options[spec['answer']]}</strong></p>{to_html(spec['reveal'], claims)}"
+    return _question(spec, f'<ol type="a">{listed}</ol>', "The answer", answer, claims)
 
 
 def _quiz(spec: Spec, claims: Claims) -> str:
@@ -211,10 +214,7 @@ def _quiz(spec: Spec, claims: Claims) -> str:
             for option in question["choices"]
             if option.get("right")
         )
-        parts.append(
-            f'<p class="question">{inline(question["question"], claims)}</p><ol type="a">{options}</ol>'
-            f"<details><summary>The answer</summary><p>{right}</p></details>"
-        )
+        parts.append(_question(question, f'<ol type="a">{options}</ol>', "The answer", f"<p>{right}</p>", claims))
     return "".join(parts)
 
 
@@ -229,10 +229,7 @@ def _explain(spec: Spec, claims: Claims) -> str:
     parts = []
     for task in spec["tasks"]:
         concepts = "".join(f"<li>{inline(concept, claims)}</li>" for concept in task["concepts"])
-        parts.append(
-            f'<p class="question">{inline(task["question"], claims)}</p>'
-            f"<details><summary>What an answer should hold</summary><ul>{concepts}</ul></details>"
-        )
+        parts.append(_question(task, "", "What an answer should hold", f"<ul>{concepts}</ul>", claims))
     return "".join(parts)
 
 
