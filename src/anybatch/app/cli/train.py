@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from math import isnan
@@ -61,8 +61,8 @@ class OpenedRun:
     folder: RunFolder
     run: Run
     goes_on: bool
-    remarks: tuple[str, ...] = ()
-    """What is another than when it was started."""
+    remarks: Sequence[str] = ()
+    """Differences from the original run."""
 
 
 def train_command(request: TrainRequest) -> int:
@@ -121,9 +121,7 @@ def _train(request: TrainRequest, opened: OpenedRun, *, group: Any, is_first: bo
         show = stack.enter_context(screen_for(experiment.plan.updates, done, is_quiet=is_quiet))
         listeners: list[Callable[[Metric], None]] = [folder.append, show] if is_first else []
         if request.tensorboard and is_first:
-            board = TensorBoard(folder.path, done)
-            stack.callback(board.close)
-            listeners.append(board.show)
+            listeners.append(tensorboard_writer(stack, folder.path, done))
 
         def tell(metric: Metric) -> None:
             for listener in listeners:
@@ -165,23 +163,27 @@ def _close(
     folder: RunFolder, run: Run, experiment: "Experiment", progress: "Progress", *, is_finished: bool, is_quiet: bool
 ) -> None:
     summary = _summary(folder, experiment, progress)
+    lines = []
     choice = getattr(experiment.update.accumulator.split, "choice", None)
     if choice is not None:
-        say(f"micro-batch: {choice.describe()}", is_quiet=is_quiet)
+        lines.append(f"micro-batch: {choice.describe()}")
     if summary.get("retries"):
-        say(
-            f"memory ran out {summary['retries']} times: those batches were started again in smaller micro-batches",
-            is_quiet=is_quiet,
+        lines.append(
+            f"memory ran out {summary['retries']} times: those batches were started again in smaller micro-batches"
         )
     if isnan(progress.last.get("valid_loss", 0.0)):
-        say("the validation loss is nan: what the model learnt is of no use", is_quiet=is_quiet)
+        lines.append("the validation loss is nan: what the model learnt is of no use")
     if is_finished:
-        say(f"done: {summary_line(summary)}", is_quiet=is_quiet)
+        lines.append(f"done: {summary_line(summary)}")
     else:
-        say(f"stopped after update {progress.update:,} of {experiment.plan.updates:,}, and saved.", is_quiet=is_quiet)
-    reason = "" if is_finished else "someone asked it to stop"
-    status = "finished" if is_finished else "stopped"
-    folder.write(dataclasses.replace(run, status=status, reason=reason, summary=summary))
+        lines.append(f"stopped after update {progress.update:,} of {experiment.plan.updates:,}, and saved.")
+    say("\n".join(lines), is_quiet=is_quiet)
+    ended = (
+        {"status": "finished", "reason": ""}
+        if is_finished
+        else {"status": "stopped", "reason": "someone asked it to stop"}
+    )
+    folder.write(dataclasses.replace(run, summary=summary, **ended))
     say(f"page: {write_page(folder)}", is_quiet=is_quiet)
     if not is_finished:
         say(f"go on with: anybatch train --resume {folder.path}", is_quiet=is_quiet)
@@ -223,7 +225,7 @@ def open_run(request: TrainRequest, launch: Launch | None) -> OpenedRun:
         raise SettingsError(f"--out {request.out} with --resume {request.resume}: a run goes on in its own folder.")
     _check_unchanged(request, run)
     task = _task_to_run(request, folder, run)
-    remarks = tuple(_remarks(run, task))
+    remarks = _remarks(run, task)
     run = dataclasses.replace(
         run, launch=name, task=task, task_hash=hash_of(task), versions=versions(), anybatch=__version__
     )
@@ -273,7 +275,7 @@ def _agrees(path: Path) -> bool:
 
 
 def _remarks(run: Run, task: str) -> list[str]:
-    """A line for each thing that is another than when the run was last at work."""
+    """Tell in a line each how the machine and the task differ from when the run was last at work."""
     found = []
     if task != run.task:
         found.append(f"the task is {task} now; the run was started with {run.task}")
@@ -309,9 +311,8 @@ def device_of(request: TrainRequest) -> str:
 def settings_of(request: TrainRequest, run: Run) -> Settings:
     """As the run was started; only how ranks hold the model may be another, as their number may."""
     settings = _stored_settings(run)
-    return (
-        dataclasses.replace(settings, parallel=request.settings.parallel) if "parallel" in request.given else settings
-    )
+    parallel = request.settings.parallel if "parallel" in request.given else settings.parallel
+    return dataclasses.replace(settings, parallel=parallel)
 
 
 def _stored_settings(run: Run) -> Settings:
@@ -366,26 +367,23 @@ class Interrupts:
         self.is_wished = True
 
 
-class TensorBoard:
-    """Writes into `tensorboard/` of the run folder; after a resume, what was undone is purged."""
+def tensorboard_writer(stack: ExitStack, folder: Path, update: int) -> Callable[[Metric], None]:
+    """Write each record into `tensorboard/` of the run folder; after a resume, what was undone is purged.
 
-    def __init__(self, folder: Path, update: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    The step is the number of the update. The files are closed with the stack.
+    """
+    from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=update + 1 if update else None)
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=update + 1 if update else None)
+    stack.callback(writer.close)
 
-    def show(self, metric: Metric) -> None:
-        """One record; the step is the number of the update."""
+    def show(metric: Metric) -> None:
         if isinstance(metric, UpdateDone):
             for name in ("loss", "grad_norm", "lr"):
-                self._writer.add_scalar(f"update/{name}", getattr(metric, name), metric.update)
+                writer.add_scalar(f"update/{name}", getattr(metric, name), metric.update)
         elif isinstance(metric, EpochDone):
-            self._writer.add_scalars(
-                "epoch/loss", {"train": metric.train_loss, "valid": metric.valid_loss}, metric.update
-            )
+            writer.add_scalars("epoch/loss", {"train": metric.train_loss, "valid": metric.valid_loss}, metric.update)
             for name, value in metric.metrics.items():
-                self._writer.add_scalar(f"epoch/{name}", value, metric.update)
+                writer.add_scalar(f"epoch/{name}", value, metric.update)
 
-    def close(self) -> None:
-        """Write out what is left."""
-        self._writer.close()
+    return show

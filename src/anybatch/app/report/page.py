@@ -171,19 +171,12 @@ def _proof_sections(proof: ProofRecord) -> Iterator[Section]:
         f"{cause.explanation} Fix: {cause.fix}" + (f" See: anybatch learn {cause.lesson}." if cause.lesson else "")
         for cause in proof.causes
     )
-    unjudged = (proof.unjudged,) if proof.unjudged else ()
-    yield Section(
-        name="causes",
-        title="Why it could not be judged" if unjudged else "Why it is not exact",
-        notes=(*unjudged, *causes),
-    )
+    title = "Why it could not be judged" if proof.unjudged else "Why it is not exact"
+    yield Section(name="causes", title=title, notes=(proof.unjudged, *causes) if proof.unjudged else causes)
     yield Section(name="weights", title="The weight of every row", picture=weights_picture(proof))
-    yield Section(
-        name="proof",
-        title="Accumulated against the whole batch",
-        charts=tuple(charts_of_proof(proof)),
-        tables=(("Every cut", cuts_table(proof)),),
-    )
+    tables = (("Every cut", cuts_table(proof)),)
+    charts = tuple(charts_of_proof(proof))
+    yield Section(name="proof", title="Accumulated against the whole batch", charts=charts, tables=tables)
 
 
 def _comparison_sections(comparison: Comparison) -> Iterator[Section]:

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from anybatch.app.records.schema import CutRecord, MicroBatchSeen, ParameterRecord, ProofRecord, Trace
 from anybatch.app.report.chart import Chart, Series, Table, course_of, line_chart, sentence
-from anybatch.app.report.writing import number, sentence_case, words
+from anybatch.app.report.writing import number, words
 from anybatch.display import plural
 
 MOST_NAMES, LONGEST_NAME = 12, 18
@@ -144,13 +144,13 @@ def charts_of_trace(trace: Trace) -> Iterator[Chart]:
 
 
 def _trace_chart(place: int, name: str, points: dict[int, float]) -> Chart:
-    values = list(points.values())
+    written, values = words(name), list(points.values())
     return line_chart(
         f"trace-{place}",
-        [Series(words(name), list(points), values, colour=place)],
-        title=f"{sentence_case(name)}, by micro-batch",
-        caption=sentence(course_of(words(name), values)),
-        table=Table(("micro-batch", words(name)), tuple((number(x), number(y)) for x, y in points.items())),
+        [Series(written, list(points), values, colour=place)],
+        title=f"{written[:1].upper()}{written[1:]}, by micro-batch",
+        caption=sentence(course_of(written, values)),
+        table=Table(("micro-batch", written), tuple((number(x), number(y)) for x, y in points.items())),
         x_title="micro-batch",
         from_zero=min(values) >= 0,
         height=260,

@@ -9,7 +9,7 @@ from anybatch.app.records.schema import Scalar, Shapes, Values
 SHARES = re.compile(r"accuracy|precision|recall|\bf1\b|top[-_ ]?\d", re.IGNORECASE)
 """Metrics with these words in their name are shares of one, shown as percentages."""
 NOTHING = "\N{EN DASH}"
-"""What stands for a number that is not there."""
+"""Stands for a number that is not there."""
 SPELLED_OUT = {
     "lr": "learning rate",
     "train": "training",
@@ -34,11 +34,8 @@ def number(value: float | None) -> str:
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    short = f"{value:.4g}"
-    if "e" not in short:
-        return short
-    mantissa, _, exponent = short.partition("e")
-    return f"{mantissa}e{int(exponent)}"
+    mantissa, _, exponent = f"{value:.4g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
 def percent(value: float | None) -> str:
@@ -124,12 +121,6 @@ def words(name: str) -> str:
     spaced = re.sub(r"\bmicro batch", "micro-batch", name.replace("_", " "))
     spaced = re.sub(r"\b(lr|train|valid)\b", lambda match: SPELLED_OUT[match[0]], spaced)
     return re.sub(r"^learning rate (?=first|peak|last)", "learning rate, ", spaced)
-
-
-def sentence_case(name: str) -> str:
-    """A key as words, the first one with a capital letter."""
-    spaced = words(name)
-    return spaced[:1].upper() + spaced[1:]
 
 
 def written_value(key: str, value: Scalar) -> str:
