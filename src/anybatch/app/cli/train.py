@@ -178,12 +178,8 @@ def _close(
     else:
         lines.append(f"stopped after update {progress.update:,} of {experiment.plan.updates:,}, and saved.")
     say("\n".join(lines), is_quiet=is_quiet)
-    ended = (
-        {"status": "finished", "reason": ""}
-        if is_finished
-        else {"status": "stopped", "reason": "someone asked it to stop"}
-    )
-    folder.write(dataclasses.replace(run, summary=summary, **ended))
+    status, reason = ("finished", "") if is_finished else ("stopped", "someone asked it to stop")
+    folder.write(dataclasses.replace(run, status=status, reason=reason, summary=summary))
     say(f"page: {write_page(folder)}", is_quiet=is_quiet)
     if not is_finished:
         say(f"go on with: anybatch train --resume {folder.path}", is_quiet=is_quiet)

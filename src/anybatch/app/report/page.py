@@ -28,33 +28,10 @@ from anybatch.app.records.schema import (
     TracedStage,
 )
 from anybatch.app.records.tolerant_reading import read
+from anybatch.app.report import proof_charts, training_charts, writing
 from anybatch.app.report.chart import Chart, Table
 from anybatch.app.report.comparison_charts import charts_of_comparison, final_table
 from anybatch.app.report.headline import headline, summary
-from anybatch.app.report.proof_charts import (
-    charts_of_proof,
-    charts_of_trace,
-    cuts_table,
-    shares_picture,
-    weights_picture,
-)
-from anybatch.app.report.training_charts import (
-    charts_of_plan,
-    epoch_charts,
-    memory_charts,
-    stage_colour,
-    timeline_chart,
-    update_charts,
-)
-from anybatch.app.report.writing import (
-    without_breaks,
-    words,
-    written_sample,
-    written_shapes,
-    written_task,
-    written_time,
-    written_value,
-)
 from anybatch.display import plural
 
 PAGE = "report.html"
@@ -126,19 +103,19 @@ def render(results: Results) -> str:
     """The page as text."""
     environment = page_environment(is_trimmed=True)
     environment.filters |= {
-        "written_sample": written_sample,
-        "without_breaks": without_breaks,
-        "words": words,
-        "written_shapes": written_shapes,
-        "stage_colour": stage_colour,
+        "written_sample": writing.written_sample,
+        "without_breaks": writing.without_breaks,
+        "words": writing.words,
+        "written_shapes": writing.written_shapes,
+        "stage_colour": training_charts.stage_colour,
     }
-    environment.globals["written"] = written_value
+    environment.globals["written"] = writing.written_value
     num = results.num_unreadable
     left_out = f"{plural(num, 'line')} of metrics.jsonl could not be read and {'is' if num == 1 else 'are'} left out."
     return environment.get_template("page.html").render(
         run=results.run,
-        task=written_task(results.run.task),
-        created=written_time(results.run.created),
+        task=writing.written_task(results.run.task),
+        created=writing.written_time(results.run.created),
         summary=summary(results),
         headline=headline(results),
         sections=sections(results),
@@ -157,7 +134,14 @@ def sections(results: Results) -> tuple[Section, ...]:
         parts += _comparison_sections(results.comparison)
     if results.plan is not None:
         notes = results.plan.sentences[1:]
-        parts.append(Section(name="memory", title="What fits", notes=notes, charts=tuple(charts_of_plan(results.plan))))
+        parts.append(
+            Section(
+                name="memory",
+                title="What fits",
+                notes=notes,
+                charts=tuple(training_charts.charts_of_plan(results.plan)),
+            )
+        )
     if results.trace is not None:
         parts += _trace_sections(results.trace)
     parts += _training_sections(results)
@@ -173,9 +157,9 @@ def _proof_sections(proof: ProofRecord) -> Iterator[Section]:
     )
     title = "Why it could not be judged" if proof.unjudged else "Why it is not exact"
     yield Section(name="causes", title=title, notes=(proof.unjudged, *causes) if proof.unjudged else causes)
-    yield Section(name="weights", title="The weight of every row", picture=weights_picture(proof))
-    tables = (("Every cut", cuts_table(proof)),)
-    charts = tuple(charts_of_proof(proof))
+    yield Section(name="weights", title="The weight of every row", picture=proof_charts.weights_picture(proof))
+    tables = (("Every cut", proof_charts.cuts_table(proof)),)
+    charts = tuple(proof_charts.charts_of_proof(proof))
     yield Section(name="proof", title="Accumulated against the whole batch", charts=charts, tables=tables)
 
 
@@ -196,11 +180,11 @@ def _trace_sections(trace: Trace) -> Iterator[Section]:
         ("The whole batch" if index is None else f"Micro-batch {index}", tuple(group))
         for index, group in groupby(in_order, key=lambda entry: entry.micro_batch)
     )
-    charts = tuple(charts_of_trace(trace))
+    charts = tuple(proof_charts.charts_of_trace(trace))
     yield Section(
         name="stages", title="One update, stage by stage", charts=charts, stages=stages, lanes=lanes_of(trace.stages)
     )
-    yield Section(name="rows", title=ROWS, picture=shares_picture(made_of(trace.stages), title=ROWS))
+    yield Section(name="rows", title=ROWS, picture=proof_charts.shares_picture(made_of(trace.stages), title=ROWS))
     told = next((layer for layer in trace.layers if layer.kind == "prediction"), None)
     yield Section(
         name="layers",
@@ -213,13 +197,19 @@ def _trace_sections(trace: Trace) -> Iterator[Section]:
 
 
 def _training_sections(results: Results) -> Iterator[Section]:
-    yield Section(name="epochs", title="Training, epoch by epoch", charts=tuple(epoch_charts(results.epochs)))
-    yield Section(name="updates", title="Training, update by update", charts=tuple(update_charts(results)))
+    yield Section(
+        name="epochs", title="Training, epoch by epoch", charts=tuple(training_charts.epoch_charts(results.epochs))
+    )
+    yield Section(
+        name="updates", title="Training, update by update", charts=tuple(training_charts.update_charts(results))
+    )
     if results.windows and results.trace is None:
-        picture = shares_picture(results.windows[-1].micro_batches, title=ROWS)
+        picture = proof_charts.shares_picture(results.windows[-1].micro_batches, title=ROWS)
         yield Section(name="rows", title=ROWS, picture=picture)
-    timeline = (timeline_chart(results.windows[-1]),) if results.windows else ()
-    yield Section(name="inside", title="Inside an update", charts=(*timeline, *memory_charts(results.memory)))
+    timeline = (training_charts.timeline_chart(results.windows[-1]),) if results.windows else ()
+    yield Section(
+        name="inside", title="Inside an update", charts=(*timeline, *training_charts.memory_charts(results.memory))
+    )
     yield Section(
         name="settings", title="How it was run", code=results.run.command, tables=tuple(_settings(results.run))
     )
@@ -227,7 +217,7 @@ def _training_sections(results: Results) -> Iterator[Section]:
 
 def _settings(run: Run) -> Iterator[tuple[str, Table]]:
     about: Scalars = {
-        "started": written_time(run.created),
+        "started": writing.written_time(run.created),
         "status": run.status,
         "because": run.reason,
         "seed": run.seed,
@@ -242,8 +232,12 @@ def _settings(run: Run) -> Iterator[tuple[str, Table]]:
         ("Run", "fact", {**shown, **run.versions}),
     )
     for title, column, values in tables:
-        rows = tuple((words(name), written_value(name, value)) for name, value in values.items() if value is not None)
-        unset = [words(name) for name, value in values.items() if value is None] if title == "Settings" else []
+        rows = tuple(
+            (writing.words(name), writing.written_value(name, value))
+            for name, value in values.items()
+            if value is not None
+        )
+        unset = [writing.words(name) for name, value in values.items() if value is None] if title == "Settings" else []
         note = f"Not set: {', '.join(unset)}." if unset else ""
         if rows or note:
             yield title, Table((column, "value"), rows, note)
@@ -307,8 +301,10 @@ def _cells(entries: Sequence[TracedStage]) -> tuple[tuple[str, str], ...]:
 
 
 def _outcome(entry: TracedStage) -> str:
-    """The facts that matter of a stage, in few words; clipping shows what it made of what."""
-    found = [written_value(name, entry.facts[name]) for name in OUTCOMES.get(entry.stage, ()) if name in entry.facts]
+    """The facts that matter of a stage, in few writing.words; clipping shows what it made of what."""
+    found = [
+        writing.written_value(name, entry.facts[name]) for name in OUTCOMES.get(entry.stage, ()) if name in entry.facts
+    ]
     if entry.stage == "loss" and len(found) == 2:
         return f"{found[0]}, share {found[1]}"
     if entry.stage == "clip" and len(found) == 2:
