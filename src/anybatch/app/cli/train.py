@@ -4,8 +4,8 @@ import dataclasses
 import hashlib
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -117,7 +117,7 @@ def _train(request: TrainRequest, opened: OpenedRun, *, group: Any, is_first: bo
             say(line, is_quiet=is_quiet)
         progress = _go_on(folder, experiment, is_first=is_first, is_quiet=is_quiet) if opened.goes_on else None
         done = progress.update if progress is not None else 0
-        interrupts = stack.enter_context(Interrupts())
+        should_stop = stack.enter_context(interrupts())
         show = stack.enter_context(screen_for(experiment.plan.updates, done, is_quiet=is_quiet))
         listeners: list[Callable[[Metric], None]] = [folder.append, show] if is_first else []
         if request.tensorboard and is_first:
@@ -132,7 +132,7 @@ def _train(request: TrainRequest, opened: OpenedRun, *, group: Any, is_first: bo
             tell=tell,
             checkpoints=folder.checkpoints,
             progress=progress,
-            should_stop=interrupts,
+            should_stop=should_stop,
             note=lambda text: say(f"note    {text}", is_quiet=is_quiet),
             before_save=(lambda: folder.keep(run)) if is_first else lambda: None,
         )
@@ -332,35 +332,32 @@ def _check_unchanged(request: TrainRequest, run: Run) -> None:
             )
 
 
-class Interrupts:
-    """A block in which the first SIGINT, SIGTERM or SIGHUP only sets `is_wished`; a second SIGINT interrupts as usual.
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """A block in which the first SIGINT, SIGTERM or SIGHUP is only noted; a second SIGINT interrupts as usual.
 
-    A signal that is ignored when the block begins, as `nohup` and shells without a terminal have it, stays ignored.
+    Its function tells whether one came. A signal that is ignored when the block begins, as `nohup` and shells without a
+    terminal have it, stays ignored.
     """
+    is_wished = False
+    before: dict[int, Any] = {}
 
-    def __init__(self) -> None:
-        self.is_wished = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():  # Python hands signals to no other
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
-                number = getattr(signal, name, None)
-                if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._take_note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def __call__(self) -> bool:
-        return self.is_wished
-
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
-        if self.is_wished and number == signal.SIGINT:
+    def take_note(number: int, frame: FrameType | None) -> None:
+        nonlocal is_wished
+        if is_wished and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.is_wished = True
+        is_wished = True
+
+    if threading.current_thread() is threading.main_thread():  # Python hands signals to no other
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, take_note)
+    try:
+        yield lambda: is_wished
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def tensorboard_writer(stack: ExitStack, folder: Path, update: int) -> Callable[[Metric], None]:
