@@ -25,7 +25,7 @@ from anybatch.core import (
     num_rows,
     random_state,
     sent,
-    without_dynamo,
+    disable_dynamo,
 )
 from anybatch.errors import DropoutError
 
@@ -97,7 +97,7 @@ class DrawFinder(TorchFunctionMode):
         self.found: str | None = None
         """The function and where it was called; None while nobody drew."""
 
-    @without_dynamo
+    @disable_dynamo
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = random_state(self._devices) if self.found is None else None
         result = func(*args, **(kwargs or {}))
@@ -263,7 +263,7 @@ class RowDropout(DropoutLayer):
     def set_extra_state(self, state: Tensor) -> None:
         self.masks.update = int(state)
 
-    @without_dynamo  # a compiled forward stops here: compiled in, every update's number would be compiled anew
+    @disable_dynamo  # a compiled forward stops here: compiled in, every update's number would be compiled anew
     def _keep(self, x: Tensor) -> Tensor:
         rows, call = self._rows()
         count = len(rows.numbers)

@@ -6,14 +6,14 @@ import warnings
 import torch
 from torch._subclasses import FakeTensorMode
 
-from anybatch.core.snapshot import TensorFile, kept_aside
+from anybatch.core.snapshot import TensorFile, spilled_copy
 
 
 def test_a_copy_on_the_cpu_goes_to_disk_and_comes_back():
     spool = TensorFile()
     for tensor in (torch.randn(3, 5, dtype=torch.bfloat16).T, torch.tensor(3.5), torch.tensor([True, False])):
         was, written = tensor.clone(), spool.num_bytes
-        read = kept_aside(tensor, spool)
+        read = spilled_copy(tensor, spool)
         tensor.zero_()
         assert torch.equal(read(), was)
         assert spool.num_bytes == written + tensor.nbytes
@@ -23,7 +23,7 @@ def test_tensors_without_numbers_are_not_copied():
     spool = TensorFile()
     with FakeTensorMode():
         fake = torch.empty(4)
-    assert kept_aside(fake, spool)() is fake
+    assert spilled_copy(fake, spool)() is fake
     assert spool.num_bytes == 0
 
 

@@ -39,7 +39,7 @@ def test_run_engine_adds_the_gradient_as_backward_does(inside: ModuleType):
     with torch.no_grad():
         weight.copy_(other)
     loss = (rows @ weight).square().mean()
-    inside.run_engine((loss,), (share,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    inside.engine_run_backward((loss,), (share,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     assert torch.equal(weight.grad, other.grad)
 
 
@@ -141,18 +141,18 @@ def test_is_compiled_in_place_after_compile(inside: ModuleType):
 
 def test_num_writes_counts_writes_in_place_also_through_views(inside: ModuleType):
     tensor = torch.zeros(3)
-    before = inside.num_writes(tensor)
+    before = inside.version_of(tensor)
     _ = tensor + 1
-    assert inside.num_writes(tensor) == before
+    assert inside.version_of(tensor) == before
     tensor.add_(1)
     tensor[:1].zero_()
-    assert inside.num_writes(tensor) == before + 2
+    assert inside.version_of(tensor) == before + 2
 
 
 def test_storage_key_is_one_for_all_views_of_a_storage(inside: ModuleType):
     tensor, other = torch.zeros(3), torch.zeros(3)
-    assert inside.storage_key(tensor.untyped_storage()) == inside.storage_key(tensor[1:].untyped_storage())
-    assert inside.storage_key(tensor.untyped_storage()) != inside.storage_key(other.untyped_storage())
+    assert inside.storage_cdata(tensor.untyped_storage()) == inside.storage_cdata(tensor[1:].untyped_storage())
+    assert inside.storage_cdata(tensor.untyped_storage()) != inside.storage_cdata(other.untyped_storage())
 
 
 def test_storage_behind_a_weak_reference_is_gone_with_the_last_tensor(inside: ModuleType):
@@ -181,20 +181,20 @@ def test_read_layout_is_what_a_pickled_layout_is_read_with(inside: ModuleType):
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             asked.append((module, name))
-            return inside.read_layout
+            return inside.get_layout
 
     assert Unpickler(io.BytesIO(pickle.dumps(torch.strided))).load() is torch.strided
-    assert asked == [(inside.read_layout.__module__, inside.read_layout.__name__)]
+    assert asked == [(inside.get_layout.__module__, inside.get_layout.__name__)]
 
 
 def test_lists_of_tensors_are_changed_in_place(inside: ModuleType):
     values = [torch.tensor([3.0, -4.0]), torch.tensor([2.0])]
-    assert [float(norm) for norm in inside.norm_of_each(values)] == [5.0, 2.0]
-    inside.multiply_each_(values, 2.0)
-    inside.multiply_each_(values, torch.tensor(0.5))
+    assert [float(norm) for norm in inside.foreach_norm(values)] == [5.0, 2.0]
+    inside.foreach_mul_(values, 2.0)
+    inside.foreach_mul_(values, torch.tensor(0.5))
     assert [value.tolist() for value in values] == [[3.0, -4.0], [2.0]]
-    inside.raise_each_(values, -1.0)
-    inside.lower_each_(values, 2.5)
+    inside.foreach_clamp_min_(values, -1.0)
+    inside.foreach_clamp_max_(values, 2.5)
     assert [value.tolist() for value in values] == [[2.5, -1.0], [2.0]]
 
 
@@ -217,7 +217,7 @@ def _ops(inside: ModuleType, action: Any) -> list[Any]:
 
 def test_copy_elsewhere_is_the_op_behind_to(inside: ModuleType):
     tensor = torch.zeros(2)
-    assert inside.COPY_ELSEWHERE in _ops(inside, lambda: tensor.to("meta"))
+    assert inside.TO_COPY in _ops(inside, lambda: tensor.to("meta"))
 
 
 def test_op_name_has_no_overload(inside: ModuleType):
@@ -233,7 +233,7 @@ def test_the_draws_that_verify_replays_are_ops_of_torch():
 
 def test_without_modes_no_mode_sees(inside: ModuleType):
     def action() -> None:
-        with inside.without_modes():
+        with inside.disable_current_modes():
             torch.zeros(2).add_(1)
 
     assert _ops(inside, action) == []
@@ -248,16 +248,16 @@ def test_modes_are_listed_from_the_outermost(inside: ModuleType):
 
     functions, dispatches = [Function(), Function()], [Dispatch(), Dispatch()]
     with functions[0], functions[1], dispatches[0], dispatches[1]:
-        now = inside.function_modes(), inside.dispatch_modes()
+        now = inside.function_mode_stack(), inside.dispatch_mode_stack()
     assert [list(modes) for modes in now] == [functions, dispatches]
-    assert not inside.function_modes()
-    assert not inside.dispatch_modes()
+    assert not inside.function_mode_stack()
+    assert not inside.dispatch_mode_stack()
 
 
 def test_without_dynamo_a_function_is_not_compiled(inside: ModuleType):
     seen = []
 
-    @inside.without_dynamo
+    @inside.disable_dynamo
     def look(rows: Tensor) -> Tensor:
         seen.append(torch.compiler.is_compiling())
         return rows
@@ -267,10 +267,10 @@ def test_without_dynamo_a_function_is_not_compiled(inside: ModuleType):
 
 
 def test_is_profiled_inside_a_profile_only(inside: ModuleType):
-    assert not inside.is_profiled()
+    assert not inside.profiler_enabled()
     with profile(activities=[ProfilerActivity.CPU]):
-        assert inside.is_profiled()
-    assert not inside.is_profiled()
+        assert inside.profiler_enabled()
+    assert not inside.profiler_enabled()
 
 
 def test_profiler_events_hold_every_allocation(inside: ModuleType):
@@ -295,7 +295,7 @@ def test_what_fake_tensors_remember_is_forgotten(inside: ModuleType):
     with inside.FakeTensorMode() as mode:
         torch.empty(3, 4) + torch.empty(3, 4)
     assert mode.cache_info().size > 0
-    inside.forget_fake_results()
+    inside.clear_fake_cache()
     assert mode.cache_info().size == 0
 
 

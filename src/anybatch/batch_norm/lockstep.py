@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core import TorchDispatchMode, dispatch_modes, function_modes
+from anybatch.core import TorchDispatchMode, dispatch_mode_stack, function_mode_stack
 from anybatch.errors import LockstepError, MemoryLimitError
 
 T = TypeVar("T")
@@ -31,8 +31,8 @@ class ThreadState:
     num_threads: int
     device_index: int | None
     stream: Any
-    function_modes: tuple[TorchFunctionMode, ...]
-    dispatch_modes: tuple[TorchDispatchMode, ...]
+    function_mode_stack: tuple[TorchFunctionMode, ...]
+    dispatch_mode_stack: tuple[TorchDispatchMode, ...]
     context: contextvars.Context = field(repr=False)
 
     def run(self, work: Callable[[], T]) -> T:
@@ -45,9 +45,9 @@ class ThreadState:
             stack.enter_context(torch.set_grad_enabled(self.is_grad_enabled))
             for device_type, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=self.is_autocast_cached))
-            for function_mode in self.function_modes:
+            for function_mode in self.function_mode_stack:
                 stack.enter_context(function_mode)
-            for dispatch_mode in self.dispatch_modes:
+            for dispatch_mode in self.dispatch_mode_stack:
                 stack.enter_context(dispatch_mode)
             return self.context.copy().run(work)
 
@@ -66,8 +66,8 @@ def thread_state() -> ThreadState:
         num_threads=torch.get_num_threads(),
         device_index=None if accelerator is None else torch.accelerator.current_device_index(),
         stream=None if accelerator is None else torch.accelerator.current_stream(),
-        function_modes=tuple(function_modes()),
-        dispatch_modes=tuple(dispatch_modes()),
+        function_mode_stack=tuple(function_mode_stack()),
+        dispatch_mode_stack=tuple(dispatch_mode_stack()),
         context=contextvars.copy_context(),
     )
 

@@ -16,9 +16,9 @@ from anybatch.core import (
     free_on_device,
     free_on_host,
     is_dynamo_loaded,
-    num_writes,
+    version_of,
     storage_behind,
-    storage_key,
+    storage_cdata,
 )
 from anybatch.errors import UpdateError
 
@@ -38,7 +38,7 @@ class SavedTensors:
     def __init__(self, offload: Offload, stay: Iterable[Tensor], device: torch.device, file: TensorFile) -> None:
         self._offload = offload
         self._file = file
-        self._stay = {storage_key(tensor.untyped_storage()) for tensor in stay if type(tensor) in _PLAIN}
+        self._stay = {storage_cdata(tensor.untyped_storage()) for tensor in stay if type(tensor) in _PLAIN}
         self._budget = _half_of_free(device) if offload == "auto" else 0
         self._kept: dict[int, _Kept] = {}
         if offload == "host" and device.type == "cpu":
@@ -66,13 +66,13 @@ class SavedTensors:
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Load:
-        version = num_writes(tensor)
+        version = version_of(tensor)
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.nbytes < SMALLEST:
             return _Stays(tensor.detach(), version)
         storage = tensor.untyped_storage()
-        if storage_key(storage) in self._stay or storage.nbytes() > 2 * tensor.nbytes:
+        if storage_cdata(storage) in self._stay or storage.nbytes() > 2 * tensor.nbytes:
             return _Stays(tensor.detach(), version)
-        kept = self._kept.get(storage_key(storage))
+        kept = self._kept.get(storage_cdata(storage))
         if kept is None or kept.version != version:
             if self._budget >= storage.nbytes():
                 self._budget -= storage.nbytes()
@@ -80,7 +80,7 @@ class SavedTensors:
             self._kept = {key: one for key, one in self._kept.items() if not one.storage.expired()}
             # the weak reference holds the storage's address: no other storage can be taken for this one
             kept = _Kept(StorageWeakRef(storage), version, self._put(storage, tensor.device))
-            self._kept[storage_key(storage)] = kept
+            self._kept[storage_cdata(storage)] = kept
         return partial(_rebuild, kept.load, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _put(self, storage: torch.UntypedStorage, device: torch.device) -> Load:
@@ -143,10 +143,10 @@ class _Stays:
     version: int
 
     def __call__(self) -> Tensor:
-        if num_writes(self.tensor) != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation: it is "
-                f"at version {num_writes(self.tensor)}, expected {self.version}. Use the operation that returns a new tensor."
+                f"at version {version_of(self.tensor)}, expected {self.version}. Use the operation that returns a new tensor."
             )
         return self.tensor
 

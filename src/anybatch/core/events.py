@@ -1,20 +1,20 @@
 """The stages of an update as typed events: load, forward, loss, backward, accumulate, clip, step, zero.
 
-Whoever passes an observer gets each event when its stage has ended. Times are the host's: a device may still be working when
-a stage ends. Where memory ran out, `retry` comes between.
+An observer gets each event when its stage has ended; a running profiler sees the stages as ranges. Times are the host's: a
+device may still be working when a stage ends. Where memory ran out, `retry` comes between.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.jit import ScriptModule
 
-from anybatch.core.torch_private import is_compiled_in_place, is_profiled
+from anybatch.core.torch_private import is_compiled_in_place, profiler_enabled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,134 +115,86 @@ class Resize(Event):
 Observer = Callable[[Event], None]
 
 
-class Stages(Protocol):
-    """Whatever is told of stages, and knows which one is open."""
+class Events:
+    """Times stages, names them to the profiler as `anybatch.load`, `anybatch.forward` and so on, and tells the observer.
 
-    stage: str
-
-    def begin(self, kind: type[Event]) -> None: ...
-    def end(self, kind: type[Event], **facts: Any) -> None: ...
-
-
-class ForwardBoundary:
-    """Tells forward from loss inside an objective, by hooks on the model that live as long as this block.
-
-    Each call of the model gives one `Forward`; what follows the last one is the loss.
+    Does nothing unless `is_heard`.
     """
 
-    def __init__(self, stages: Stages, model: nn.Module, micro_batch: int) -> None:
-        self._stages = stages
-        self._micro_batch = micro_batch
-        # hooks on a module compiled in place, by model.compile(), would be traced, and compiled anew for every micro-batch
-        is_hooked = not is_compiled_in_place(model) and not isinstance(model, ScriptModule)
-        self._hooks = (
-            [
-                model.register_forward_pre_hook(self._before, prepend=True),
-                model.register_forward_hook(self._after),
-            ]
-            if is_hooked
-            else []
-        )
-
-    def __enter__(self) -> None:
-        self._stages.begin(Forward)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        if kind is None and self._stages.stage == Forward.stage:
-            self._end_forward(None)
-
-    def _before(self, module: nn.Module, inputs: Any) -> None:
-        if self._stages.stage != Forward.stage:
-            self._stages.begin(Forward)
-
-    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._end_forward(output)
-
-    def _end_forward(self, output: Any) -> None:
-        self._stages.end(Forward, micro_batch=self._micro_batch, output=output)
-        self._stages.begin(Loss)
-
-
-class Events(Protocol):
-    """What the engine tells of: each stage is begun, and ended with its facts."""
+    def __init__(self, observer: Observer | None = None, *, is_heard: bool) -> None:
+        self._observer = observer
+        self._is_heard = is_heard
+        self._range: record_function | None = None
+        self._started = 0.0
+        self._stage = ""
 
     def begin(self, kind: type[Event]) -> None:
         """Open a stage; a stage that was left open is closed without an event."""
-
-    def end(self, kind: type[Event], **facts: Any) -> None:
-        """Close the open stage and tell what happened in it."""
-
-    def end_loss(self, loss: Tensor, *, micro_batch: int | None, units: float, share: float) -> None:
-        """Close the stage in which a loss was made; it is told without its graph."""
-
-    def forward(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[object]:
-        """The block in which an objective calls the model: what follows the last call is the stage of the loss."""
-
-    def close(self) -> None:
-        """Close the open stage, if any, without an event: what an exception leaves to do."""
-
-
-class Silent:
-    """Nobody listens."""
-
-    _nothing = nullcontext()
-
-    def begin(self, kind: type[Event]) -> None:
-        pass
-
-    def end(self, kind: type[Event], **facts: Any) -> None:
-        pass
-
-    def end_loss(self, loss: Tensor, *, micro_batch: int | None, units: float, share: float) -> None:
-        pass
-
-    def forward(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[object]:
-        return self._nothing
-
-    def close(self) -> None:
-        pass
-
-
-SILENT = Silent()
-
-
-class Heard:
-    """Times the stages, names them to the profiler as `anybatch.load`, `anybatch.forward` and so on, and tells the observer."""
-
-    def __init__(self, observer: Observer | None) -> None:
-        self._observer = observer
-        self._range: record_function | None = None
-        self._started = 0.0
-        self.stage = ""
-
-    def begin(self, kind: type[Event]) -> None:
+        if not self._is_heard:
+            return
         self.close()
-        self.stage = kind.stage
+        self._stage = kind.stage
         self._range = record_function(f"anybatch.{kind.stage}")
         self._range.__enter__()
         self._started = perf_counter()
 
     def end(self, kind: type[Event], **facts: Any) -> None:
+        """Close the open stage and tell what happened in it."""
+        if not self._is_heard:
+            return
         seconds = perf_counter() - self._started
         self.close()
         if self._observer is not None:
             self._observer(kind(started=self._started, seconds=seconds, **facts))
 
     def end_loss(self, loss: Tensor, *, micro_batch: int | None, units: float, share: float) -> None:
-        self.end(Loss, micro_batch=micro_batch, loss=loss.detach(), units=units, share=share)
-
-    def forward(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[object]:
-        return ForwardBoundary(self, model, micro_batch)
+        """Close the stage in which a loss was made; it is told without its graph."""
+        if self._is_heard:
+            self.end(Loss, micro_batch=micro_batch, loss=loss.detach(), units=units, share=share)
 
     def close(self) -> None:
-        self.stage = ""
+        """Close the open stage, if any, without an event, as after an exception."""
+        self._stage = ""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
 
+    @contextmanager
+    def forward(self, model: nn.Module, micro_batch: int) -> Iterator[None]:
+        """Tell forward from loss while an objective runs, by hooks on the model that live as long as the block.
+
+        Each call of the model gives one `Forward`; what follows the last one is the loss.
+        """
+        if not self._is_heard:
+            yield
+            return
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            if self._stage != Forward.stage:
+                self.begin(Forward)
+
+        def after(module: nn.Module | None, inputs: Any, output: Any) -> None:
+            self.end(Forward, micro_batch=micro_batch, output=output)
+            self.begin(Loss)
+
+        hooks = []
+        # hooks on a module compiled in place, by model.compile(), would be traced, and compiled anew for every micro-batch
+        if not is_compiled_in_place(model) and not isinstance(model, ScriptModule):
+            hooks = [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after)]
+        try:
+            self.begin(Forward)
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self._stage == Forward.stage:
+            after(None, (), None)
+
+
+SILENT = Events(is_heard=False)
+"""Nobody listens."""
+
 
 def events_for(observer: Observer | None) -> Events:
-    """Events that are heard if anybody listens, an observer or a running profiler; else silent ones."""
-    return SILENT if observer is None and not is_profiled() else Heard(observer)
+    """Return events that are heard if anybody listens, an observer or a running profiler; else silent ones."""
+    return SILENT if observer is None and not profiler_enabled() else Events(observer, is_heard=True)

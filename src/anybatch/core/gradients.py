@@ -1,8 +1,7 @@
-"""Summing the gradients of several backward passes, apart from what `.grad` held before, in enough precision."""
+"""Sum the gradients of several backward passes, apart from what `.grad` held before, in enough precision; clip them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,17 +14,17 @@ from anybatch.core.options import Reduction
 from anybatch.core.torch_private import (
     STEPPED_IN_BACKWARD,
     at_least_fp32,
+    engine_run_backward,
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    foreach_norm,
     gradient_hooks_of,
     is_low,
     is_sharded,
     leaves_of,
-    lower_each_,
-    multiply_each_,
-    norm_of_each,
     number_in,
     own_part,
-    raise_each_,
-    run_engine,
 )
 from anybatch.errors import LossError, UnitsError, UpdateError, WindowError
 
@@ -100,9 +99,7 @@ class GradientSum:
             if parameter.grad is not None:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None or self._is_torn:
             self._restore()
             if kind is None:
@@ -123,10 +120,15 @@ class GradientSum:
             return
         sums = [parameter.grad for parameter in self.parameters]
         if self.scale != 1.0:
-            _scale_each([total for total in sums if total is not None], self.scale)
+            dense = [total for total in sums if total is not None and not total.is_sparse]
+            if dense:
+                foreach_mul_(dense, self.scale)
+            for total in sums:
+                if total is not None and total.is_sparse:
+                    total.mul_(self.scale)
         every = zip(self.parameters, self._before, sums, strict=True)
         # all that takes memory comes first: where it runs out, nothing that was there before has been added to
-        joined = [(parameter, self._joined(parameter, before, total)) for parameter, before, total in every]
+        joined = [(parameter, self._add(parameter, before, total)) for parameter, before, total in every]
         for parameter, give in joined:
             if parameter in self._grad_dtypes and self.keep_fp32:
                 # None takes a gradient of any dtype: fp32 now, the parameter's own in the user's next backward()
@@ -136,10 +138,8 @@ class GradientSum:
             else:
                 self._give_back(parameter, give())
 
-    def _joined(
-        self, parameter: nn.Parameter, before: Tensor | None, total: Tensor | None
-    ) -> Callable[[], Tensor | None]:
-        """What gives `before + total` without taking memory; what it needs is taken here, and `before` is not touched."""
+    def _add(self, parameter: nn.Parameter, before: Tensor | None, total: Tensor | None) -> Callable[[], Tensor | None]:
+        """Return a function that returns `before + total` and takes no memory: memory is taken here, `before` not touched."""
         is_low = parameter in self._grad_dtypes
         if total is None:
             return lambda: before
@@ -161,7 +161,7 @@ class GradientSum:
 
     @contextmanager
     def undone(self) -> Iterator["GradientSum"]:
-        """The block for looking only: `.grad` is put back at its end, whatever happens inside."""
+        """Enter a block after which `.grad` is put back, whatever happens inside."""
         self.__enter__()
         try:
             yield self
@@ -182,27 +182,15 @@ class GradientSum:
 
 def _backward(loss: Tensor | Sequence[Tensor], share: Tensor | Sequence[Tensor]) -> None:
     if isinstance(loss, Tensor) and isinstance(share, Tensor) and loss.dim() == 0:
-        run_engine((loss,), (share,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        engine_run_backward((loss,), (share,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(loss, share)
 
 
-def _scale_each(grads: Sequence[Tensor], factor: float) -> None:
-    dense = [grad for grad in grads if not grad.is_sparse]
-    if dense:
-        multiply_each_(dense, factor)
-    for grad in grads:
-        if grad.is_sparse:
-            grad.mul_(factor)
-
-
 def all_finite(grads: Iterable[Tensor | None]) -> bool:
-    """True if no gradient holds inf or nan; of a sharded one, what this rank has of it. Waits for the device."""
-    return all(number_in(_values(grad).isfinite().all()) for grad in grads if grad is not None)
-
-
-def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else own_part(grad)
+    """True if no gradient holds inf or nan; of a sharded one, this rank's part is read. Waits for the device."""
+    values = (grad.coalesce().values() if grad.is_sparse else own_part(grad) for grad in grads if grad is not None)
+    return all(number_in(value.isfinite().all()) for value in values)
 
 
 def _set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
@@ -213,22 +201,17 @@ def _set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     return grads
 
 
-def _added(one: Tensor, other: Tensor) -> Tensor:
-    """`one + other`, in place of `one` unless only that one is sparse."""
-    return other.add_(one) if one.is_sparse and not other.is_sparse else one.add_(other)
-
-
 def _add_each(sums: list[Tensor | None], terms: Sequence[Tensor | None]) -> None:
-    for index, term in enumerate(terms):
-        so_far = sums[index]
-        if so_far is None or term is None:
-            sums[index] = term if so_far is None else so_far
-        else:
-            sums[index] = _added(so_far, term)
+    """Add each term to its sum in place, or the sum to the term where only the sum is sparse."""
+    for index, (so_far, term) in enumerate(zip(sums, terms, strict=True)):
+        if so_far is None:
+            sums[index] = term
+        elif term is not None:
+            sums[index] = term.add_(so_far) if so_far.is_sparse and not term.is_sparse else so_far.add_(term)
 
 
 def shares_of(units: Sequence[float], reduction: Reduction) -> list[float]:
-    """What each mean over `units` weighs in the mean over all of them; sums weigh 1 each.
+    """Weight each mean over `units` as it enters the mean over all of them; sums weigh 1 each.
 
     >>> shares_of([6, 2], "mean"), shares_of([6, 2], "sum")
     ([0.75, 0.25], [1.0, 1.0])
@@ -240,7 +223,7 @@ def shares_of(units: Sequence[float], reduction: Reduction) -> list[float]:
 
 
 def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """sum_k weight_k * loss_k, in fp32 or better; 0 for no losses."""
+    """Compute sum_k weight_k * loss_k, in fp32 or better; 0 for no losses."""
     if not losses:
         return torch.zeros(())
     stacked = at_least_fp32(torch.stack(tuple(losses)))
@@ -340,7 +323,7 @@ class Window:
         return True
 
     def _check_leaves(self, loss: Tensor) -> None:
-        """Refuse a gradient that would not be rescaled at the close. Of sharded parameters other tensors are in the graph."""
+        """Refuse a gradient that would not be rescaled at the close; the graph of sharded parameters has other leaves."""
         for leaf in () if self._is_sharded else leaves_of([loss]):
             if leaf not in self._listed:
                 what = "a parameter" if isinstance(leaf, nn.Parameter) else "a tensor"
@@ -350,38 +333,35 @@ class Window:
                     "gradient: Window([*model.parameters(), *head.parameters()]); or detach it, or requires_grad_(False)."
                 )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_open = False
         if self._units:
             self._sum.scale = self._provisional / self.units
-        self._sum.__exit__(kind, error, traceback)
-
-
-TAKE_FP32 = (
-    optim.SGD,
-    optim.Adagrad,
-    optim.RMSprop,
-    optim.Adafactor,
-    optim.Adadelta,
-    optim.Rprop,
-    optim.ASGD,
-    optim.Muon,
-)
-"""Their step promotes; Adam, AdamW, NAdam, RAdam, Adamax and all fused kernels refuse (torch 2.13)."""
-REFUSED_WITH = ("fused", "centered")
-"""Options with which they refuse too: RMSprop's mean of gradients is interpolated, which does not promote."""
+        self._sum.__exit__(kind)
 
 
 def takes_fp32_gradients(optimizer: optim.Optimizer) -> bool:
-    """True of optimizers known to take them; others get gradients in the parameter's own dtype, cast once."""
-    is_refused = any(group.get(option) for group in optimizer.param_groups for option in REFUSED_WITH)
-    return type(optimizer) in TAKE_FP32 and not is_refused
+    """True for optimizers known to take fp32 gradients of bf16 and fp16 parameters; others get them cast once.
+
+    Their step promotes; Adam, AdamW, NAdam, RAdam, Adamax and all fused kernels refuse (torch 2.13), and so does centered
+    RMSprop, whose mean of gradients is interpolated, which does not promote.
+    """
+    promoting = (
+        optim.SGD,
+        optim.Adagrad,
+        optim.RMSprop,
+        optim.Adafactor,
+        optim.Adadelta,
+        optim.Rprop,
+        optim.ASGD,
+        optim.Muon,
+    )
+    is_refused = any(group.get(option) for group in optimizer.param_groups for option in ("fused", "centered"))
+    return type(optimizer) in promoting and not is_refused
 
 
 def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Hand fp32 gradients of bf16 and fp16 parameters over in the parameter's dtype, rounded once."""
+    """Cast fp32 gradients of bf16 and fp16 parameters to the parameter's dtype, rounding once."""
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None and grad.dtype != parameter.dtype and is_low(parameter):
@@ -392,7 +372,7 @@ def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The Euclidean norm of all gradients together, on the device; 0 where there are none.
+    """Compute the Euclidean norm of all gradients together, on the device; 0 where there are none.
 
     Of sharded gradients it is the norm of the whole, the same on every rank.
     """
@@ -406,7 +386,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     if len({(value.device, value.dtype) for value in values}) != 1:
         return get_total_norm(values)
     # what get_total_norm does for one device and dtype, without its grouping: half the time on a tiny model
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norm_of_each(values)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(values)))
     return norm
 
 
@@ -415,19 +395,19 @@ def clip_to_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tens
     values = [own_part(value) for value in _gradient_values(parameters)]
     if values:
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        multiply_each_(values, coefficient.to(values[0].device))
+        foreach_mul_(values, coefficient.to(values[0].device))
 
 
 def clip_to_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
     """Clamp every element of every gradient to [-max_value, max_value], as `clip_grad_value_` does."""
     values = [own_part(value) for value in _gradient_values(parameters)]
     if values:
-        raise_each_(values, -max_value)
-        lower_each_(values, max_value)
+        foreach_clamp_min_(values, -max_value)
+        foreach_clamp_max_(values, max_value)
 
 
 def _gradient_values(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The numbers of every gradient; a sparse one is coalesced first, so that its values share its memory."""
+    """List the values of every gradient; a sparse one is coalesced first, so that its values share its memory."""
     values = []
     for parameter in parameters:
         grad = parameter.grad
@@ -439,8 +419,8 @@ def _gradient_values(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return values
 
 
-OWN = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.", "anybatch.")
-"""Whose hooks know of micro-batches: DDP's and FSDP's, which we tell when to synchronise, and our own meters."""
+_OWN_HOOKS = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.", "anybatch.")
+"""Modules whose hooks know of micro-batches: DDP and FSDP, which we tell when to synchronise, and our own meters."""
 
 
 def check_hooks(
@@ -454,37 +434,28 @@ def check_hooks(
         return
     for parameter in parameters:
         before, after = gradient_hooks_of(parameter)
-        if before or after or STEPPED_IN_BACKWARD in parameter.__dict__:
-            for how, hook in _foreign(parameter):
-                name = next((name for name, other in names() if other is parameter), None)
-                _refuse(f"shape {tuple(parameter.shape)}" if name is None else repr(name), how, hook, num_passes)
-
-
-def _foreign(parameter: nn.Parameter) -> list[tuple[str, Any]]:
-    """The hooks that are the user's, and how each was set."""
-    if is_sharded(parameter):
-        return []
-    before, after = gradient_hooks_of(parameter)
-    hooks = [("register_hook", hook) for hook in (before or {}).values()]
-    hooks += [("register_post_accumulate_grad_hook", hook) for hook in (after or {}).values()]
-    foreign = [(how, hook) for how, hook in hooks if not _module_of(hook).startswith(OWN)]
-    stepping = parameter.__dict__.get(STEPPED_IN_BACKWARD, ())
-    return foreign + [("an optimizer in backward", optimizer) for optimizer in stepping]
+        stepping = parameter.__dict__.get(STEPPED_IN_BACKWARD, ())
+        if not (before or after or stepping) or is_sharded(parameter):
+            continue
+        hooks = [("register_hook", hook) for hook in (before or {}).values()]
+        hooks += [("register_post_accumulate_grad_hook", hook) for hook in (after or {}).values()]
+        hooks = [(how, hook) for how, hook in hooks if not _module_of(hook).startswith(_OWN_HOOKS)]
+        for how, hook in hooks + [("an optimizer in backward", optimizer) for optimizer in stepping]:
+            name = next(
+                (repr(name) for name, other in names() if other is parameter), f"shape {tuple(parameter.shape)}"
+            )
+            inside = getattr(hook, "func", hook)
+            what = getattr(inside, "__qualname__", type(inside).__name__)
+            raise UpdateError(
+                f"parameter {name} has a hook ({how}: {what}), which backward would call {num_passes} times for this batch, "
+                "each time with one micro-batch's part of the gradient instead of once with all of it. Remove it "
+                "(handle.remove()) and do the same to .grad when all of it is there: accumulator.backward(batch), then your "
+                "function, then optimizer.step(). Update clips by itself (clip_norm=, clip_value=) and steps the optimizer "
+                "once, after the last micro-batch; an optimizer that steps in backward cannot accumulate."
+            )
 
 
 def _module_of(hook: Any) -> str:
-    """Where a hook was written: a bound method's function, what a `functools.partial` calls."""
+    """Name the module in which a hook was written: that of a bound method's function, or of what a partial calls."""
     inside = getattr(hook, "func", hook)
     return f"{getattr(inside, '__module__', None) or type(inside).__module__}."
-
-
-def _refuse(name: str, how: str, hook: Any, num_passes: int) -> None:
-    inside = getattr(hook, "func", hook)
-    what = getattr(inside, "__qualname__", type(inside).__name__)
-    raise UpdateError(
-        f"parameter {name} has a hook ({how}: {what}), which backward would call {num_passes} times for this batch, each time "
-        "with one micro-batch's part of the gradient instead of once with all of it. Remove it (handle.remove()) and do the "
-        "same to .grad when all of it is there: accumulator.backward(batch), then your function, then optimizer.step(). "
-        "Update clips by itself (clip_norm=, clip_value=) and steps the optimizer once, after the last micro-batch; an "
-        "optimizer that steps in backward cannot accumulate."
-    )

@@ -31,7 +31,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
-    """A metric with one entry per row of this micro-batch: of the whole batch it has one per row, in the batch's own order.
+    """A metric with one entry per row of this micro-batch; for the whole batch, one per row in the batch's own order.
 
     Rows of a micro-batch that was dropped are nan.
     """
@@ -50,7 +50,7 @@ def combine(
     cut: MicroBatches | None = None,
     kept: Sequence[int] = (),
 ) -> dict[str, Tensor]:
-    """The metrics of the whole batch from those of its micro-batches, whose losses averaged over `units`.
+    """Combine the metrics of micro-batches, whose losses averaged over `units`, into those of the whole batch.
 
     A micro-batch that lacks a metric has no part in it. A mean over 0 units is nan. `parts` are those of the micro-batches
     `kept` of a `cut`, which says whose row is whose; without it, rows are in the order of the parts.
@@ -58,18 +58,17 @@ def combine(
     >>> combine([{"error": 0.5, "seen": Sum(2)}, {"error": 0.0, "seen": Sum(3)}], units=[2, 6])
     {'error': tensor(0.1250), 'seen': tensor(5.)}
     """
-    names = dict.fromkeys(name for part in parts for name in part)
     combined = {}
-    for name in names:
+    for name in dict.fromkeys(name for part in parts for name in part):
         if any(isinstance(part.get(name), PerRow) for part in parts):
-            combined[name] = _in_order(name, parts, cut, kept)
+            combined[name] = _join_rows(name, parts, cut, kept)
         else:
-            combined[name] = _combine_one(name, parts, units)
+            combined[name] = _combine_numbers(name, parts, units)
     return combined
 
 
-def _in_order(name: str, parts: Sequence[Metrics], cut: MicroBatches | None, kept: Sequence[int]) -> Tensor:
-    """One tensor over all rows of the batch, each entry at its own row."""
+def _join_rows(name: str, parts: Sequence[Metrics], cut: MicroBatches | None, kept: Sequence[int]) -> Tensor:
+    """Join a `PerRow` metric into one tensor over all rows of the batch, each entry at its own row."""
     given = [(place, part[name]) for place, part in enumerate(parts) if name in part]
     values = [metric.values if isinstance(metric, PerRow) else torch.zeros(()) for _, metric in given]
     if cut is None:
@@ -77,99 +76,44 @@ def _in_order(name: str, parts: Sequence[Metrics], cut: MicroBatches | None, kep
     row_numbers = cut.row_numbers
     num_rows = sum(map(len, row_numbers))
     places = [row_numbers[kept[place]] for place, _ in given]
+    first = values[0]
     for rows, value in zip(places, values, strict=True):
-        if value.shape[:1] != (len(rows),) or value.shape[1:] != values[0].shape[1:]:
+        if value.shape[:1] != (len(rows),) or value.shape[1:] != first.shape[1:]:
             raise LossError(
                 f"the metric {name!r} has shape {tuple(value.shape)} for a micro-batch of {len(rows)} rows and "
-                f"{tuple(values[0].shape)} for another; PerRow takes one entry per row, all of one shape. Reduce what differs "
+                f"{tuple(first.shape)} for another; PerRow takes one entry per row, all of one shape. Reduce what differs "
                 "in length, for example to a mean over each row's own tokens."
             )
-    if sum(map(len, places)) == num_rows:
-        whole = torch.empty((num_rows, *values[0].shape[1:]), dtype=values[0].dtype, device=values[0].device)
-    else:
-        dtype = values[0].dtype if values[0].is_floating_point() else torch.float32
-        whole = torch.full((num_rows, *values[0].shape[1:]), torch.nan, dtype=dtype, device=values[0].device)
+    is_complete = sum(map(len, places)) == num_rows
+    dtype = first.dtype if is_complete or first.is_floating_point() else torch.float32
+    whole = torch.full((num_rows, *first.shape[1:]), 0 if is_complete else torch.nan, dtype=dtype, device=first.device)
     numbers = sent([row for rows in places for row in rows], whole.device)
     whole[numbers] = torch.cat(values).to(whole.dtype)
     return whole
 
 
-def _combine_one(name: str, parts: Sequence[Metrics], units: Sequence[float]) -> Tensor:
+def _combine_numbers(name: str, parts: Sequence[Metrics], units: Sequence[float]) -> Tensor:
+    """Add the `Sum`s, or take the mean of the means weighted by their units."""
     values: list[Tensor] = []
     weights: list[Number] = []
     divisors: list[Number] = []
     for part, part_units in zip(parts, units, strict=True):
         if name not in part:
             continue
-        metric = part[name]
-        if isinstance(metric, Sum):
-            values.append(_scalar(name, metric.value))
-            weights.append(1.0)
-            continue
-        if not isinstance(metric, Mean):
-            assert not isinstance(metric, PerRow)
-            metric = Mean(metric)
-        weight = part_units if metric.units is None else metric.units
+        given = part[name]
+        assert not isinstance(given, PerRow)
+        metric = given if isinstance(given, Sum | Mean) else Mean(given)
         values.append(_scalar(name, metric.value))
-        weights.append(weight)
-        divisors.append(weight)
+        if isinstance(metric, Sum):
+            weights.append(1.0)
+        else:
+            weights.append(part_units if metric.units is None else metric.units)
+            divisors.append(weights[-1])
     stacked = torch.stack(values)
     weighted = stacked * _stack(weights, stacked)
     # a mean over nothing is nan, and must not make the whole nan
     total = weighted.masked_fill(_stack(weights, stacked) == 0, 0).sum()
     return total / _stack(divisors, stacked).sum() if divisors else total
-
-
-def detached(metrics: Metrics) -> Metrics:
-    """The same numbers without the graph they came from, which would keep a micro-batch's activations alive."""
-    return {name: _detached(name, metric) for name, metric in metrics.items()}
-
-
-def by_itself(tensor: Tensor) -> Tensor:
-    """The same numbers without their graph, in memory of their own.
-
-    A mean may lie where all its elements were: `mse_loss` leaves its one number at the head of theirs, on the CPU.
-    """
-    detached = tensor.detach()
-    return detached.clone() if detached.untyped_storage().nbytes() > detached.nbytes else detached
-
-
-def _detached(name: str, metric: Metric) -> Metric:
-    if isinstance(metric, Tensor):
-        return by_itself(metric)
-    if not isinstance(metric, Sum | Mean | PerRow | int | float):
-        raise LossError(
-            f"the metric {name!r} is a {type(metric).__name__}: {metric!r:.60}; expected a number, a tensor of one, Sum(...), "
-            "Mean(...) or PerRow(...)."
-        )
-    if isinstance(metric, PerRow):
-        return PerRow(by_itself(metric.values))
-    if isinstance(metric, Sum):
-        return Sum(_without_graph(metric.value))
-    if isinstance(metric, Mean):
-        return Mean(_without_graph(metric.value), None if metric.units is None else _without_graph(metric.units))
-    return metric
-
-
-def _without_graph(number: Number) -> Number:
-    return by_itself(number) if isinstance(number, Tensor) else number
-
-
-def on_host(metrics: Metrics) -> Metrics:
-    """The same numbers on the CPU, to be sent."""
-    return {name: _on_host(metric) for name, metric in metrics.items()}
-
-
-def _on_host(metric: Metric) -> Metric:
-    if isinstance(metric, Tensor):
-        return metric.cpu()
-    if isinstance(metric, PerRow):
-        return PerRow(metric.values.cpu())
-    if isinstance(metric, Sum):
-        return Sum(torch.as_tensor(metric.value).cpu())
-    if isinstance(metric, Mean):
-        return Mean(torch.as_tensor(metric.value).cpu(), None if metric.units is None else float(metric.units))
-    return metric
 
 
 def _scalar(name: str, value: Number) -> Tensor:
@@ -186,10 +130,56 @@ def _scalar(name: str, value: Number) -> Tensor:
 def _stack(numbers: Sequence[Number], like: Tensor) -> Tensor:
     if not any(isinstance(number, Tensor) for number in numbers):
         return sent([float(number) for number in numbers], like.device, like.dtype)
-    return torch.stack([_there(number, like) for number in numbers])
+    tensors = [
+        number if isinstance(number, Tensor) else sent([number], like.device, like.dtype)[0] for number in numbers
+    ]
+    return torch.stack([tensor.to(like.device, like.dtype, non_blocking=True) for tensor in tensors])
 
 
-def _there(number: Number, like: Tensor) -> Tensor:
-    if isinstance(number, Tensor):
-        return number.to(like.device, like.dtype, non_blocking=True)
-    return sent([number], like.device, like.dtype)[0]
+def detached(metrics: Metrics) -> Metrics:
+    """Return the same numbers without the graph they came from, which would keep a micro-batch's activations alive."""
+    return {name: _detached(name, metric) for name, metric in metrics.items()}
+
+
+def _detached(name: str, metric: Metric) -> Metric:
+    if isinstance(metric, Tensor):
+        return by_itself(metric)
+    if isinstance(metric, PerRow):
+        return PerRow(by_itself(metric.values))
+    if isinstance(metric, Sum):
+        return Sum(by_itself(metric.value) if isinstance(metric.value, Tensor) else metric.value)
+    if isinstance(metric, Mean):
+        value = by_itself(metric.value) if isinstance(metric.value, Tensor) else metric.value
+        return Mean(value, by_itself(metric.units) if isinstance(metric.units, Tensor) else metric.units)
+    if not isinstance(metric, int | float):
+        raise LossError(
+            f"the metric {name!r} is a {type(metric).__name__}: {metric!r:.60}; expected a number, a tensor of one, Sum(...), "
+            "Mean(...) or PerRow(...)."
+        )
+    return metric
+
+
+def by_itself(tensor: Tensor) -> Tensor:
+    """Detach a tensor from its graph and from the memory it shares.
+
+    A mean may lie where all its elements were: `mse_loss` leaves its one number at the head of theirs, on the CPU.
+    """
+    detached = tensor.detach()
+    return detached.clone() if detached.untyped_storage().nbytes() > detached.nbytes else detached
+
+
+def on_host(metrics: Metrics) -> Metrics:
+    """Return the same numbers on the CPU, to be sent."""
+    return {name: _on_host(metric) for name, metric in metrics.items()}
+
+
+def _on_host(metric: Metric) -> Metric:
+    if isinstance(metric, Tensor):
+        return metric.cpu()
+    if isinstance(metric, PerRow):
+        return PerRow(metric.values.cpu())
+    if isinstance(metric, Sum):
+        return Sum(torch.as_tensor(metric.value).cpu())
+    if isinstance(metric, Mean):
+        return Mean(torch.as_tensor(metric.value).cpu(), None if metric.units is None else float(metric.units))
+    return metric

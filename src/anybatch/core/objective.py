@@ -1,8 +1,8 @@
-"""Objectives: how a loss is made, what it averages over, and what it is for one micro-batch of its batch."""
+"""Objectives: how a loss is computed, the units it averages over, and its value for one micro-batch of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,11 @@ class Objective:
         return called("Objective", name_of(self.loss), **options)
 
     def parameters(self) -> list[nn.Parameter]:
-        """None of its own: those of a criterion are given to the optimizer, and to `Accumulator` by `parameters=`."""
+        """Return none: a criterion's are given to the optimizer, and to `Accumulator` by `parameters=`."""
         return []
 
     def whole(self) -> "Objective":
-        """Itself: this loss can be computed of any rows."""
+        """Return itself: this loss can be computed of any rows."""
         return self
 
 
@@ -102,25 +102,16 @@ class Coupled:
         return called("Coupled", name_of(self.encode), short(self.loss))
 
     def parameters(self) -> list[nn.Parameter]:
-        """The loss's own parameters, for the optimizer: those of an `nn.Module`, else none."""
+        """Return the loss's own parameters, for the optimizer: those of an `nn.Module`, else none."""
         return list(self.loss.parameters()) if isinstance(self.loss, nn.Module) else []
 
     def whole(self) -> Objective:
-        """The same loss as an objective of (model, batch), for a batch that is not cut."""
+        """Return the same loss as an objective of (model, batch), for a batch that is not cut."""
         return Objective(lambda model, batch: self.loss(self.encode(model, batch)), self.units)
 
 
-class Counted(Protocol):
-    """Whatever says what its loss averages over."""
-
-    @property
-    def units(self) -> Units: ...
-    @property
-    def units_for(self) -> Callable[[nn.Module], Units] | None: ...
-
-
-def count_units(objective: Counted, model: nn.Module, micro_batches: Sequence[Batch]) -> list[float]:
-    """The units of each micro-batch as Python numbers: counted before the first forward."""
+def count_units(objective: Objective | Coupled, model: nn.Module, micro_batches: Sequence[Batch]) -> list[float]:
+    """Count the units of each micro-batch, as Python numbers, before the first forward."""
     units = objective.units if objective.units_for is None else objective.units_for(model)
     counted = numbers_of([units(micro_batch) for micro_batch in micro_batches])
     for index, number in enumerate(counted):
@@ -132,45 +123,13 @@ def count_units(objective: Counted, model: nn.Module, micro_batches: Sequence[Ba
     return counted
 
 
-def checked_loss(returned: Any) -> tuple[Tensor, Metrics]:
-    """The same as `loss_and_metrics`, and the loss is checked to be a single differentiable number."""
-    loss, metrics = loss_and_metrics(returned)
-    if loss.dim() != 0:
-        if loss.numel() != 1:
-            raise LossError(
-                f"the objective returned a loss of shape {tuple(loss.shape)}; expected one number. Reduce it to its mean, "
-                "or for a criterion leave reduction='mean'."
-            )
-        loss = loss.reshape(())
-    if not loss.requires_grad:
-        raise LossError(
-            "the loss does not depend on any parameter that requires a gradient. Check that the model is not frozen "
-            "whole, and that the objective neither detaches its output nor runs under torch.no_grad()."
-        )
-    return loss, metrics
-
-
-def loss_and_metrics(returned: Any) -> tuple[Tensor, Metrics]:
-    """What a loss function returned for all rows that there are, `loss` or `(loss, metrics)`, taken apart."""
-    of_whole = getattr(returned, "of_whole", None)
-    if of_whole is not None:
-        returned = of_whole()
-    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    if not isinstance(loss, Tensor):
-        raise LossError(
-            f"the objective returned {type(loss).__name__} {loss!r:.80}; expected a tensor, or (tensor, metrics). "
-            "Return the loss itself, without .item() or float()."
-        )
-    if not isinstance(metrics, Mapping):
-        raise LossError(
-            f"the objective returned (loss, {type(metrics).__name__}); expected (loss, metrics), metrics being a dict of "
-            "names and numbers."
-        )
-    return loss, metrics
+def count_terms(units: Mapping[str, Units | None], batch: Batch) -> list[float]:
+    """Count what each term of a micro-batch's loss divides by; a term without units counts 1 in each micro-batch."""
+    return numbers_of([1 if count is None else count(batch) for count in units.values()])
 
 
 def numbers_of(values: list[Number]) -> list[float]:
-    """Counts as Python numbers; of several on a device, with one wait for it."""
+    """Read counts as Python numbers; several on a device with one wait for it."""
     for value in values:
         if not isinstance(value, Tensor | int | float):
             raise UnitsError(
@@ -188,29 +147,46 @@ def numbers_of(values: list[Number]) -> list[float]:
     return [value.item() if isinstance(value, Tensor) else value for value in values]
 
 
-def count_terms(units: Mapping[str, Units | None], batch: Batch) -> list[float]:
-    """What each term of this micro-batch divides by; what is counted once per batch is 1 in each of its micro-batches."""
-    counted: list[Number] = [1 if count is None else count(batch) for count in units.values()]
-    return numbers_of(counted)
+def checked_loss(returned: Any) -> tuple[Tensor, Metrics]:
+    """Like `loss_and_metrics`, and check that the loss is a single differentiable number."""
+    loss, metrics = loss_and_metrics(returned)
+    if loss.dim() != 0:
+        if loss.numel() != 1:
+            raise LossError(
+                f"the objective returned a loss of shape {tuple(loss.shape)}; expected one number. Reduce it to its mean, "
+                "or for a criterion leave reduction='mean'."
+            )
+        loss = loss.reshape(())
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not depend on any parameter that requires a gradient. Check that the model is not frozen "
+            "whole, and that the objective neither detaches its output nor runs under torch.no_grad()."
+        )
+    return loss, metrics
 
 
-# The loss of one micro-batch in its batch: one number, several with units of their own, or one whose units were seen
-
-
-class PartLoss(NamedTuple):
-    """The loss of one micro-batch, as its batch has it."""
-
-    root: Tensor
-    """What backward starts from, with the micro-batch's share."""
-    loss: Tensor
-    """What is reported: the mean over `units`."""
-    metrics: Metrics
-    units: float
+def loss_and_metrics(returned: Any) -> tuple[Tensor, Metrics]:
+    """Take apart what a loss function returned for all rows that there are: `loss` or `(loss, metrics)`."""
+    of_whole = getattr(returned, "of_whole", None)
+    if of_whole is not None:
+        returned = of_whole()
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(loss, Tensor):
+        raise LossError(
+            f"the objective returned {type(loss).__name__} {loss!r:.80}; expected a tensor, or (tensor, metrics). "
+            "Return the loss itself, without .item() or float()."
+        )
+    if not isinstance(metrics, Mapping):
+        raise LossError(
+            f"the objective returned (loss, {type(metrics).__name__}); expected (loss, metrics), metrics being a dict of "
+            "names and numbers."
+        )
+    return loss, metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermPlace:
-    """What a micro-batch is in its batch, counted before the first forward."""
+    """The units of a micro-batch and of its batch, counted before the first forward."""
 
     units: float
     total: float
@@ -218,17 +194,26 @@ class TermPlace:
     terms: Sequence[float] = ()
     """The units of each term of its loss."""
     totals: Sequence[float] = ()
-    """Those of the whole batch."""
+    """The units of each term, of the whole batch."""
 
 
-class Divided(Protocol):
-    """What a loss function returns when one mean over units known ahead is not all."""
+class PartLoss(NamedTuple):
+    """The loss of one micro-batch, as a part of its batch's."""
 
-    def of_whole(self) -> tuple[Tensor, Metrics]:
-        """The loss where these are all rows that there are."""
+    root: Tensor
+    """Start of backward, with the micro-batch's share."""
+    loss: Tensor
+    """The mean over `units`, which is reported."""
+    metrics: Metrics
+    units: float
 
-    def of_part(self, place: TermPlace) -> PartLoss:
-        """The loss where these rows are a part of a batch."""
+
+def part_loss(returned: Any, place: TermPlace) -> PartLoss:
+    """Read what a loss function returned for rows that are a part of a batch."""
+    if isinstance(returned, TermLosses | SeenLoss):
+        return returned.of_part(place)
+    loss, metrics = checked_loss(returned)
+    return PartLoss(loss, loss, metrics, place.units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +237,7 @@ class TermLosses:
         return _summed(self.losses, self.weights), told | dict(self.metrics)
 
     def of_part(self, place: TermPlace) -> PartLoss:
-        """The share of these rows in each term, divided by the share that the micro-batch has, which backward starts from."""
+        """Weight each term by these rows' share in it, over the micro-batch's own share, which backward starts from."""
         factors, told = {}, {}
         for name, own, total in zip(self.losses, place.terms, place.totals, strict=True):
             told[name] = Mean(self.losses[name], own)
@@ -265,9 +250,17 @@ class TermLosses:
         return PartLoss(root, root, told | dict(self.metrics), place.units)
 
 
+def _summed(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    terms = [loss * weights[name] if weights[name] != 1.0 else loss for name, loss in losses.items()]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenLoss:
-    """A mean loss, and what it was seen to divide by while it ran."""
+    """A mean loss, and the units that it was seen to divide by while it ran."""
 
     loss: Tensor
     units: float
@@ -277,24 +270,8 @@ class SeenLoss:
         return self.loss, self.metrics
 
     def of_part(self, place: TermPlace) -> PartLoss:
-        """Weighed by what was seen in place of what was counted; the sum of it all is divided out at the close."""
+        """Weight by the units that were seen instead of counted; their sum is divided out at the close."""
         loss, metrics = checked_loss(self.loss)
         told = loss if self.units > 0 else torch.zeros_like(loss)
         loss = loss if self.units > 0 else loss.nan_to_num()  # a mean over nothing is nan, and would spoil all others
         return PartLoss(loss * (self.units / (place.units or 1.0)), told, metrics or self.metrics, self.units)
-
-
-def part_loss(returned: Any, place: TermPlace) -> PartLoss:
-    """What a loss function returned for rows that are a part of a batch."""
-    if isinstance(returned, TermLosses | SeenLoss):
-        return returned.of_part(place)
-    loss, metrics = checked_loss(returned)
-    return PartLoss(loss, loss, metrics, place.units)
-
-
-def _summed(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    terms = [loss * weights[name] if weights[name] != 1.0 else loss for name, loss in losses.items()]
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total

@@ -1,4 +1,4 @@
-"""Out of memory: recognising it, freeing what can be freed, and starting again."""
+"""Out of memory: recognise the error, free memory, try again; and how much memory is free."""
 
 import errno
 import gc
@@ -18,14 +18,114 @@ try:
 except ImportError:  # not a POSIX system
     resource = None  # type: ignore[assignment]
 
+T = TypeVar("T")
+
+_MESSAGES = re.compile(
+    "|".join(
+        (
+            r"DefaultCPUAllocator: (can't allocate|not enough) memory",
+            r"could not (create|execute) a primitive(?! desc)",  # oneDNN; without a descriptor it is another matter
+            r"\b(CUDA|HIP|XPU|MPS backend|NPU|MLU|MUSA) out of memory",
+            r"\b(CUDA|HIP|XPU) error: out of memory",
+            r"\b(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED",
+            r"\bCUFFT_ALLOC_FAILED",
+            r"^Invalid buffer size: .*[KMGT]i?B",  # MPS, of one tensor that is too large
+            r"\bstd::bad_alloc\b|^bad allocation$",
+        )
+    ),
+    re.MULTILINE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an allocator ran out of memory, by the error's type, or for a mere `RuntimeError` by its message."""
+    if isinstance(error, AnybatchError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
+
+
+def until_it_fits(attempt: Callable[[], T], start_again: Callable[[str], None]) -> tuple[T, int]:
+    """Call `attempt` until memory suffices; return its result, and how often memory did not suffice.
+
+    After each failure memory is freed and `start_again(reason)` called, which makes everything what it was before the
+    attempt and the next one smaller, or raises; the last failure is then the cause, with its traceback.
+    """
+    retries = 0
+    while True:
+        try:
+            return attempt(), retries
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            last = error
+        # its frames held the activations of the failed attempt: its lines stay, and what they held goes
+        clear_frames(last.__traceback__)
+        free_memory()
+        try:
+            start_again(first_line(last))
+        except AnybatchError as refused:
+            raise refused from last
+        retries += 1
+
+
+def once_more(action: Callable[[], T]) -> T:
+    """Call `action`; where memory runs out in it, free memory and call it again, once."""
+    try:
+        return action()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    free_memory()
+    return action()
+
+
+def free_memory() -> None:
+    """Collect garbage, and give the accelerator's cached blocks back."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def free_bytes(device: torch.device | None) -> int | None:
+    """Return the bytes that could still be allocated on a device; None where nobody tells."""
+    if device is None or device.type == "cpu":
+        return free_on_host()
+    try:
+        return free_on_device(device)
+    except (RuntimeError, AssertionError, AttributeError):
+        return None
+
+
+def has_counters(device: torch.device | None) -> bool:
+    """True for a device whose allocator counts what is in use: not the CPU's, and not Apple's."""
+    return device is not None and device.type not in ("cpu", "meta", "mps")
+
+
+def free_on_device(device: torch.device) -> int:
+    """Return the free bytes of a device, those that torch's allocator holds unused included."""
+    left, _ = torch.accelerator.get_memory_info(device)
+    return int(left + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device))
+
+
+def with_peak(action: Callable[[], T], device: torch.device) -> tuple[T, int]:
+    """Call `action`; return its result, and the most bytes that this process had in use there meanwhile."""
+    torch.accelerator.reset_peak_memory_stats(device)
+    result = action()
+    torch.accelerator.synchronize(device)
+    return result, int(torch.accelerator.max_memory_allocated(device))
+
 
 def free_on_host() -> int | None:
-    """What could still be allocated now, in bytes; None where the system does not tell."""
+    """Return the bytes that could still be allocated on the host; None where the system does not tell."""
     return min((number for number in (_available(), left_within_limits()) if number is not None), default=None)
 
 
 def left_within_limits(proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The least that any limit leaves: of the process (RLIMIT_AS, RLIMIT_DATA), or of a control group; None without one."""
+    """Return the least that any limit leaves: RLIMIT_AS, RLIMIT_DATA, or that of a control group; None without one."""
     return min((max(left, 0) for left in (*_of_process(proc), *_of_groups(proc, groups))), default=None)
 
 
@@ -50,7 +150,7 @@ def _of_process(proc: Path) -> Iterator[int]:
 
 
 def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
-    """Of the process's own group and all above it; files of the page cache can be given back, and do not count."""
+    """Yield what the process's own group and all above it leave; files of the page cache do not count as used."""
     for folder in _folders(proc, groups):
         for most, now, cached in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -83,107 +183,3 @@ def _fields(path: Path, separator: str) -> dict[str, str]:
     except OSError:
         return {}
     return {name: rest.strip() for name, found, rest in (line.partition(separator) for line in lines) if found}
-
-
-Result = TypeVar("Result")
-
-
-def has_counters(device: torch.device | None) -> bool:
-    """True of a device whose allocator counts for itself what is in use: not the CPU's, and not Apple's."""
-    return device is not None and device.type not in ("cpu", "meta", "mps")
-
-
-def free_on_device(device: torch.device) -> int:
-    """What could still be allocated there, in bytes: what nobody has, and what torch's allocator holds and nobody uses."""
-    left, _ = torch.accelerator.get_memory_info(device)
-    return int(left + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device))
-
-
-def with_peak(action: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
-    """What `action` returns, and the most that this process had in use there at any moment of it."""
-    torch.accelerator.reset_peak_memory_stats(device)
-    result = action()
-    torch.accelerator.synchronize(device)
-    return result, int(torch.accelerator.max_memory_allocated(device))
-
-
-T = TypeVar("T")
-
-_MESSAGES = re.compile(
-    "|".join(
-        (
-            r"DefaultCPUAllocator: (can't allocate|not enough) memory",
-            r"could not (create|execute) a primitive(?! desc)",  # oneDNN; without a descriptor it is another matter
-            r"\b(CUDA|HIP|XPU|MPS backend|NPU|MLU|MUSA) out of memory",
-            r"\b(CUDA|HIP|XPU) error: out of memory",
-            r"\b(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED",
-            r"\bCUFFT_ALLOC_FAILED",
-            r"^Invalid buffer size: .*[KMGT]i?B",  # MPS, of one tensor that is too large
-            r"\bstd::bad_alloc\b|^bad allocation$",
-        )
-    ),
-    re.MULTILINE,
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True of what an allocator raises when memory runs out, by type, or where torch has only `RuntimeError`, by message."""
-    if isinstance(error, AnybatchError):
-        return False
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
-
-
-def free_memory() -> None:
-    """Collect what nobody holds, and give the accelerator's cached blocks back."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-
-
-def free_bytes(device: torch.device | None) -> int | None:
-    """What could still be allocated there now; None where nobody tells."""
-    if device is None or device.type == "cpu":
-        return free_on_host()
-    try:
-        return free_on_device(device)
-    except (RuntimeError, AssertionError, AttributeError):
-        return None
-
-
-def until_it_fits(attempt: Callable[[], T], start_again: Callable[[str], None]) -> tuple[T, int]:
-    """What `attempt` returns once memory suffices, and how often it did not.
-
-    After each failure memory is freed and `start_again(reason)` called, which makes everything what it was before the
-    attempt and the next one smaller, or raises; the last failure is then the cause, with its traceback.
-    """
-    retries = 0
-    while True:
-        try:
-            return attempt(), retries
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            last = error
-        # its frames held the activations of the failed attempt: its lines stay, and what they held goes
-        clear_frames(last.__traceback__)
-        free_memory()
-        try:
-            start_again(first_line(last))
-        except AnybatchError as refused:
-            raise refused from last
-        retries += 1
-
-
-def once_more(action: Callable[[], T]) -> T:
-    """What `action` returns; where memory ran out in it, memory is freed and it is done again, once."""
-    try:
-        return action()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    free_memory()
-    return action()

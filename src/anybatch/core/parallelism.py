@@ -1,4 +1,4 @@
-"""How the passes of one batch are synchronised over ranks: the protocols, and the engine of one process."""
+"""How the passes of one batch are synchronised over ranks; in one process, not at all."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes over which one batch is spread. In one process every method answers at once and sends nothing."""
+    """The processes over which one batch is spread. In one process every method returns at once and sends nothing."""
 
     rank: int = 0
     size: int = 1
     group: Any = None
-    """The process group whose members they are; None for one process."""
+    """Their process group; None for one process."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where numbers that are sent must lie."""
+    """Device that collectives take their numbers on."""
 
     @staticmethod
     def of(model: nn.Module) -> "Ranks":
-        """The ranks that a model wrapped in `DistributedDataParallel` or sharded by `fully_shard` is spread over.
+        """Find the ranks that a model wrapped in `DistributedDataParallel` or sharded by `fully_shard` is spread over.
 
         >>> Ranks.of(nn.Linear(2, 2)).size
         1
@@ -36,12 +36,11 @@ class Ranks:
         if group is None or dist.get_world_size(group) == 1:
             return ONE_PROCESS
         first = next(model.parameters(), None)
-        is_host = first is None or dist.get_backend(group) == "gloo"
-        device = torch.device("cpu") if is_host or first is None else first.device
+        device = torch.device("cpu") if first is None or dist.get_backend(group) == "gloo" else first.device
         return Ranks(dist.get_rank(group), dist.get_world_size(group), group, device)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The same few numbers of every rank, by rank: one small collective in float64. Waits for the device."""
+        """Gather a few numbers of every rank, by rank: one small collective in float64. Waits for the device."""
         if self.size == 1:
             return [list(numbers)]
         own = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
@@ -51,19 +50,18 @@ class Ranks:
         return listed
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Each number summed over the ranks, always in the order of the ranks."""
+        """Sum each number over the ranks, always in the order of the ranks."""
         return [sum(column) for column in zip(*self.gather(numbers), strict=True)]
 
     def max(self, number: float) -> float:
-        """The largest of every rank's number."""
         return max(numbers[0] for numbers in self.gather([number]))
 
     def any(self, flag: bool) -> bool:
-        """True everywhere if it is True on one rank."""
+        """Return True everywhere if it is True on one rank."""
         return self.max(float(flag)) > 0
 
     def gather_objects(self, value: T) -> list[T]:
-        """Every rank's object, by rank, pickled. Put tensors on the CPU first."""
+        """Gather every rank's object, by rank, pickled. Put tensors on the CPU first."""
         if self.size == 1:
             return [value]
         every: list[Any] = [None] * self.size
@@ -71,14 +69,14 @@ class Ranks:
         return every
 
     def lend(self, make: Callable[[], T], lender: int) -> T:
-        """What `make` gives on the rank `lender`, on every rank; it is called there alone. Tensors must lie on the CPU."""
+        """Call `make` on the rank `lender` alone, and broadcast what it returns. Tensors must be on the CPU."""
         held = [make() if self.rank == lender else None]
         if self.size > 1:
             dist.broadcast_object_list(held, group_src=lender, group=self.group)
         return held[0]  # type: ignore[return-value]
 
     def all_rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """Every rank's rows, by rank, where rank r has `counts[r]`; `own` keeps its graph, others' rows have none."""
+        """Gather every rank's rows, by rank, where rank r has `counts[r]`; `own` keeps its graph, others' rows have none."""
         if self.size == 1:
             return own
         is_flag = own.dtype is torch.bool
@@ -97,7 +95,7 @@ ONE_PROCESS = Ranks()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a schedule needs of the synchronisation."""
+    """Requirements of a schedule on the synchronisation."""
 
     even_passes: bool = False
     """Every rank has to run as many passes as the others, because each pass is a collective."""
@@ -107,25 +105,34 @@ class Needs:
     """All micro-batches are under way at once, and their gradient is reduced once, when all of it is there."""
 
 
-class Sync(Protocol):
-    """How the passes of one batch are synchronised: each runs inside `passing`, and `close` ends them."""
+class Sync:
+    """How the passes of one batch are synchronised: each runs inside `passing`, and `close` ends them.
+
+    The methods are those of one process: nothing is synchronised.
+    """
+
+    __slots__ = ()
 
     @property
     def factor(self) -> float:
-        """What every share is multiplied by: the number of ranks where torch averages over them, else 1."""
+        """Factor of every share: the number of ranks where torch averages over them, else 1."""
+        return 1.0
 
     @property
     def is_shared(self) -> bool:
         """True where the last pass is synchronised while it runs, and so cannot be undone."""
+        return False
 
     def passing(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """The block around forward and backward of one pass.
+        """Context of forward and backward of one pass.
 
         A schedule whose micro-batches are all under way at once enters it once, with `is_last=True`.
         """
+        return _NO_CONTEXT
 
     def looking(self) -> AbstractContextManager[object]:
-        """The block around a forward that no backward follows."""
+        """Context of a forward that no backward follows."""
+        return _NO_CONTEXT
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum over ranks what torch has not: after it `.grad` is the whole batch's, on every rank."""
@@ -135,15 +142,16 @@ class Sync(Protocol):
 
     def give_zeros(self, plan: Any, tools: Any) -> None:
         """Give zero gradients to sharded parameters that only micro-batches without targets use."""
-        return
+
+
+_NO_CONTEXT = nullcontext()
 
 
 class Engine(Protocol):
     """How one model's gradients come together over its ranks."""
 
     @property
-    def ranks(self) -> Ranks:
-        """The ranks that the model is spread over."""
+    def ranks(self) -> Ranks: ...
 
     @property
     def is_even(self) -> bool:
@@ -154,7 +162,7 @@ class Engine(Protocol):
         """True where synchronising writes into the tensors that `.grad` held before."""
 
     def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> Sync:
-        """How the passes of the next batch are synchronised.
+        """Choose how the passes of the next batch are synchronised.
 
         `is_proven` says that the last pass is no larger than one that ran before. A last pass that is larger is synchronised
         after backward where that can be done, because running out of memory in it can then be undone. `leaves_out` says that a
@@ -163,29 +171,14 @@ class Engine(Protocol):
 
 
 class Alone(Sync):
-    """One process, as an engine and as its synchronisation: it synchronises nothing, and costs nothing."""
+    """One process, as an engine and as its synchronisation."""
 
     ranks = ONE_PROCESS
     is_even = False
     overwrites = False
-    factor = 1.0
-    is_shared = False
-    _passing = nullcontext()
 
-    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> "Alone":
+    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> Sync:
         return self
-
-    def passing(self, *, is_last: bool) -> AbstractContextManager[object]:
-        return self._passing
-
-    def looking(self) -> AbstractContextManager[object]:
-        return self._passing
-
-    def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
 
 
 ALONE = Alone()

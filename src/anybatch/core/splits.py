@@ -1,8 +1,12 @@
-"""`Rows(n)`: micro-batches of at most n rows."""
+"""Splits cut a batch into micro-batches: `Split`, the base class, and `Rows`; `windows` groups a loader's micro-batches.
+
+`MicroBatches` is a batch that was cut; `Dealt` is one rank's part of a batch. Rows that belong together are named by
+`groups`. After an out-of-memory error, `smaller` finds the split to use next.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -27,12 +31,12 @@ from anybatch.errors import BatchError, SplitError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The micro-batches of one batch, in the order they run: longest first, so that what does not fit fails at once."""
+    """The rows of each micro-batch, in the order they run: longest first, so that what does not fit fails at once."""
 
     rows: tuple[tuple[int, ...], ...]
     """Row numbers of each micro-batch, ascending; together every row of the batch, once."""
     lengths: tuple[int, ...]
-    """Longest row of each micro-batch: what it is padded to."""
+    """Longest row of each micro-batch, to which it is padded."""
 
     @property
     def padded_tokens(self) -> int:
@@ -45,11 +49,11 @@ class Cut:
         return max(len(rows) * length for rows, length in zip(self.rows, self.lengths, strict=True))
 
     def cost(self, cost: Any) -> Any:
-        """What all micro-batches cost together."""
+        """Sum of the costs of all micro-batches."""
         return sum(cost.of(len(rows), length) for rows, length in zip(self.rows, self.lengths, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class MicroBatches:
     """A batch already cut: micro-batches in the order they run.
 
@@ -66,17 +70,11 @@ class MicroBatches:
     """How many rows belong together, at most: no micro-batch is cut below that."""
 
     def __init__(
-        self,
-        micro_batches: "tuple[Batch, ...] | list[Batch]",
-        cut: Cut | None = None,
-        *,
-        whole: bool = False,
-        together: int = 1,
+        self, micro_batches: Iterable[Batch], cut: Cut | None = None, *, whole: bool = False, together: int = 1
     ) -> None:
-        object.__setattr__(self, "micro_batches", tuple(micro_batches))
-        object.__setattr__(self, "cut", cut)
-        object.__setattr__(self, "whole", whole)
-        object.__setattr__(self, "together", together)
+        values = {"micro_batches": tuple(micro_batches), "cut": cut, "whole": whole, "together": together}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         if not self.micro_batches:
             raise BatchError("MicroBatches() holds 0 micro-batches; give at least 1.")
         if cut is not None and len(cut.rows) != len(self.micro_batches):
@@ -105,9 +103,37 @@ class MicroBatches:
         return self.micro_batches[index]
 
 
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """One rank's part of a batch that several ranks share.
+
+    `Accumulator` and `Update` take one as they take a batch. A rank that was dealt no row has `row_numbers == ()` and a
+    `batch` of one stand-in row, the first of the whole batch: it takes part in forward, backward and every synchronisation,
+    and counts for nothing.
+    """
+
+    batch: Batch
+    """This rank's rows, collated; or the stand-in."""
+    row_numbers: tuple[int, ...]
+    """Which rows of the whole batch these are, in the order of `batch`."""
+    num_rows: int
+    """Rows of the whole batch, over all ranks."""
+
+    __repr__ = one_line
+
+    @property
+    def is_stand_in(self) -> bool:
+        """True where this rank was dealt no row."""
+        return not self.row_numbers
+
+    def pin_memory(self) -> "Dealt":
+        """Pin the memory of every tensor, as a loader with `pin_memory=True` asks for."""
+        return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What runs on the micro-batches: all that the memory of an update depends on. The values are those of `Update`."""
+    """Model, objective, optimizer and options of an `Update`: all that its memory depends on, beside the batch."""
 
     model: Any
     objective: Any
@@ -119,15 +145,13 @@ class Workload:
 
 Learn = Callable[[MicroBatches, Sequence[float | None]], None]
 """Called when the batch that was cut last has run, with seconds per micro-batch; None stands for one that was left out."""
-ChooseFor = Callable[[Workload, Batch], None]
 
 
 @runtime_checkable
 class CutsBatches(Protocol):
     """Anything that cuts batches: a `Split`, or a class of the user's own that has `cut`."""
 
-    def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`, in the order they run."""
+    def cut(self, batch: Batch) -> MicroBatches: ...
 
 
 class Split:
@@ -146,19 +170,19 @@ class Split:
     """The dim that is the rows, where somebody said so."""
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`, in the order they run."""
+        """Cut `batch` into micro-batches, in the order they run."""
         raise NotImplementedError(f"{type(self).__name__} has no cut(batch), which returns MicroBatches.")
 
     def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
-        """As many rows as they came in each micro-batch, none larger than the largest of `like`; for splits that sort rows."""
+        """Cut without sorting rows, no micro-batch larger than the largest of `like`; for splits that sort rows."""
         return like
 
     def shrink(self, ran: MicroBatches) -> "Split | None":
-        """The split to use after `ran`, which did not fit: micro-batches of about half the size; None if there is none."""
+        """Return the split to use after `ran` did not fit: micro-batches of about half the size; None if there is none."""
         return None
 
     @property
-    def choose_for(self) -> ChooseFor | None:
+    def choose_for(self) -> Callable[[Workload, Batch], None] | None:
         """Called with the workload before each batch is cut, by a split that chooses its size by it."""
         return None
 
@@ -169,7 +193,7 @@ class Split:
 
     @property
     def resized(self) -> "Callable[[int], Split] | None":
-        """The same split with micro-batches of at most so much; None of a split that knows no sizes."""
+        """Returns the same split with micro-batches of at most so much; None for a split that knows no sizes."""
         return None
 
     @property
@@ -210,83 +234,42 @@ class OwnSplit(Split):
 
     def shrink(self, ran: MicroBatches) -> Split | None:
         found = self.own.shrink(ran) if hasattr(self.own, "shrink") else None
-        return None if found is None else self._same_or_derived(found)
+        return self if found is self.own else None if found is None else derived(found)
 
     @property
     def resized(self) -> Callable[[int], Split] | None:
         own = getattr(self.own, "resized", None)
-        return None if own is None else lambda size: self._same_or_derived(own(size))
-
-    def _same_or_derived(self, found: CutsBatches) -> Split:
-        return self if found is self.own else derived(found)
+        return None if own is None else lambda size: self if (found := own(size)) is self.own else derived(found)
 
 
 def derived(split: CutsBatches) -> Split:
-    """The split itself if it derives from `Split`, else wrapped so that it has all that a split may do."""
+    """Return the split itself if it derives from `Split`, else wrap it so that it has all that a split may do."""
     return split if isinstance(split, Split) else OwnSplit(split)
 
 
-def is_in_arrival_order(cut: MicroBatches) -> bool:
-    """True where nobody has sorted the rows; those of a group may stand apart."""
-    if cut.cut is None:
-        return True
-    order = [number for numbers in cut.cut.rows for number in (numbers if cut.together == 1 else numbers[:1])]
-    return order == sorted(order)
+MicroBatch = int | Split | CutsBatches | Literal["auto"]
+"""A number of rows, a split, or "auto"."""
 
 
-def in_arrival_order(split: CutsBatches, batch: Batch, cut: MicroBatches) -> MicroBatches:
-    """`cut`, which `split` made; cut anew where the split sorts rows."""
-    is_final = isinstance(batch, MicroBatches) or cut.cut is None
-    return cut if is_final else derived(split).cut_in_arrival_order(batch, cut)
+def as_split(micro_batch: MicroBatch) -> Split:
+    """Read `micro_batch=`: an int is `Rows(int)`, "auto" a search by rate up to what `Fit()` allows."""
+    if isinstance(micro_batch, Integral):
+        return Rows(int(micro_batch))
+    if isinstance(micro_batch, str) and micro_batch == "auto":
+        from anybatch.core.plugins import auto_split
 
-
-@dataclass(frozen=True, slots=True)
-class Dealt:
-    """One rank's part of a batch that several ranks share.
-
-    `Accumulator` and `Update` take one as they take a batch. A rank that was dealt no row has `row_numbers == ()` and a
-    `batch` of one stand-in row, the first of the whole batch: it takes part in forward, backward and every synchronisation,
-    and counts for nothing.
-    """
-
-    batch: Batch
-    """This rank's rows, collated; or the stand-in."""
-    row_numbers: tuple[int, ...]
-    """Which rows of the whole batch these are, in the order of `batch`."""
-    num_rows: int
-    """Rows of the whole batch, over all ranks."""
-
-    __repr__ = one_line
-
-    @property
-    def is_stand_in(self) -> bool:
-        """True where this rank was dealt no row."""
-        return not self.row_numbers
-
-    def pin_memory(self) -> "Dealt":
-        """With every tensor in pinned memory; what a loader with `pin_memory=True` calls."""
-        return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
-
-
-def samples_of(batch: Batch, split: str) -> list[Any] | tuple[Any, ...]:
-    """The samples of a batch that nobody has collated."""
-    if not isinstance(batch, (list, tuple)) or not batch:
-        raise SplitError(
-            f"{split}(collate=...) cuts a list of raw samples, got a {type(batch).__name__}. Give the loader "
-            "collate_fn=list, or leave collate=None for batches that are collated already."
-        )
-    return batch
-
-
-def collated(collate: Callable[[list[Any]], Batch], samples: list[Any]) -> Batch:
-    """What `collate` makes of samples. Where it leaves them a list of as many, that is one per row, and says so."""
-    made = collate(samples)
-    return as_samples(made) if type(made) is list and len(made) == len(samples) else made
+        return auto_split()
+    if isinstance(micro_batch, CutsBatches) and not isinstance(micro_batch, type):
+        return derived(micro_batch)
+    raise SplitError(
+        f"micro_batch={micro_batch!r} is not a split: give a number of rows, such as 16, a split, such as Rows(16), "
+        'Tokens(8192) or Fit("6GiB"), or "auto".'
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """`parts` blocks of rows, one after the other; row k of each block belongs with row k of all others: [chosen; rejected]."""
+    """`parts` blocks of rows; row k of each block belongs with row k of all others, as in [chosen; rejected]."""
 
     parts: int
 
@@ -302,7 +285,7 @@ Groups = int | Stacked | Callable[[Batch], Any]
 
 
 def groups_of(groups: Groups, batch: Batch, count: int) -> list[tuple[int, ...]]:
-    """The rows of each group, ascending; groups in the order of their first rows.
+    """List the rows of each group, ascending; groups in the order of their first rows.
 
     >>> groups_of(2, None, 4), groups_of(Stacked(2), None, 4), groups_of(lambda batch: [7, 1, 7], None, 3)
     ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 2), (1,)])
@@ -341,17 +324,6 @@ def _check_even(count: int, size: int, spelled: str) -> None:
             f"{spelled}: a batch of {count} rows is no whole number of groups. Give batches of a multiple of {size} rows "
             "(drop_last=True in the loader), or groups=, a function of the batch that returns one number per row."
         )
-
-
-def why_rows_stay(split: Any, batch: Batch) -> str | None:
-    """Why single rows of `batch` cannot be taken out of it, in words; None where they can."""
-    if getattr(batch, "whole", False):
-        return "its micro-batches must stay whole"
-    if getattr(split, "groups", None) is not None:
-        return "its rows belong together (groups=)"
-    if getattr(split, "batch_dim", None):
-        return f"its rows are dim {split.batch_dim} (batch_dim=)"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,21 +385,19 @@ class Rows(Split):
 
     @property
     def reads_dim_0(self) -> bool:
-        """True where nobody said that dim 0 is the rows: it is taken for them."""
         return self.collate is None and self.batch_dim is None
 
     def count(self, batch: Batch) -> int:
-        """The rows of a whole batch."""
+        """Count the rows of a whole batch."""
         if self.collate is not None:
             return len(samples_of(batch, "Rows"))
         return rows_to_cut(rows_first(batch, self.batch_dim) if self.batch_dim else batch)
 
     def least(self, batch: Batch) -> int:
-        """The fewest rows that a micro-batch of `batch` can hold: those of its largest group."""
+        """Count the fewest rows that a micro-batch of `batch` can hold: those of its largest group."""
         return 1 if self.groups is None else max(map(len, groups_of(self.groups, batch, self.count(batch))))
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`; 40 rows by 16 are 14, 13, 13."""
         count = self.count(batch)
         if self.is_plain:
             if count <= self.size:
@@ -435,33 +405,27 @@ class Rows(Split):
             return MicroBatches(split_rows(batch, self._sizes(count, self.size)))
         groups = groups_of(self.groups or 1, batch, count)
         largest = max(map(len, groups))
-        rows = self._rows_of(groups, largest)
-        cut = Cut(rows=rows, lengths=(1,) * len(rows))
-        return MicroBatches(self._parts(batch, rows, count), cut, together=largest)
-
-    def resized(self, size: int) -> "Rows":
-        """The same split with micro-batches of at most `size` rows."""
-        return replace(self, size=size)
-
-    def shrink(self, ran: MicroBatches) -> "Rows | None":
-        """A split of half the rows: half of `size`, or half of the whole batch where that has fewer; no group is torn."""
-        largest = min(self.size, sum(len(rows) for rows in ran.row_numbers))
-        return replace(self, size=largest // 2) if largest // 2 >= ran.together else None
-
-    def _sizes(self, count: int, size: int) -> list[int]:
-        return near_equal(count, size) if self.tail is None else full_and_tail(count, size, self.tail)
-
-    def _rows_of(self, groups: list[tuple[int, ...]], largest: int) -> tuple[tuple[int, ...], ...]:
-        """The rows of each micro-batch, ascending."""
         if largest > self.size:
             raise SplitError(
                 f"Rows({self.size}, groups=...): {largest} rows belong together, and a group is never torn. Use "
                 f"Rows({largest}, groups=...) or more."
             )
         stops = [0, *accumulate(self._sizes(len(groups), self.size // largest))]
-        return tuple(
-            tuple(sorted(row for group in groups[start:stop] for row in group)) for start, stop in pairwise(stops)
-        )
+        members = (chain.from_iterable(groups[start:stop]) for start, stop in pairwise(stops))
+        rows = tuple(tuple(sorted(numbers)) for numbers in members)
+        cut = Cut(rows=rows, lengths=(1,) * len(rows))
+        return MicroBatches(self._parts(batch, rows, count), cut, together=largest)
+
+    def resized(self, size: int) -> "Rows":
+        return replace(self, size=size)
+
+    def shrink(self, ran: MicroBatches) -> "Rows | None":
+        """Halve `size`, or the rows of the whole batch where it has fewer; no group is torn."""
+        largest = min(self.size, sum(len(rows) for rows in ran.row_numbers))
+        return replace(self, size=largest // 2) if largest // 2 >= ran.together else None
+
+    def _sizes(self, count: int, size: int) -> list[int]:
+        return near_equal(count, size) if self.tail is None else full_and_tail(count, size, self.tail)
 
     def _parts(self, batch: Batch, rows: tuple[tuple[int, ...], ...], count: int) -> list[Batch]:
         if self.collate is not None:
@@ -473,14 +437,14 @@ class Rows(Split):
 
 
 def near_equal(count: int, size: int) -> list[int]:
-    """The sizes of ceil(count / size) parts that differ by at most 1, longer ones first."""
+    """Return the sizes of ceil(count / size) parts that differ by at most 1, longer ones first."""
     num_parts = -(-count // size)
     shortest, num_longer = divmod(count, num_parts)
     return [shortest + 1] * num_longer + [shortest] * (num_parts - num_longer)
 
 
 def full_and_tail(count: int, size: int, least: int) -> list[int]:
-    """The sizes of ceil(count / size) parts, all full but the last; where that has too few, the one before it gives some.
+    """Return the sizes of ceil(count / size) parts, all full but the last; one that is too short gets some from the one before.
 
     >>> full_and_tail(40, 16, 2), full_and_tail(33, 16, 2), full_and_tail(33, 32, 16)
     ([16, 16, 8], [16, 15, 2], [17, 16])
@@ -493,19 +457,34 @@ def full_and_tail(count: int, size: int, least: int) -> list[int]:
     return parts
 
 
+def samples_of(batch: Batch, split: str) -> list[Any] | tuple[Any, ...]:
+    """Return a batch of raw samples, or raise if it was collated already."""
+    if not isinstance(batch, (list, tuple)) or not batch:
+        raise SplitError(
+            f"{split}(collate=...) cuts a list of raw samples, got a {type(batch).__name__}. Give the loader "
+            "collate_fn=list, or leave collate=None for batches that are collated already."
+        )
+    return batch
+
+
+def collated(collate: Callable[[list[Any]], Batch], samples: list[Any]) -> Batch:
+    """Collate samples; where `collate` returns a list of as many, mark it as one sample per row."""
+    made = collate(samples)
+    return as_samples(made) if type(made) is list and len(made) == len(samples) else made
+
+
 @dataclass(frozen=True, slots=True)
 class AsGiven(Split):
     """The split of batches that came cut already: it leaves them as they are."""
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """`batch` itself."""
         assert isinstance(batch, MicroBatches)
         return batch
 
 
 @dataclass(frozen=True, slots=True)
 class CutFurther(Split):
-    """The micro-batches of another split, those of more than `size` rows cut further.
+    """The micro-batches of another split, in its order, those of more than `size` rows cut into near-equal parts.
 
     >>> import torch
     >>> [len(part) for part in CutFurther(AsGiven(), 4).cut(MicroBatches((torch.zeros(7), torch.zeros(3))))]
@@ -516,15 +495,21 @@ class CutFurther(Split):
     size: int
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """Every micro-batch of the other split, in its order, in near-equal parts of at most `size` rows."""
         whole = self.split.cut(batch)
         if whole.whole or whole.together > 1:
             return whole
         parts = [part for micro_batch in whole for part in self._parts(micro_batch)]
-        return MicroBatches(parts, None if whole.cut is None else self._further(whole.cut))
+        if whole.cut is None:
+            return MicroBatches(parts)
+        rows: list[tuple[int, ...]] = []
+        lengths: list[int] = []
+        for numbers, length in zip(whole.cut.rows, whole.cut.lengths, strict=True):
+            stops = [0, *accumulate(near_equal(len(numbers), self.size))]
+            rows += [numbers[start:stop] for start, stop in pairwise(stops)]
+            lengths += [length] * (len(stops) - 1)
+        return MicroBatches(parts, Cut(rows=tuple(rows), lengths=tuple(lengths)))
 
     def resized(self, size: int) -> "CutFurther":
-        """The same with at most `size` rows."""
         return CutFurther(self.split, size)
 
     def _parts(self, micro_batch: Batch) -> list[Batch]:
@@ -532,27 +517,18 @@ class CutFurther(Split):
         count = rows_to_cut(micro_batch) if isinstance(self.split, AsGiven) else num_rows(micro_batch)
         return split_rows(micro_batch, near_equal(count, self.size)) if count > self.size else [micro_batch]
 
-    def _further(self, cut: Cut) -> Cut:
-        rows: list[tuple[int, ...]] = []
-        lengths: list[int] = []
-        for numbers, length in zip(cut.rows, cut.lengths, strict=True):
-            stops = [0, *accumulate(near_equal(len(numbers), self.size))]
-            rows += [numbers[start:stop] for start, stop in pairwise(stops)]
-            lengths += [length] * (len(stops) - 1)
-        return Cut(rows=tuple(rows), lengths=tuple(lengths))
-
 
 def size_that_ran(split: Split, ran: MicroBatches) -> int:
-    """The largest of these micro-batches, in what the split counts: tokens where it cut by them, else rows."""
+    """Measure the largest of these micro-batches in what the split counts: tokens where it cut by them, else rows."""
     if ran.cut is not None and not isinstance(split, CutFurther):
         return ran.cut.largest
     return max(len(rows) for rows in ran.row_numbers)
 
 
 def smaller(split: CutsBatches, ran: MicroBatches) -> Split | None:
-    """The split to use after `ran`, which `split` cut, did not fit; None where no micro-batch can be made smaller.
+    """Return the split to use after `ran`, which `split` cut, did not fit; None where no micro-batch can be smaller.
 
-    A split that has `shrink` says itself; the micro-batches of any other are cut in half, unless their rows belong together.
+    A split that has `shrink` decides itself; the micro-batches of any other are cut in half, unless rows belong together.
     """
     if ran.whole:
         return None
@@ -567,6 +543,20 @@ def smaller(split: CutsBatches, ran: MicroBatches) -> Split | None:
     if most == 1:
         return None
     return CutFurther(split.split if isinstance(split, CutFurther) else split, most // 2)
+
+
+def is_in_arrival_order(cut: MicroBatches) -> bool:
+    """True if the rows were not sorted; those of a group may stand apart."""
+    if cut.cut is None:
+        return True
+    order = [number for numbers in cut.cut.rows for number in (numbers if cut.together == 1 else numbers[:1])]
+    return order == sorted(order)
+
+
+def in_arrival_order(split: CutsBatches, batch: Batch, cut: MicroBatches) -> MicroBatches:
+    """Return `cut`, which `split` made, or cut anew where the split sorts rows."""
+    is_final = isinstance(batch, MicroBatches) or cut.cut is None
+    return cut if is_final else derived(split).cut_in_arrival_order(batch, cut)
 
 
 WindowSize = int | Callable[[int], int]
@@ -624,23 +614,3 @@ class Windows:
                 f"windows: size is {size!r} at update {update}; it must be a whole number of micro-batches, 1 or more."
             )
         return int(size)
-
-
-MicroBatch = int | Split | CutsBatches | Literal["auto"]
-"""A number of rows, a split, or "auto"."""
-
-
-def as_split(micro_batch: MicroBatch) -> Split:
-    """An int stands for `Rows(int)`, "auto" for a search by rate up to what `Fit()` allows; a split stands for itself."""
-    if isinstance(micro_batch, Integral):
-        return Rows(int(micro_batch))
-    if isinstance(micro_batch, str) and micro_batch == "auto":
-        from anybatch.core.plugins import auto_split
-
-        return auto_split()
-    if isinstance(micro_batch, CutsBatches) and not isinstance(micro_batch, type):
-        return derived(micro_batch)
-    raise SplitError(
-        f"micro_batch={micro_batch!r} is not a split: give a number of rows, such as 16, a split, such as Rows(16), "
-        'Tokens(8192) or Fit("6GiB"), or "auto".'
-    )

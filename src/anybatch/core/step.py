@@ -23,7 +23,7 @@ from anybatch.core.torch_private import (
     forget_unscaling,
     is_sharded,
     overflows,
-    storage_key,
+    storage_cdata,
 )
 from anybatch.errors import MemoryLimitError, NonFiniteError, first_line
 
@@ -161,7 +161,7 @@ class _TemporariesMeter(TorchDispatchMode):
 
     def __init__(self, changing: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._changing = {storage_key(tensor.untyped_storage()) for tensor in changing}
+        self._changing = {storage_cdata(tensor.untyped_storage()) for tensor in changing}
         self._alive: dict[int, tuple[StorageWeakRef, torch.device, int]] = {}
         self._peak: list[tuple[torch.device, int]] = []
 
@@ -170,8 +170,8 @@ class _TemporariesMeter(TorchDispatchMode):
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
         for tensor in tensors(result):
             storage = tensor.untyped_storage()
-            if storage_key(storage) not in self._changing:
-                self._alive[storage_key(storage)] = StorageWeakRef(storage), tensor.device, storage.nbytes()
+            if storage_cdata(storage) not in self._changing:
+                self._alive[storage_cdata(storage)] = StorageWeakRef(storage), tensor.device, storage.nbytes()
         alive = [(device, nbytes) for _, device, nbytes in self._alive.values()]
         self._peak = max(self._peak, alive, key=lambda blocks: sum(nbytes for _, nbytes in blocks))
         return result

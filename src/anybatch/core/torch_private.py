@@ -1,4 +1,4 @@
-"""Private names of torch outside its wrappers for many ranks, one alias or small function each."""
+"""Private names of torch, one alias or small function each; those of DDP and FSDP are in `parallel`."""
 
 import sys
 import warnings
@@ -28,68 +28,56 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from anybatch.errors import ParallelError
 
 __all__ = ["FakeTensor", "FakeTensorMode", "StorageWeakRef", "TorchDispatchMode"]  # under torch's own names
+# Classes of layers
 BatchNormLayer = _BatchNorm
-"""What all BatchNorm layers are."""
 InstanceNormLayer = _InstanceNorm
-"""What all InstanceNorm layers are."""
-SpectralNormWeight = _SpectralNorm
-"""The parametrization that steps its power iteration in every forward."""
-NormLayer = _NormBase
-"""What all layers with running statistics are: BatchNorm and InstanceNorm."""
+NormLayer = _NormBase  # BatchNorm and InstanceNorm: layers with running statistics
 DropoutLayer = _DropoutNd
-"""What all dropout layers are."""
+SpectralNormWeight = _SpectralNorm  # the parametrization that steps its power iteration in every forward
+
+# Tables of a module, and of a tensor
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""The table of a module's children, to put another in the place of one."""
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-"""The table of a module's buffers, to put back the very tensor that was there."""
 pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
-"""What a module calls before its forward: the old form of spectral norm among it."""
 call_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
     "_forward_hooks", "_forward_pre_hooks"
 )
-"""What a module calls before and after its forward."""
 gradient_hooks_of: Callable[[Any], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-"""What backward calls with each gradient of a tensor, before and after it is added to `.grad`."""
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 """The attribute of parameters that torch's optimizer in backward steps."""
+storage_cdata: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""The address that tells one living storage from another."""
+
+# Dispatch, compilation and profiling
 op_name: Callable[[Any], str] = attrgetter("_schema.name")
-"""What a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
-storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""What tells one living storage from another."""
-without_dynamo = _disable_dynamo
-"""A function that torch.compile must not look into."""
-without_modes = _disable_current_modes
-"""The block in which no dispatch mode of the user's sees what we do."""
-function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
-"""The function modes of this thread, outermost first, to enter them in another."""
-dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
-"""The dispatch modes of this thread, outermost first, to enter them in another."""
-is_profiled: Callable[[], bool] = _profiler_enabled
-"""True where a profiler of the user's is running, and wants names."""
-run_engine: Callable[..., Any] = _engine_run_backward
-"""What `torch.autograd.backward` does once it has compared shapes, which is 10 % of a tiny pass."""
-multiply_each_ = torch._foreach_mul_
-"""A list of tensors times a number, in place, in a few kernels."""
-norm_of_each = torch._foreach_norm
-"""The norm of each tensor of a list, in a few kernels."""
-raise_each_ = torch._foreach_clamp_min_
-"""A list of tensors, none of their numbers below a bound, in place."""
-lower_each_ = torch._foreach_clamp_max_
-"""A list of tensors, none of their numbers above a bound, in place."""
-COPY_ELSEWHERE = torch.ops.aten._to_copy.default
+"""The name of an op that a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
+TO_COPY = torch.ops.aten._to_copy.default
 """The op that copies a tensor to another device."""
-forget_fake_results: Callable[[], None] = FakeTensorMode.cache_clear
+disable_dynamo = _disable_dynamo
+disable_current_modes = _disable_current_modes
+function_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
+dispatch_mode_stack: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+profiler_enabled: Callable[[], bool] = _profiler_enabled
+clear_fake_cache: Callable[[], None] = FakeTensorMode.cache_clear
 """Frees what fake tensors remember of every op and shape, for the whole process: a megabyte for each plan."""
+get_layout = torch.serialization._get_layout
+"""Reads a pickled layout, such as `torch.strided`."""
+
+# Autograd, and ops on lists of tensors
+engine_run_backward: Callable[..., Any] = _engine_run_backward
+"""`torch.autograd.backward` without its comparison of shapes, which is 10 % of a tiny pass."""
 SAVED = "_saved_"
-"""How the names begin under which a node of the graph keeps what its backward needs: "_saved_target"."""
+"""Prefix of the attributes in which a node of the graph keeps what its backward needs: "_saved_target"."""
 outputs_of: Callable[[Any], list[Any]] = attrgetter("_input_metadata")
-"""What a node of the graph computed, each with its shape."""
-read_layout = torch.serialization._get_layout
-"""What a pickled layout, such as `torch.strided`, is read with."""
+"""The outputs of a node of the graph, each with its shape."""
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_clamp_max_ = torch._foreach_clamp_max_
 
 
-def num_writes(tensor: Tensor) -> int:
-    """How often a tensor was written to in place; 0 of what was made in inference mode, which does not count."""
+def version_of(tensor: Tensor) -> int:
+    """Count the in-place writes to a tensor; 0 for one made in inference mode, which does not count them."""
     try:
         return tensor._version
     except RuntimeError:
@@ -97,7 +85,7 @@ def num_writes(tensor: Tensor) -> int:
 
 
 def inside_compiled(model: nn.Module) -> nn.Module | None:
-    """The module that `torch.compile(model)` wrapped; None of one that it did not."""
+    """Return the module that `torch.compile(model)` wrapped; None if `model` is not such a wrapper."""
     return getattr(model, "_orig_mod", None)
 
 
@@ -112,23 +100,22 @@ def is_in_backward() -> bool:
 
 
 def is_dynamo_loaded() -> bool:
-    """False where nothing can have been compiled."""
     return "torch._dynamo" in sys.modules
 
 
 def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage that a weak reference points to; None where it is gone."""
+    """Return the storage that a weak reference points to; None where it is gone."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def profiler_events(profiler: Any) -> list[Any]:
-    """Every event of a finished profile, allocations with their bytes among them."""
+    """List every event of a finished profile, allocations with their bytes among them."""
     return list(profiler.profiler.kineto_results.events())
 
 
 @contextmanager
 def without_op_names() -> Iterator[None]:
-    """The block in which a running profiler records allocations alone: names of ops take more memory than the ops do."""
+    """Let a running profiler record allocations alone: names of ops take more memory than the ops do."""
     _enable_record_function(False)
     try:
         yield
@@ -137,7 +124,7 @@ def without_op_names() -> Iterator[None]:
 
 
 def overflows(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """What the scaler found of infinities in the gradients of this optimizer: a number on each device, to be written to."""
+    """Return the scaler's flags of infinite gradients of this optimizer: a number on each device, to be written to."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
@@ -147,12 +134,12 @@ def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True of a DTensor: this rank holds a part of it."""
+    """True for a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def own_part(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory: all of it unless it is sharded."""
+    """Return this rank's part of a tensor, sharing its memory: all of it unless it is sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
@@ -161,7 +148,7 @@ NEWEST = (2, 15)
 
 
 def warn_of_newer(version: str = torch.__version__) -> None:
-    """Say once that a release is newer than all that were run: torch may have changed any of the names in this room.
+    """Warn if a release is newer than all that were tested: torch may have changed any of the names in this module.
 
     >>> warn_of_newer("2.15.1+cpu")
     """
@@ -186,7 +173,7 @@ def demand(thing: Any, *names: str, wrapper: str) -> None:
 
 
 def _has(thing: Any, name: str) -> bool:
-    """True of an attribute that is there, and of one that the class announces and sets later; properties are not called."""
+    """True if an attribute is there, or the class annotates it to set it later; properties are not called."""
     is_there = hasattr(type(thing), name) or name in getattr(thing, "__dict__", ())
     return is_there or any(name in get_annotations(base) for base in type(thing).__mro__)
 
@@ -195,7 +182,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def is_low(value: object) -> bool:
-    """True of a bf16 or fp16 tensor, and of nothing else.
+    """True for a bf16 or fp16 tensor, and for nothing else.
 
     >>> is_low(torch.zeros(1, dtype=torch.bfloat16)), is_low(torch.zeros(1))
     (True, False)
@@ -204,17 +191,17 @@ def is_low(value: object) -> bool:
 
 
 def number_in(value: Tensor) -> float:
-    """The one number of a tensor; 1 where it has none, because a plan runs on tensors without numbers."""
+    """Read the one number of a tensor; 1 for a fake tensor, which a plan runs on."""
     return 1.0 if isinstance(value, FakeTensor) else value.item()
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """The tensor itself, or in fp32 where its numbers have fewer than 4 bytes."""
+    """Return the tensor itself, or in fp32 where its numbers have fewer than 4 bytes."""
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def leaves_of(roots: Iterable[Tensor], *, beyond: Collection[Any] = ()) -> Iterator[Tensor]:
-    """Every leaf that backward from `roots` would give a gradient, once; the nodes `beyond` are not passed through.
+    """Yield every leaf that backward from `roots` would give a gradient, once, without passing the nodes `beyond`.
 
     What a block under reentrant checkpointing will compute only in backward is not seen.
     """
@@ -228,18 +215,18 @@ def leaves_of(roots: Iterable[Tensor], *, beyond: Collection[Any] = ()) -> Itera
 
 
 def nodes_named(root: Tensor, prefix: str) -> Iterator[Any]:
-    """The nodes behind `root` whose name begins with `prefix`."""
+    """Yield the nodes behind `root` whose name begins with `prefix`."""
     return (node for node in _nodes([_node_of(root)], ()) if type(node).__name__.startswith(prefix))
 
 
 def places_behind(root: Tensor, nodes: Sequence[Any]) -> list[int]:
-    """Which of `nodes`, by number, a backward pass from `root` would reach."""
+    """List which of `nodes`, by number, a backward pass from `root` would reach."""
     reached = set(_nodes([_node_of(root)], ()))
     return [place for place, node in enumerate(nodes) if node in reached]
 
 
 def _node_of(root: Tensor) -> Any:
-    """The node that made `root`. DDP passes all outputs of a module through one node: behind that, the one of this output."""
+    """Find the node that made `root`, behind the one node that DDP passes all outputs of a module through."""
     node = root.grad_fn
     if type(node).__name__ != "_DDPSinkBackward":
         return node

@@ -17,7 +17,7 @@ from anybatch.core import (
     has_counters,
     is_sharded,
     profiler_events,
-    storage_key,
+    storage_cdata,
     tensors,
     with_peak,
     without_op_names,
@@ -85,7 +85,7 @@ def standing_tensors(update: Update) -> list[Tensor]:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Count the bytes that these tensors hold together, in this process; views of one storage count once."""
     held = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-    return sum({storage_key(one.untyped_storage()): one.untyped_storage().nbytes() for one in held}.values())
+    return sum({storage_cdata(one.untyped_storage()): one.untyped_storage().nbytes() for one in held}.values())
 
 
 def optimizer_tensors(optimizer: Optimizer | None) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ from anybatch.core import (
     Rows,
     Running,
     Sums,
-    forget_fake_results,
+    clear_fake_cache,
     outer_random,
     tensors,
 )
@@ -317,7 +317,7 @@ def _plan(
         moments = (_known_parts(trials, found.peak),) if tried is None else tried[1]
         saved, recomputed = _try_checkpointing(trials, found, tried) if checkpointing else (None, ())
     trials.timelines.clear()
-    forget_fake_results()
+    clear_fake_cache()
     gc.collect()
     top = highest(moments)
     beside = found.peak - top.total  # what kernels allocate that fake tensors do not show

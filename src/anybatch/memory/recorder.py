@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import COPY_ELSEWHERE, TorchDispatchMode, is_in_backward, storage_key
+from anybatch.core import TO_COPY, TorchDispatchMode, is_in_backward, storage_cdata
 
 ELSEWHERE = "meta"
 """The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Held]] = {}
         self._lock = threading.RLock()
         self._now = self._batch_bytes = batch_bytes
-        self._uncounted = {storage_key(tensor.untyped_storage()): tensor for tensor in uncounted}
+        self._uncounted = {storage_cdata(tensor.untyped_storage()): tensor for tensor in uncounted}
         for kind, tensor in standing:
             self._follow(tensor, kind)
 
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
         if func is _ASK_DEVICE:
             return output
         with self._lock:
-            is_moved = func is COPY_ELSEWHERE and args[0].device.type == ELSEWHERE
+            is_moved = func is TO_COPY and args[0].device.type == ELSEWHERE
             for tensor in output if isinstance(output, (tuple, list)) else (output,):
                 if isinstance(tensor, Tensor):
                     self._follow(tensor, "inputs" if is_moved else None)
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
         if tensor.device.type == ELSEWHERE:
             return
         storage = tensor.untyped_storage()
-        if storage_key(storage) in self._uncounted:
+        if storage_cdata(storage) in self._uncounted:
             return
         key, size = id(storage), storage.nbytes()
         known = self._alive.get(key)

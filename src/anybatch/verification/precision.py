@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core import Autocast, function_modes, is_in_backward
+from anybatch.core import Autocast, function_mode_stack, is_in_backward
 
 ComparedPrecision = Literal["float64", "own"]
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,7 +66,7 @@ def keep_in_backward(model: nn.Module) -> None:
     entered: list[tuple[nn.Module, ExitStack]] = []
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        if is_in_backward() and not any(isinstance(mode, Raised) for mode in function_modes()):
+        if is_in_backward() and not any(isinstance(mode, Raised) for mode in function_mode_stack()):
             stack = ExitStack()
             stack.enter_context(Raised())
             entered.append((module, stack))

@@ -20,7 +20,7 @@ from anybatch.core import (
     Objective,
     buffers_of,
     map_tensors,
-    num_writes,
+    version_of,
     outer_random,
 )
 from anybatch.errors import VerifyError
@@ -378,7 +378,7 @@ def _values(before: Any, now: Any) -> str:
 def _read(value: Any) -> Any:
     """The numbers of a tensor, the position of a generator, the variables of a function, the items of a container."""
     if isinstance(value, Tensor):
-        return num_writes(value), value.detach().clone()
+        return version_of(value), value.detach().clone()
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -395,7 +395,7 @@ def _holds(value: Any, was: Any) -> bool:
     if isinstance(value, Tensor):
         num, numbers = was
         current = value.detach().to(numbers.dtype)
-        return num_writes(value) == num or bool(torch.equal(current.nan_to_num(), numbers.nan_to_num()))
+        return version_of(value) == num or bool(torch.equal(current.nan_to_num(), numbers.nan_to_num()))
     if _is_generator(value):
         return False
     now = value if isinstance(value, _CONTAINERS) else _read(value)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from anybatch.app.records.run_folder import sync_folder, write_synced
 from anybatch.app.training.ranks import from_first_rank, seed_rank
-from anybatch.core import ONE_PROCESS, OuterRandom, Ranks, Update, is_sharded, outer_random, read_layout
+from anybatch.core import ONE_PROCESS, OuterRandom, Ranks, Update, is_sharded, outer_random, get_layout
 from anybatch.errors import CheckpointError, first_line
 from anybatch.parallel import unwrapped
 
@@ -455,8 +455,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"{module}.{name} is no class of a module")
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        if (module, name) == (read_layout.__module__, read_layout.__name__):
-            return read_layout
+        if (module, name) == (get_layout.__module__, get_layout.__name__):
+            return get_layout
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
             return pathlib.PurePath  # where it was saved: never opened
         if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anybatch.core import num_writes
+from anybatch.core import version_of
 from anybatch.doctor.finding import Spot
 from anybatch.doctor.loops import SUFFIX, as_hex, packed
 from anybatch.doctor.recording.watch import Watch
@@ -230,7 +230,7 @@ class EventLog:
         return [
             before
             if (parameter := reference()) is None
-            else (id(gradient), num_writes(gradient))
+            else (id(gradient), version_of(gradient))
             if type(gradient := parameter.grad) is Tensor
             else _signature(parameter)
             for reference, before in zip(self.parameters, self.signatures, strict=True)
@@ -267,7 +267,7 @@ def _signature(parameter: Tensor) -> Signature:
     local: Any = gradient
     if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
         local = local.to_local()  # a shard is written to, not its wrapper
-    return id(gradient), num_writes(local)
+    return id(gradient), version_of(local)
 
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
