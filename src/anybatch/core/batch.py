@@ -1,7 +1,10 @@
 """Batches: their leaves and rows; taking, splitting and joining rows; moving them to a device.
 
-Rows are dim 0 of every tensor and the length of every list of per-row objects. None, numbers, strings, 0-dim tensors
-and other single objects go along whole. `readings` says which lists have one entry per row.
+Rows are dim 0 of every tensor and array; None, numbers, strings, 0-dim tensors and other single objects go along whole.
+A list of strings, numbers or other single objects has one per row, and so has a `SampleList`. Any other list inside a batch
+holds one object per row if it is as long as the batch and cannot be read as columns of that many rows, else columns.
+A batch that is itself a list of like samples with arrays is one sample per row; `BatchError` is raised where it, or a list
+inside, may as well be columns.
 """
 
 import copy
@@ -24,9 +27,15 @@ NamedPart = tuple[str, Any]
 IsLeaf = Callable[[str, Any], bool]
 """(path, value) -> True where a walk must not look into `value`, though it is a container."""
 
+RowNumbers = slice | Tensor
+"""Rows to take: a slice (tensors become views) or a 1-D integer tensor (rows are copied)."""
+
+
+# Walking
+
 
 def leaves(batch: Batch, is_leaf: IsLeaf | None = None, path: str = "") -> Iterator[NamedPart]:
-    """(path, leaf) of everything that holds nothing, in order; of a container too where `is_leaf(path, container)`.
+    """Yield (path, leaf) of everything that holds nothing, in order, and of containers where `is_leaf(path, container)`.
 
     >>> [path for path, _ in leaves({"x": 1, "pair": (2, [3])})]
     ["['x']", "['pair'][0]", "['pair'][1][0]"]
@@ -40,7 +49,7 @@ def leaves(batch: Batch, is_leaf: IsLeaf | None = None, path: str = "") -> Itera
 
 
 def map_leaves(batch: Batch, change: Callable[[str, Any], Any], is_leaf: IsLeaf | None = None, path: str = "") -> Batch:
-    """The same nesting around `change(path, leaf)` of each of its `leaves`."""
+    """Return the same nesting around `change(path, leaf)` of each of its `leaves`."""
     held = None if is_leaf is not None and is_leaf(path, batch) else children(batch)
     if not held:
         return change(path, batch)
@@ -48,24 +57,24 @@ def map_leaves(batch: Batch, change: Callable[[str, Any], Any], is_leaf: IsLeaf 
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """The same nesting with every tensor changed; everything else goes along as it is."""
+    """Return the same nesting with every tensor changed; everything else goes along as it is."""
     return map_leaves(batch, lambda _, leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def tensors(batch: Batch) -> Iterator[Tensor]:
-    """Every tensor in the nesting, in order."""
+    """Yield every tensor in the nesting, in order."""
     return (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
 def children(value: Batch) -> list[NamedPart] | None:
-    """What a container holds, in order; None where `value` is no container."""
+    """List what a container holds, in order; None where `value` is no container."""
     if isinstance(value, Tensor):
         return None
     if is_sequence(value):
         return [(f"[{index}]", child) for index, child in enumerate(value)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(f".{name}", getattr(value, name)) for name in value._fields]
-    if _is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", child) for key, child in value.items()]
@@ -73,264 +82,38 @@ def children(value: Batch) -> list[NamedPart] | None:
 
 
 def rebuild(value: Batch, contents: list[Any]) -> Batch:
-    """The container `value` around new `contents`, given in the order of `children`."""
-    if type(value) in (list, tuple):
-        return type(value)(contents)
-    if isinstance(value, tuple):
+    """Put new `contents`, in the order of `children`, into a container like `value`."""
+    if isinstance(value, (list, tuple)):
         return type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
-    if isinstance(value, list):
-        return type(value)(contents)
-    if _is_dataclass(value):
-        return _rebuild_dataclass(value, contents)
     if type(value) is dict:
         return dict(zip(value, contents, strict=True))
-    # copy and update keeps what a mapping type carries beside its items, as torch's own collate does
     clone = copy.copy(value)
-    clone.update(zip(value, contents, strict=True))
-    return clone
-
-
-def _is_dataclass(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _rebuild_dataclass(value: Any, contents: list[Any]) -> Any:
-    # not dataclasses.replace: it refuses fields with init=False and runs __post_init__ on cut data
-    clone = copy.copy(value)
-    assign = object.__setattr__ if value.__dataclass_params__.frozen else setattr
-    for field, content in zip(dataclasses.fields(value), contents, strict=True):
-        assign(clone, field.name, content)
+    if dataclasses.is_dataclass(value):
+        # not dataclasses.replace: it refuses fields with init=False and runs __post_init__ on cut data
+        assign = object.__setattr__ if value.__dataclass_params__.frozen else setattr  # type: ignore[union-attr]
+        for field, content in zip(dataclasses.fields(value), contents, strict=True):
+            assign(clone, field.name, content)
+    else:
+        # copy and update keeps what a mapping type carries beside its items, as torch's own collate does
+        clone.update(zip(value, contents, strict=True))
     return clone
 
 
 def is_array(value: object) -> bool:
-    """True of tensors and NumPy arrays; dim 0, if there is one, is the rows."""
+    """True for tensors and NumPy arrays; dim 0, if there is one, is the rows."""
     return isinstance(value, Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "shape"))
 
 
 def is_sequence(value: object) -> bool:
-    """True of plain tuples and lists, the containers that may also be one object per row."""
+    """True for plain tuples and lists, the containers that may also be one object per row."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)
-
-
-class SampleList(list[Any]):
-    """A list with one sample per row: as a `collate_fn` it says so, whatever the samples look like.
-
-    >>> from anybatch import num_rows
-    >>> import torch
-    >>> num_rows(SampleList([torch.zeros(12), torch.zeros(12), torch.zeros(12)]))
-    3
-    """
-
-
-class SampleTuple(tuple[Any, ...]):
-    """A tuple with one sample per row."""
-
-
-def holds_samples(batch: Batch) -> bool:
-    """True of a batch that is a list of samples, one per row; an error where it may as well be columns.
-
-    A tuple is read as columns, unless it holds like records, such as (image, label), with numbers in them.
-    """
-    if is_marked(batch):
-        return True
-    if type(batch) not in (list, tuple) or len(batch) == 0 or not has_array(batch) or not are_alike(batch):
-        return False
-    is_record = _is_of_kinds(batch[0])
-    if type(batch) is tuple:
-        return is_record and not _is_collated(batch)
-    if not _is_collated(batch) or (is_record and type(batch[0]) is tuple):
-        return True
-    columns = _rows_as_columns(batch)
-    is_column = is_array(batch[0]) or _is_encoding(batch[0])
-    if columns == 0 and not is_column:
-        return True
-    if columns > 0 and is_column and len(batch) <= 2:
-        return False  # as default_collate makes them of one tensor or encoding per sample, and of pairs of them
-    # tensors of different lengths are refused too: the next two that are equally long would be read as columns
-    sizes = f"of {columns} rows each" if columns else f"that disagree on their rows ({_sizes_in_words(batch)})"
-    raise BatchError(
-        f"this list of {len(batch)} can be read in two ways: {len(batch)} samples, one per row; or {len(batch)} columns "
-        f"{sizes}. For samples, give Rows(n, collate=...) or Tokens(n, collate=...), which collates those of each "
-        "micro-batch, or have the loader say so by collate_fn=anybatch.SampleList. For columns, give a tuple or a dict "
-        "instead of a list: collate_fn=lambda samples: tuple(default_collate(samples))."
-    )
-
-
-def is_marked(sequence: Batch) -> bool:
-    """True of a list or tuple that says itself that it holds one sample per row."""
-    return isinstance(sequence, SampleList | SampleTuple)
-
-
-def holds_objects(sequence: Any) -> bool:
-    """True of a list of strings, numbers or other single objects: one per row, whatever else the batch holds."""
-    has_object = False
-    for item in sequence:
-        if is_array(item) or children(item) is not None:
-            return False
-        has_object = has_object or item is not None
-    return has_object
-
-
-def is_per_row(sequence: Any, count: int) -> bool:
-    """True of a list or tuple that holds one object per row, in a batch of `count` rows."""
-    if is_marked(sequence) or holds_objects(sequence):
-        return True
-    if len(sequence) != count:
-        return False
-    # [[1, 2], [3, 4]] beside two rows: with no tensor inside, one list per row is the likelier meaning
-    return not _are_columns(sequence, count) or (not has_array(sequence) and any(item is not None for item in sequence))
-
-
-def per_row_lists(count: int) -> IsLeaf:
-    """Tell the lists with one object per row from containers, in a batch of `count` rows that is marked if it is samples."""
-
-    def is_leaf(path: str, value: Any) -> bool:
-        # the batch itself may be as long as it has rows, and is columns all the same
-        return is_sequence(value) and (is_per_row(value, count) if path else is_marked(value) or holds_objects(value))
-
-    return is_leaf
-
-
-def as_samples(sequence: Any) -> Any:
-    """The list or tuple, marked as one sample per row: cut into shorter ones, it must not be read anew."""
-    if is_marked(sequence) or not is_sequence(sequence) or holds_objects(sequence):
-        return sequence
-    if type(sequence) is list:
-        return SampleList(sequence)
-    return SampleTuple(sequence) if type(sequence) is tuple else sequence
-
-
-def has_array(batch: Batch) -> bool:
-    """True if there is a tensor or array of one or more dims anywhere inside."""
-    return any(is_array(leaf) and len(leaf.shape) > 0 for _, leaf in leaves(batch))
-
-
-def are_alike(sequence: Any) -> bool:
-    """True of objects of one kind: the same type, keys, dtypes and numbers of dims, whatever their lengths."""
-    return len({_kind(item) for item in sequence}) == 1
-
-
-def _kind(value: Batch) -> object:
-    """A value that is equal for samples of one dataset, whatever their lengths."""
-    if is_array(value):
-        return "array", str(value.dtype), len(value.shape)
-    held = children(value)
-    if held is None:
-        return "object", type(value)
-    if is_sequence(value):
-        return type(value), frozenset(_kind(child) for _, child in held)
-    return type(value), tuple((step, _kind(child)) for step, child in held)
-
-
-def _is_of_kinds(value: Batch) -> bool:
-    """True of a container whose members differ in kind, such as (image, label): a record, not a list of rows."""
-    return len({_kind(child) for _, child in children(value) or ()}) > 1
-
-
-def _is_encoding(value: Batch) -> bool:
-    """True of a mapping of matrices: rows x tokens. A sample by itself has the tokens alone."""
-    return isinstance(value, Mapping) and all(is_array(held) and len(held.shape) > 1 for held in value.values())
-
-
-def _is_collated(batch: Batch) -> bool:
-    """True if all leaves are arrays of one or more dims, or lists of strings: collation leaves no number as it is."""
-    found = (leaf for _, leaf in leaves(batch, lambda _, value: _are_strings(value)))
-    return all(leaf is None or _are_strings(leaf) or (is_array(leaf) and len(leaf.shape) > 0) for leaf in found)
-
-
-def _are_strings(value: Batch) -> bool:
-    return is_sequence(value) and len(value) > 0 and all(isinstance(item, str | bytes) for item in value)
-
-
-def _rows_as_columns(batch: Any) -> int:
-    """The rows that a list of like, collated things has if they are columns; 0 if they cannot be."""
-    sizes = [_leading_sizes(item) for item in batch]
-    if len({size for own in sizes for size in own}) == 1:
-        return sizes[0][0]
-    is_zipped = (
-        all(is_sequence(column) and len(column) > 1 and are_alike(column) for column in batch)
-        and len({len(column) for column in batch}) == 1
-        and (all(own == sizes[0] for own in sizes) or any(len(set(own)) > 1 for own in sizes))
-    )
-    return len(batch[0]) if is_zipped else 0
-
-
-def _leading_sizes(batch: Batch) -> list[int]:
-    """The rows of each leaf of a collated batch."""
-    found = (leaf for _, leaf in leaves(batch, lambda _, value: _are_strings(value)))
-    return [len(leaf) for leaf in found if leaf is not None]
-
-
-def _sizes_in_words(batch: Batch) -> str:
-    sizes = list(dict.fromkeys(size for item in batch for size in _leading_sizes(item)))
-    return ", ".join(map(str, sizes[:4])) + (", ..." if len(sizes) > 4 else "")
-
-
-def _are_columns(batch: Batch, count: int) -> bool:
-    """True if every leaf inside has `count` rows in one of its readings."""
-
-    def is_leaf(path: str, value: Any) -> bool:
-        return is_sequence(value) and (holds_objects(value) or (path != "" and len(value) == count))
-
-    def fits(leaf: Any) -> bool:
-        if is_array(leaf):
-            return len(leaf.shape) == 0 or bool(leaf.shape[0] == count)
-        return not is_sequence(leaf) or len(leaf) in (0, count)
-
-    return all(fits(leaf) for _, leaf in leaves(batch, is_leaf))
-
-
-def check_one_reading(batch: Batch, count: int) -> None:
-    """Refuse lists inside a batch that may be one object per row, though they were read as columns of `count` rows."""
-    if is_marked(batch):
-        return
-    alone = lists_alone(batch)
-    lengths = {length for _, length in alone}
-    # two tensors in each list are pairs of columns; dicts are not, however few
-    if len(lengths) == 1 and lengths != {count} and (max(lengths) > 2 or _has_mappings(batch)):
-        raise _two_readings("the lists of this batch", lengths.pop(), count)
-    is_per_row_list = per_row_lists(count)
-
-    def is_leaf(path: str, value: Any) -> bool:
-        if is_marked(value) or is_per_row_list(path, value):
-            return True
-        if path and is_sequence(value) and len(value) == count > 1 and has_array(value) and _are_columns(value, count):
-            raise _two_readings(f"batch{path}", count, count)
-        return False
-
-    for _ in leaves(batch, is_leaf):
-        pass
-
-
-def _has_mappings(batch: Batch) -> bool:
-    """True if one of the lists in a batch of lists holds mappings, such as the targets of detection."""
-    return any(isinstance(column[0], Mapping) for _, column in children(batch) or ())
-
-
-def _two_readings(what: str, length: int, count: int) -> BatchError:
-    return BatchError(
-        f"{what} can be read in two ways: {length} objects, one per row; or {length} columns of {count} rows each. For one "
-        "object per row, mark it in the collate_fn, as anybatch.SampleList(...); for columns, make it a dict."
-    )
-
-
-def lists_alone(batch: Batch) -> list[tuple[str, int]]:
-    """(path, length) of the lists of a batch that holds two or more of them and nothing else, each of like objects."""
-    held = children(batch) or []
-    is_all = len(held) > 1 and all(is_sequence(child) and child and are_alike(child) for _, child in held)
-    return [(step, len(child)) for step, child in held] if is_all else []
-
-
-RowNumbers = slice | Tensor
-"""Rows to take: a slice (tensors become views) or a 1-D integer tensor (rows are copied)."""
 
 
 # Counting rows
 
 
 def num_rows(batch: Batch) -> int:
-    """The number of rows that every leaf of `batch` agrees on, at least 1.
+    """Count the rows that every leaf of `batch` agrees on, at least 1.
 
     >>> num_rows({"x": torch.zeros(4, 3), "text": ["a", "b", "c", "d"], "scale": 0.5})
     4
@@ -339,19 +122,6 @@ def num_rows(batch: Batch) -> int:
     if count > 0:
         return count
     return len(batch) if holds_samples(batch) else _count_leaves(batch)
-
-
-def rows_to_cut(batch: Batch) -> int:
-    """The number of rows of a whole batch; an error where a list inside it can be read in two ways.
-
-    Not for micro-batches that were cut here: lists that were cut by rows are marked, and all others were columns.
-    """
-    count = _rows_of_columns(batch)
-    if count > 0:
-        return count
-    count = num_rows(batch)
-    check_one_reading(read(batch), count)
-    return count
 
 
 def rows(batch: Batch) -> int:
@@ -363,8 +133,46 @@ def rows(batch: Batch) -> int:
     return num_rows(batch)
 
 
+def rows_to_cut(batch: Batch) -> int:
+    """Count the rows of a whole batch, and refuse lists inside it that can be read in two ways.
+
+    Not for micro-batches that were cut here: lists that were cut by rows are marked, and all others were columns.
+    """
+    count = _rows_of_columns(batch)
+    if count > 0:
+        return count
+    count = num_rows(batch)
+    batch = read(batch)
+    if is_marked(batch):
+        return count
+    lengths = {length for _, length in _lists_alone(batch)}
+    has_mappings = any(isinstance(column[0], Mapping) for _, column in children(batch) or ()) if lengths else False
+    # two tensors in each list are pairs of columns; dicts, such as the targets of detection, are not, however few
+    if len(lengths) == 1 and lengths != {count} and (max(lengths) > 2 or has_mappings):
+        raise _two_readings("the lists of this batch", lengths.pop(), count)
+    is_per_row = per_row_lists(count)
+
+    def is_leaf(path: str, value: Any) -> bool:
+        if is_marked(value) or is_per_row(path, value):
+            return True
+        if path and is_sequence(value) and len(value) == count > 1 and has_array(value) and _are_columns(value, count):
+            raise _two_readings(f"batch{path}", count, count)
+        return False
+
+    for _ in leaves(batch, is_leaf):
+        pass
+    return count
+
+
+def _two_readings(what: str, length: int, count: int) -> BatchError:
+    return BatchError(
+        f"{what} can be read in two ways: {length} objects, one per row; or {length} columns of {count} rows each. For one "
+        "object per row, mark it in the collate_fn, as anybatch.SampleList(...); for columns, make it a dict."
+    )
+
+
 def _rows_of_columns(batch: Batch) -> int:
-    """The rows of a tensor, or of a plain tuple, list or dict of tensors, by far the most frequent batches; else 0."""
+    """Count the rows of a tensor, or of a plain tuple, list or dict of tensors, the most frequent batches; else 0."""
     columns = (batch,) if isinstance(batch, Tensor) else batch.values() if type(batch) is dict else batch
     if type(columns) is not tuple and type(batch) is not dict and (type(columns) is not list or len(columns) > 2):
         return 0  # a longer list may hold samples
@@ -373,10 +181,17 @@ def _rows_of_columns(batch: Batch) -> int:
 
 
 def _count_leaves(batch: Batch) -> int:
-    counts = list(_fixed_counts(batch)) or list(_zipped_counts(batch)) or list(_column_counts(batch))
+    # first the leaves that can be read in one way only: those not inside a nested list or tuple
+    counts = _counts(batch, lambda path, value: is_sequence(value) and (path != "" or holds_objects(value)))
     if not counts:
+        counts = _counts(batch, lambda _, value: is_sequence(value) and (is_marked(value) or holds_objects(value)))
+        if len({count for _, count in counts}) > 1:
+            # tuple(zip(*samples)): lists with an object per row each, which as columns disagree
+            counts = _lists_alone(batch) or counts
+    if not counts:
+        described = f"{type(batch).__name__} {batch!r}"[:80]
         raise BatchError(
-            f"this batch has no rows: {_describe(batch)} holds no tensor of one or more dimensions. Give a nesting with "
+            f"this batch has no rows: {described} holds no tensor of one or more dimensions. Give a nesting with "
             "at least one tensor whose dim 0 is the rows."
         )
     first_path, count = counts[0]
@@ -399,38 +214,32 @@ def _count_leaves(batch: Batch) -> int:
     return count
 
 
-def _fixed_counts(batch: Batch) -> Iterator[tuple[str, int]]:
-    """(path, rows) of the leaves that can be read in one way only: those not inside a nested list or tuple."""
-    yield from _counts(batch, lambda path, value: is_sequence(value) and (path != "" or holds_objects(value)))
-
-
-def _column_counts(batch: Batch) -> Iterator[tuple[str, int]]:
-    """(path, rows) of every leaf, nested lists and tuples read as containers of columns."""
-    yield from _counts(batch, lambda _, value: is_sequence(value) and (is_marked(value) or holds_objects(value)))
-
-
-def _counts(batch: Batch, is_leaf: IsLeaf) -> Iterator[tuple[str, int]]:
+def _counts(batch: Batch, is_leaf: IsLeaf) -> list[tuple[str, int]]:
+    """List (path, rows) of arrays and of lists of per-row objects."""
+    found = []
     for path, leaf in leaves(batch, is_leaf):
         if is_array(leaf):
             if len(leaf.shape) > 0:
-                yield path, leaf.shape[0]
+                found.append((path, leaf.shape[0]))
         elif is_sequence(leaf) and (is_marked(leaf) or holds_objects(leaf)):
-            yield path, len(leaf)
+            found.append((path, len(leaf)))
+    return found
 
 
-def _zipped_counts(batch: Batch) -> Iterator[tuple[str, int]]:
-    """(path, length) of lists with an object per row each, `tuple(zip(*samples))`: as columns, what they hold disagrees."""
-    if len({rows for _, rows in _column_counts(batch)}) > 1:
-        yield from lists_alone(batch)
+def _lists_alone(batch: Batch) -> list[tuple[str, int]]:
+    """List (path, length) of the lists of a batch that holds two or more of them and nothing else, each of like objects."""
+    held = children(batch) or []
+    is_all = len(held) > 1 and all(is_sequence(child) and child and are_alike(child) for _, child in held)
+    return [(step, len(child)) for step, child in held] if is_all else []
 
 
 def _check_sequences(batch: Batch, count: int) -> None:
-    """Nested lists that were passed over in counting must agree in one of their two readings."""
-    is_per_row_list, containers = per_row_lists(count), dict[str, Any]()
+    """Check that nested lists that were passed over in counting agree in one of their two readings."""
+    is_per_row, containers = per_row_lists(count), dict[str, Any]()
 
     def is_leaf(path: str, value: Any) -> bool:
         containers[path] = value
-        return is_per_row_list(path, value)
+        return is_per_row(path, value)
 
     for path, leaf in leaves(batch, is_leaf):
         if is_array(leaf) and len(leaf.shape) > 0 and leaf.shape[0] != count:
@@ -446,12 +255,12 @@ def _check_sequences(batch: Batch, count: int) -> None:
 
 
 def read(batch: Batch) -> Batch:
-    """The batch, marked where it is a list of samples."""
+    """Return the batch, marked where it is a list of samples."""
     return as_samples(batch) if _rows_of_columns(batch) == 0 and holds_samples(batch) else batch
 
 
 def take_rows(batch: Batch, row_numbers: RowNumbers | list[int]) -> Batch:
-    """The same nesting with only these rows, in this order.
+    """Return the same nesting with only these rows, in this order.
 
     >>> take_rows({"x": torch.arange(4), "name": ["a", "b", "c", "d"]}, [2, 0])
     {'x': tensor([2, 0]), 'name': ['c', 'a']}
@@ -461,23 +270,19 @@ def take_rows(batch: Batch, row_numbers: RowNumbers | list[int]) -> Batch:
 
 
 def take(batch: Batch, chosen: RowNumbers, count: int) -> Batch:
-    """`take_rows` of a batch whose rows have been counted already, and which is marked if it is a list of samples."""
+    """Like `take_rows`, for a batch whose rows have been counted already, and which is marked if it is a list of samples."""
     return map_leaves(batch, lambda _, leaf: _take_leaf(leaf, chosen), per_row_lists(count))
 
 
 def _take_leaf(leaf: Any, chosen: RowNumbers) -> Any:
-    if isinstance(leaf, Tensor):
-        if leaf.dim() == 0:
-            return leaf
-        return (
-            leaf[chosen]
-            if isinstance(chosen, slice)
-            else leaf.index_select(0, chosen.to(leaf.device, non_blocking=True))
-        )
     if is_array(leaf):
         if len(leaf.shape) == 0:
             return leaf
-        return leaf[chosen] if isinstance(chosen, slice) else leaf[chosen.numpy(force=True)]
+        if isinstance(chosen, slice):
+            return leaf[chosen]
+        if isinstance(leaf, Tensor):
+            return leaf.index_select(0, chosen.to(leaf.device, non_blocking=True))
+        return leaf[chosen.numpy(force=True)]
     if is_sequence(leaf) and len(leaf) > 0:
         taken = leaf[chosen] if isinstance(chosen, slice) else [leaf[number] for number in chosen.tolist()]
         return rebuild(as_samples(leaf), list(taken))
@@ -485,7 +290,7 @@ def _take_leaf(leaf: Any, chosen: RowNumbers) -> Any:
 
 
 def split_rows(batch: Batch, sizes: list[int]) -> list[Batch]:
-    """Consecutive rows, `sizes` of them at a time; tensors are cut into views. The sizes add up to the number of rows."""
+    """Cut into consecutive rows, `sizes` of them at a time; tensors into views. The sizes add up to the number of rows."""
     stops = list(accumulate(sizes))
     if _rows_of_columns(batch) > 0:  # nothing to read: a tensor, or a container of tensors
         if isinstance(batch, Tensor):
@@ -494,11 +299,11 @@ def split_rows(batch: Batch, sizes: list[int]) -> list[Batch]:
         return [rebuild(batch, list(parts)) for parts in zip(*columns, strict=True)]
     batch = read(batch)
     found = {path: _split_leaf(leaf, stops) for path, leaf in leaves(batch, per_row_lists(sum(sizes)))}
-    return [_with_leaves(batch, {path: parts[number] for path, parts in found.items()}) for number in range(len(stops))]
 
+    def part(number: int) -> Batch:
+        return map_leaves(batch, lambda path, _: found[path][number], lambda path, _: path in found)
 
-def _with_leaves(batch: Batch, parts: Mapping[str, Any]) -> Batch:
-    return map_leaves(batch, lambda path, _: parts[path], lambda path, _: path in parts)
+    return [part(number) for number in range(len(stops))]
 
 
 def _split_leaf(leaf: Any, stops: list[int]) -> list[Any]:
@@ -511,7 +316,7 @@ def _split_leaf(leaf: Any, stops: list[int]) -> list[Any]:
 
 
 def join_rows(parts: Sequence[Batch]) -> Batch:
-    """One nesting with the rows of all parts, in order; autograd sees through it.
+    """Join the rows of all parts, in order, into one nesting; autograd sees through it.
 
     Tensors are concatenated along dim 0, lists of per-row objects one after the other. A 0-dim tensor or a single object
     belongs to no row: it must be the same in every part, and the last part's stands for all.
@@ -523,7 +328,7 @@ def join_rows(parts: Sequence[Batch]) -> Batch:
 
 
 def reorder_rows(batch: Batch, order: Sequence[int]) -> Batch:
-    """The rows of a batch that `join_rows` made, in this order; autograd sees through it.
+    """Reorder the rows of a batch that `join_rows` made; autograd sees through it.
 
     >>> reorder_rows({"x": torch.tensor([1, 2]), "id": ["a", "b"], "scale": 2.0}, [1, 0])
     {'x': tensor([2, 1]), 'id': ['b', 'a'], 'scale': 2.0}
@@ -542,20 +347,19 @@ def _join(parts: list[Batch], path: str) -> Batch:
     if isinstance(last, Tensor):
         return _join_tensors(parts, path)
     held = [children(part) for part in parts]
-    steps = [None if items is None else [step for step, _ in items] for items in held]
     if held[-1] is None:
         return _single(parts, path)
     if all(_is_joined_list(part) for part in parts):
         return rebuild(last, [item for part in parts for item in part])
+    steps = [None if items is None else [step for step, _ in items] for items in held]
     for number, other in enumerate(steps):
         if other != steps[-1]:
             raise BatchError(
                 f"the parts are not nested alike: batch{path} holds {other} in part {number} and {steps[-1]} in part "
                 f"{len(parts) - 1}. Return the same nesting for every micro-batch; ragged rows can be padded to one length."
             )
-    columns = [[child for _, child in items or ()] for items in held]
-    names = [step for step, _ in held[-1]]
-    return rebuild(last, [_join(list(column), path + name) for name, *column in zip(names, *columns, strict=True)])
+    columns = zip(*(items or () for items in held), strict=True)
+    return rebuild(last, [_join([child for _, child in column], path + column[0][0]) for column in columns])
 
 
 def _join_tensors(parts: list[Batch], path: str) -> Tensor:
@@ -573,6 +377,7 @@ def _join_tensors(parts: list[Batch], path: str) -> Tensor:
 
 
 def _single(parts: list[Batch], path: str) -> Batch:
+    """Return what belongs to no row, and must be the same in every part."""
     last = parts[-1]
     for number, part in enumerate(parts):
         if isinstance(last, Tensor) and isinstance(part, Tensor):
@@ -588,27 +393,27 @@ def _single(parts: list[Batch], path: str) -> Batch:
 
 
 def _is_joined_list(value: Batch) -> bool:
-    """True of marked lists, and of lists of strings, numbers and other single objects: one per row."""
-    if not is_sequence(value) or len(value) == 0:
+    """True for marked lists, and for lists of strings, numbers and other single objects: one per row."""
+    if is_marked(value) or not is_sequence(value) or len(value) == 0:
         return is_marked(value)
-    return is_marked(value) or all(not isinstance(item, Tensor) and children(item) is None for item in value)
+    return all(not isinstance(item, Tensor) and children(item) is None for item in value)
 
 
 # Devices, and rows in another dim than 0
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
-    """The same nesting with every tensor on `device`; tensors that are there already are not copied."""
+    """Move every tensor to `device`; tensors that are there already are not copied."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def sent(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """These numbers on `device`. `torch.tensor(numbers, device=device)` would wait until all that it was given is done."""
+    """Make a tensor on `device` without waiting for it, as `torch.tensor(numbers, device=device)` would."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def rows_first(batch: Batch, dim: int) -> Batch:
-    """Views of the tensors with their dim `dim` as dim 0; those with fewer dims have their rows there already.
+    """View the tensors with their dim `dim` as dim 0; those with fewer dims have their rows there already.
 
     >>> [tuple(tensor.shape) for tensor in rows_first((torch.zeros(7, 4, 3), torch.zeros(4)), 1)]
     [(4, 7, 3), (4,)]
@@ -617,22 +422,19 @@ def rows_first(batch: Batch, dim: int) -> Batch:
 
 
 def rows_in_dim(batch: Batch, dim: int) -> Batch:
-    """The inverse of `rows_first`, contiguous: models take .view() of what they are given."""
-    return map_tensors(batch, lambda tensor: _put_back(tensor, dim))
-
-
-def _put_back(tensor: Tensor, dim: int) -> Tensor:
-    return tensor.movedim(0, dim).contiguous() if tensor.dim() > dim else tensor
+    """Invert `rows_first`; the tensors are contiguous, because models take .view() of what they are given."""
+    return map_tensors(batch, lambda tensor: tensor.movedim(0, dim).contiguous() if tensor.dim() > dim else tensor)
 
 
 def check_row_dim(model: nn.Module, batch: Batch) -> None:
-    """Refuse a batch that was cut along dim 0 where dim 1 may be the rows: the model takes time first, and both dims agree."""
+    """Refuse a batch cut along dim 0 where dim 1 may be the rows: the model takes time first, and both dims agree."""
     if isinstance(batch, Mapping) and "attention_mask" in batch:
         return  # rows x tokens, as every tokenizer has it
-    layer = next(
-        (f"{name} ({type(module).__name__})" for name, module in model.named_modules() if _takes_time_first(module)), ""
+    layers = (
+        f"{name} ({type(module).__name__})" for name, module in model.named_modules() if _takes_time_first(module)
     )
-    if not layer:
+    layer = next(layers, None)
+    if layer is None:
         return
     try:
         time, rows = num_rows(batch), num_rows(rows_first(batch, 1))
@@ -651,5 +453,156 @@ def _takes_time_first(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase) and not module.batch_first
 
 
-def _describe(batch: Batch) -> str:
-    return f"{type(batch).__name__} {batch!r}"[:80]
+# Lists: which of them have one entry per row
+
+
+class SampleList(list[Any]):
+    """A list with one sample per row: as a `collate_fn` it says so, whatever the samples look like.
+
+    >>> from anybatch import num_rows
+    >>> import torch
+    >>> num_rows(SampleList([torch.zeros(12), torch.zeros(12), torch.zeros(12)]))
+    3
+    """
+
+
+class SampleTuple(tuple[Any, ...]):
+    """A tuple with one sample per row."""
+
+
+def is_marked(sequence: Batch) -> bool:
+    """True for a list or tuple that says itself that it holds one sample per row."""
+    return isinstance(sequence, SampleList | SampleTuple)
+
+
+def as_samples(sequence: Any) -> Any:
+    """Mark a list or tuple as one sample per row: cut into shorter ones, it must not be read anew."""
+    if is_marked(sequence) or not is_sequence(sequence) or holds_objects(sequence):
+        return sequence
+    if type(sequence) is list:
+        return SampleList(sequence)
+    return SampleTuple(sequence) if type(sequence) is tuple else sequence
+
+
+def per_row_lists(count: int) -> IsLeaf:
+    """Tell lists with one object per row from containers, in a batch of `count` rows that is marked if it is samples."""
+
+    def is_leaf(path: str, value: Any) -> bool:
+        if not is_sequence(value):
+            return False
+        if is_marked(value) or holds_objects(value):
+            return True
+        # the batch itself may be as long as it has rows, and is columns all the same
+        if not path or len(value) != count:
+            return False
+        # [[1, 2], [3, 4]] beside two rows: with no tensor inside, one list per row is the likelier meaning
+        return not _are_columns(value, count) or (not has_array(value) and any(item is not None for item in value))
+
+    return is_leaf
+
+
+def holds_objects(sequence: Any) -> bool:
+    """True for a list of strings, numbers or other single objects: one per row, whatever else the batch holds."""
+    has_object = False
+    for item in sequence:
+        if is_array(item) or children(item) is not None:
+            return False
+        has_object = has_object or item is not None
+    return has_object
+
+
+def _are_columns(batch: Batch, count: int) -> bool:
+    """True if every leaf inside has `count` rows in one of its readings."""
+
+    def is_leaf(path: str, value: Any) -> bool:
+        return is_sequence(value) and (holds_objects(value) or (path != "" and len(value) == count))
+
+    def fits(leaf: Any) -> bool:
+        if is_array(leaf):
+            return len(leaf.shape) == 0 or bool(leaf.shape[0] == count)
+        return not is_sequence(leaf) or len(leaf) in (0, count)
+
+    return all(fits(leaf) for _, leaf in leaves(batch, is_leaf))
+
+
+def holds_samples(batch: Batch) -> bool:
+    """True for a batch that is a list of samples, one per row; raise where it may as well be columns.
+
+    A tuple is read as columns, unless it holds like records, such as (image, label), with numbers in them.
+    """
+    if is_marked(batch):
+        return True
+    if type(batch) not in (list, tuple) or len(batch) == 0 or not has_array(batch) or not are_alike(batch):
+        return False
+    first = batch[0]
+    collated = list(_collated_leaves(batch))
+    # collation leaves no number as it is
+    is_collated = all(_are_strings(leaf) or (is_array(leaf) and len(leaf.shape) > 0) for leaf in collated)
+    # members that differ in kind, such as (image, label), make a record, not a list of rows
+    is_record = len({_kind(child) for _, child in children(first) or ()}) > 1
+    if type(batch) is tuple:
+        return is_record and not is_collated
+    if not is_collated or (is_record and type(first) is tuple):
+        return True
+    columns = _rows_as_columns(batch)
+    # a mapping of matrices is rows x tokens: a sample by itself has the tokens alone
+    is_encoding = isinstance(first, Mapping) and all(is_array(held) and len(held.shape) > 1 for held in first.values())
+    is_column = is_array(first) or is_encoding
+    if columns == 0 and not is_column:
+        return True
+    if columns > 0 and is_column and len(batch) <= 2:
+        return False  # as default_collate makes them of one tensor or encoding per sample, and of pairs of them
+    # tensors of different lengths are refused too: the next two that are equally long would be read as columns
+    lengths = list(dict.fromkeys(map(len, collated)))
+    written = ", ".join(map(str, lengths[:4])) + (", ..." if len(lengths) > 4 else "")
+    sizes = f"of {columns} rows each" if columns else f"that disagree on their rows ({written})"
+    raise BatchError(
+        f"this list of {len(batch)} can be read in two ways: {len(batch)} samples, one per row; or {len(batch)} columns "
+        f"{sizes}. For samples, give Rows(n, collate=...) or Tokens(n, collate=...), which collates those of each "
+        "micro-batch, or have the loader say so by collate_fn=anybatch.SampleList. For columns, give a tuple or a dict "
+        "instead of a list: collate_fn=lambda samples: tuple(default_collate(samples))."
+    )
+
+
+def has_array(batch: Batch) -> bool:
+    """True if there is a tensor or array of one or more dims anywhere inside."""
+    return any(is_array(leaf) and len(leaf.shape) > 0 for _, leaf in leaves(batch))
+
+
+def are_alike(sequence: Any) -> bool:
+    """True for objects of one kind: the same type, keys, dtypes and numbers of dims, whatever their lengths."""
+    return len({_kind(item) for item in sequence}) == 1
+
+
+def _kind(value: Batch) -> object:
+    """Return a value that is equal for samples of one dataset, whatever their lengths."""
+    if is_array(value):
+        return "array", str(value.dtype), len(value.shape)
+    held = children(value)
+    if held is None:
+        return "object", type(value)
+    if is_sequence(value):
+        return type(value), frozenset(_kind(child) for _, child in held)
+    return type(value), tuple((step, _kind(child)) for step, child in held)
+
+
+def _collated_leaves(batch: Batch) -> Iterator[Any]:
+    """Yield the leaves other than None; lists of strings, which collation leaves as they are, are leaves."""
+    return (leaf for _, leaf in leaves(batch, lambda _, value: _are_strings(value)) if leaf is not None)
+
+
+def _are_strings(value: Batch) -> bool:
+    return is_sequence(value) and len(value) > 0 and all(isinstance(item, str | bytes) for item in value)
+
+
+def _rows_as_columns(batch: Any) -> int:
+    """Count the rows that a list of like, collated things has if they are columns; 0 if they cannot be."""
+    sizes = [[len(leaf) for leaf in _collated_leaves(item)] for item in batch]
+    if len({size for own in sizes for size in own}) == 1:
+        return sizes[0][0]
+    is_zipped = (
+        all(is_sequence(column) and len(column) > 1 and are_alike(column) for column in batch)
+        and len({len(column) for column in batch}) == 1
+        and (all(own == sizes[0] for own in sizes) or any(len(set(own)) > 1 for own in sizes))
+    )
+    return len(batch[0]) if is_zipped else 0
