@@ -1,4 +1,4 @@
-"""Objects in one line: what they were made with, or what they found, without tensors poured out."""
+"""Text for people: objects in one line, counts, sizes, times, tables and HTML."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,14 +9,11 @@ from typing import Any
 
 from anybatch.errors import SettingsError
 
-LONGEST = 60
-"""Characters of one value."""
-MOST = 6
-"""Members of one container."""
+LONGEST, MOST = 60, 6  # characters of one value, members of one container
 
 
 def called(name: str, *parts: str, **options: Any) -> str:
-    """`Name(part, part, option=value)`.
+    """Write `Name(part, part, option=value)`.
 
     >>> called("Update", "Linear", "SGD", clip_norm=1.0)
     'Update(Linear, SGD, clip_norm=1)'
@@ -25,7 +22,7 @@ def called(name: str, *parts: str, **options: Any) -> str:
 
 
 def name_of(value: Any) -> str:
-    """A function by its name, anything else by its class.
+    """Name a function by its name, anything else by its class.
 
     >>> name_of(len), name_of(lambda x: x), name_of({})
     ('len', '<lambda>', 'dict')
@@ -37,20 +34,22 @@ def name_of(value: Any) -> str:
 
 
 def one_line(value: Any) -> str:
-    """A dataclass in a line: its fields, but for empty ones and those that are what they are by default.
+    """Write a dataclass in a line: its fields, without empty ones and those that have their default.
 
     It can stand as `__repr__` in a class. Reading a tensor of one number waits for the device.
     """
-    shown = {
-        field.name: held
-        for field in fields(value)
-        if field.repr and not _goes_without_saying(held := getattr(value, field.name), field.default)
-    }
+    held = {field: getattr(value, field.name) for field in fields(value) if field.repr}
+    shown = {field.name: one for field, one in held.items() if not _is_obvious(one, field.default)}
     return called(type(value).__name__, **shown)
 
 
+def _is_obvious(held: Any, default: Any) -> bool:
+    is_default = default is not MISSING and isinstance(held, type(default)) and bool(held == default)
+    return is_default or (isinstance(held, Mapping | tuple) and not held)
+
+
 def short(value: Any) -> str:
-    """One value, in a few characters: numbers with six digits, tensors by their shape.
+    """Write one value in a few characters: numbers with six digits, tensors by their shape.
 
     >>> short(0.123456789), short((1, 2)), short({"a": 1.0}), short("x" * 100)[-4:]
     ('0.123457', '(1, 2)', "{'a': 1}", 'x...')
@@ -75,13 +74,8 @@ def _few(written: list[str]) -> str:
     return ", ".join([*written[:MOST], *([f"... {len(written) - MOST} more"] if len(written) > MOST else [])])
 
 
-def _goes_without_saying(held: Any, default: Any) -> bool:
-    is_default = default is not MISSING and isinstance(held, type(default)) and bool(held == default)
-    return is_default or (isinstance(held, Mapping | tuple) and not held)
-
-
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """The end of a sentence: which of `known` was meant; nothing where none of them is near.
+    """End a sentence with the name in `known` that was meant; empty where none of them is near.
 
     >>> did_you_mean("Updtae", ["Update", "Window"]), did_you_mean("banana", ["Update"])
     ('; did you mean Update?', '')
@@ -94,7 +88,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def one_of(value: object, choices: Iterable[str], *, or_none: bool = False) -> str:
-    """What was expected instead of `value`.
+    """Say what was expected instead of `value`.
 
     >>> one_of("drpo", ("raise", "drop")), one_of(3, ("host", "disk"), or_none=True)
     ('expected one of raise, drop; did you mean drop?', 'expected one of host, disk, or None.')
@@ -132,17 +126,17 @@ _CELL = "text-align:left;padding:2px 12px 2px 0"
 
 
 def html_block(title: str, *parts: str) -> str:
-    """One result: its title in words, and parts that the other functions of this module made."""
+    """Join a title and parts that the functions below made."""
     return f"<div><strong>{escape(title)}</strong>{''.join(parts)}</div>"
 
 
 def sentences(texts: Iterable[str]) -> str:
-    """A paragraph each."""
+    """Write each text as a paragraph."""
     return "".join(f"<p>{escape(text)}</p>" for text in texts)
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table with a head; strings as they are, other values in short.
+    """Write a table with a head; strings as they are, other values in short.
 
     >>> html_table(["a<b"], [["<script>"]])[-40:]
     '&lt;script&gt;</td></tr></tbody></table>'
@@ -155,7 +149,7 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def facts_table(facts: Mapping[str, Any]) -> str:
-    """Names and values, a row each."""
+    """Write a table of names and values, a row each."""
     body = "".join(
         f'<tr><th scope="row" style="{_CELL}">{escape(name)}</th><td style="{_CELL}">{escape(_written(value))}</td></tr>'
         for name, value in facts.items()
@@ -171,7 +165,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)", re.IGNORECASE)
 
 
 def parse_bytes(size: str | int) -> int:
-    """Bytes of a size with its unit; a whole number is bytes already.
+    """Read a size with its unit as bytes; a whole number is bytes already.
 
     >>> parse_bytes("1.5GiB"), parse_bytes("800MB"), parse_bytes(4096)
     (1610612736, 800000000, 4096)
@@ -189,7 +183,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def show_bytes(number: float) -> str:
-    """Bytes in the unit that reads best.
+    """Write bytes in the unit that reads best.
 
     >>> show_bytes(900), show_bytes(5_033_165)
     ('900 B', '4.8 MiB')
@@ -203,7 +197,7 @@ def show_bytes(number: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Seconds in the unit that reads best.
+    """Write seconds in the unit that reads best.
 
     >>> show_seconds(0.0421), show_seconds(1e-05), show_seconds(0)
     ('42.1 ms', '10.0 us', '0')

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.core.batch import Batch, children
+from anybatch.core.batch import Batch, leaves
 from anybatch.core.out_of_memory import free_memory
 from anybatch.core.splits import Dealt, MicroBatches
 from anybatch.core.torch_private import FakeTensor, NormLayer, buffers_of, disable_current_modes, version_of
@@ -283,16 +283,10 @@ class WriteWatch:
                 )
 
 
-def _tensors(rows: Batch, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(rows, Tensor):
-        yield path, rows
-        return
-    if isinstance(rows, Dealt):
-        rows = rows.batch
-    if isinstance(rows, MicroBatches):
-        rows = rows.micro_batches
-    for step, child in children(rows) or ():
-        yield from _tensors(child, path + step)
+def _tensors(rows: Batch) -> list[tuple[str, Tensor]]:
+    rows = rows.batch if isinstance(rows, Dealt) else rows
+    rows = rows.micro_batches if isinstance(rows, MicroBatches) else rows
+    return [(path, leaf) for path, leaf in leaves(rows) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
