@@ -21,11 +21,11 @@ from anybatch.core import (
     PassHook,
     Ranks,
     children_of,
+    disable_dynamo,
     is_in_backward,
     num_rows,
     random_state,
     sent,
-    disable_dynamo,
 )
 from anybatch.errors import DropoutError
 

@@ -169,7 +169,9 @@ def test_a_later_step_that_never_fits_leaves_everything_as_it_was():
 
 def test_only_the_first_two_steps_are_copied(monkeypatch):
     copied = []
-    monkeypatch.setattr("anybatch.core.snapshot.spilled_copy", lambda tensor, file: copied.append(tensor) or tensor.clone)
+    monkeypatch.setattr(
+        "anybatch.core.snapshot.spilled_copy", lambda tensor, file: copied.append(tensor) or tensor.clone
+    )
     model, optimizer = two_groups(lambda groups: torch.optim.SGD(groups, lr=0.1))
     fill(model)
     stepping = Stepping(optimizer)

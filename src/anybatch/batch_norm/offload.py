@@ -16,9 +16,9 @@ from anybatch.core import (
     free_on_device,
     free_on_host,
     is_dynamo_loaded,
-    version_of,
     storage_behind,
     storage_cdata,
+    version_of,
 )
 from anybatch.errors import UpdateError
 

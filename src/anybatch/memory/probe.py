@@ -26,16 +26,13 @@ from anybatch.core import (
     Objective,
     Running,
     Snapshot,
-    TensorFile,
     Update,
     buffers_of,
     gradient_hooks_of,
     is_low,
-    kept_aside,
     map_tensors,
     move,
     rows,
-    tables_of,
     tensors,
 )
 from anybatch.errors import PlanError
@@ -345,12 +342,10 @@ def _undone(parts: Parts) -> Iterator[None]:
     """
     model, optimizer, objective = parts
     large = list(dict.fromkeys(_large_tensors(parts)))
-    file = TensorFile()
-    before = Snapshot(
-        # .data: what is put back does not count as a write, which would be told as one of the model's forward
-        tensors=[(one.data, kept_aside(one.detach(), file)) for one in (*large, *optimizer_tensors(optimizer))],
+    # .data: what is put back does not count as a write, which would be told as one of the model's forward
+    before = replace(
+        Snapshot.of([one.data for one in large], optimizer=optimizer, spill=True),
         buffers={(one, name): (held, None) for one in model.modules() for name, held in buffers_of(one).items()},
-        optimizer=None if optimizer is None else tables_of(optimizer),
     )
     gradients = [(one, one.grad) for one in large]
     python = PythonState(model, *functions_of(objective), owned=[*model.modules()])

@@ -21,13 +21,11 @@ relative to `scale`, the norm of the parameter's gradient, or a millionth of |al
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-
-from anybatch.core import pieces_of
 
 SAFETY = 6.0
 """One or two permutations are a small sample of all orders of adding up."""
@@ -170,7 +168,7 @@ def _distance(one: Tensor | None, other: Tensor | None) -> float:
     if one is None or other is None:
         return _norm_of(one if other is None else other)
     flat, others = one.detach().flatten(), other.detach().flatten()
-    pieces = pieces_of(flat.numel())
+    pieces = _pieces(flat.numel())
     return float(
         _joined([_norm(flat[piece].double() - others[piece].to(one.device, torch.float64)) for piece in pieces])
     )
@@ -179,7 +177,13 @@ def _distance(one: Tensor | None, other: Tensor | None) -> float:
 def _norm_in_pieces(values: Tensor) -> Tensor:
     """The float64 norm, piece by piece: a float64 copy of a whole gradient takes twice its memory."""
     flat = values.flatten()
-    return _joined([_norm(flat[piece]) for piece in pieces_of(flat.numel())])
+    return _joined([_norm(flat[piece]) for piece in _pieces(flat.numel())])
+
+
+def _pieces(numel: int) -> Iterator[slice]:
+    """Slice so many numbers into 64 pieces at most, of 2,048 numbers at least."""
+    step = max(2_048, -(-numel // 64))
+    return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
 
 
 def _joined(norms: list[Tensor]) -> Tensor:

@@ -20,8 +20,8 @@ from anybatch.core import (
     Objective,
     buffers_of,
     map_tensors,
-    version_of,
     outer_random,
+    version_of,
 )
 from anybatch.errors import VerifyError
 from anybatch.verification.precision import LOWER, raised

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from anybatch.app.records.run_folder import sync_folder, write_synced
 from anybatch.app.training.ranks import from_first_rank, seed_rank
-from anybatch.core import ONE_PROCESS, OuterRandom, Ranks, Update, is_sharded, outer_random, get_layout
+from anybatch.core import ONE_PROCESS, OuterRandom, Ranks, Update, get_layout, is_sharded, outer_random
 from anybatch.errors import CheckpointError, first_line
 from anybatch.parallel import unwrapped
 
