@@ -20,7 +20,7 @@ help:
 	@echo "make learn   open the lessons: gradient accumulation, done by you"
 	@echo "make test    run every test; format, lint and types are among them"
 	@echo "make test-torch TORCH=2.15.0   run every test with another torch, in a venv of its own"
-	@echo "make quick   run what is fast; with ROOM=passes, what a change to that room needs"
+	@echo "make quick   run the tests of the core; with PACKAGE=memory, what a change to that package needs"
 	@echo "make docs    build the site of the docs into site/"
 	@echo "make bench   measure speed and memory against a hand-written loop and the peers"
 
@@ -34,7 +34,7 @@ learn: $(DEMO_READY)
 test: $(READY) $(ACCELERATOR) | $(CHROMIUM)
 	$(PYTEST)
 
-# With another torch, and with PYTHON=python3.13 another Python; with ROOM=parallel one room. torch as pip installs it is a CUDA build of some 4 GB, which needs no GPU.
+# With another torch, and with PYTHON=python3.13 another Python; with PACKAGE=parallel one package. torch as pip installs it is a CUDA build of some 4 GB, which needs no GPU.
 TORCH ?= 2.15.0
 OTHER := .venv-torch-$(TORCH)-$(notdir $(PYTHON))
 
@@ -43,14 +43,16 @@ test-torch: | $(CHROMIUM)
 	@echo "installing torch $(TORCH) and what the tests need into $(OTHER) (once)"
 	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[test,check,docs]'
-	$(OTHER)/bin/python -m pytest -n 2 --no-loadscope-reorder $(ROOM:%=tests/%)
+	$(OTHER)/bin/python -m pytest -n 2 --no-loadscope-reorder $(PACKAGE:%=tests/%)
 
-# Of one room: its tests, its examples, the structure, lint and types. Of all: every test that is not long.
+# The tests of the core but the longest, which need torch and pytest alone; of another package all its tests and examples, the structure, lint and types.
+PACKAGE ?= $(ROOM)
+
 quick: $(READY)
-ifdef ROOM
-	$(PYTEST) $(wildcard tests/$(ROOM) tests/test_$(ROOM).py src/anybatch/$(ROOM) src/anybatch/$(ROOM).py) tests/house
+ifneq ($(filter-out core,$(PACKAGE)),)
+	$(PYTEST) $(wildcard tests/$(PACKAGE) tests/test_$(PACKAGE).py src/anybatch/$(PACKAGE) src/anybatch/$(PACKAGE).py) tests/house
 else
-	$(PYTEST) --quick
+	$(PYTEST) --quick tests/core
 endif
 
 check: test

@@ -9,13 +9,11 @@ BENCHMARKS = [
     "memory",
     "overhead",
     "ragged",
-    "tuning",
     "coupled",
     "batchnorm",
     "dropout",
     "ranks",
     "scale",
-    "doctor",
 ]
 
 

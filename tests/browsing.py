@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.base import AXE_SCRIPT
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -27,6 +26,8 @@ def browser() -> Iterator[object]:
 def violations(page: Any, part: str = "document") -> list[dict[str, Any]]:
     """What axe finds wrong with a page; all that it finds right stays in the browser."""
     if not page.evaluate("'axe' in window"):  # given anew, it is compiled anew: twice the time of a second run
+        from axe_playwright_python.base import AXE_SCRIPT
+
         page.evaluate(AXE_SCRIPT)
     found: dict[str, Any] = page.evaluate(f"axe.run({part}, {{ resultTypes: ['violations'] }})")
     return found["violations"]

@@ -1,11 +1,14 @@
 import gc
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import settings
 
-from tests.browsing import browser as browser
+from tests.scheduling import is_long, scheduler, turn
+
+# tests/core needs torch and pytest alone; the fixtures of pages need a browser, and load it when one is opened
+pytest_plugins = ["tests.browsing"]
 
 # nothing that a test writes has to outlive a power cut, and a busy disk takes 50 ms for each of thousands of files
 os.fsync = lambda descriptor: None
@@ -15,9 +18,12 @@ torch.set_num_threads(1)
 
 collect_ignore = ["processes/loaded.py"]  # for the server of forks alone
 
-# a shared machine may take any time over one example
-settings.register_profile("anybatch", deadline=None, max_examples=60)
-settings.load_profile("anybatch")
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # a shared machine may take any time over one example
+    settings.register_profile("anybatch", deadline=None, max_examples=60)
+    settings.load_profile("anybatch")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,8 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from tests.scheduling import is_long, turn
-
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=[item for item in items if is_long(item.nodeid)])
         items[:] = [item for item in items if not is_long(item.nodeid)]
@@ -42,6 +46,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    from tests.scheduling import ByUnit
-
-    return ByUnit(config, log)
+    return scheduler(config, log)

@@ -31,6 +31,7 @@ from anybatch import (
 )
 from benchmarks.models import ResidualNet
 from tests.reference import gradient, relative_error, whole_batch_gradient
+from tests.setups import cross_entropy
 
 SIZES = [[8] * 8, [20, 20, 20, 4], [1] * 64]
 
@@ -47,10 +48,6 @@ def vectors(rows: int = 12, width: int = 6) -> tuple[Tensor, Tensor]:
 
 def cut(batch: tuple[Tensor, Tensor], sizes: list[int]) -> MicroBatches:
     return MicroBatches(list(zip(*(column.split(sizes) for column in batch), strict=True)))
-
-
-def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def at_once(model: nn.Module, batch: tuple[Tensor, Tensor]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from anybatch import Accumulator, Coupled, Objective, Update, UpdateError, info_nce, supervised
 from anybatch.errors import first_line
 from tests.reference import gradient, relative_error
+from tests.setups import cross_entropy, labelled
+
+rows = partial(labelled, 14, seed=1)
 
 SPECTRAL = {"parametrization": nn.utils.parametrizations.spectral_norm, "hook": nn.utils.spectral_norm}
 
@@ -32,15 +36,6 @@ class Discriminator(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(self.norm(self.first(x).tanh()))
         return self.head(self.channels(y.reshape(-1, 2, 3)).reshape(-1, 6))
-
-
-def rows(count: int = 14) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(count, 6).double(), torch.randint(0, 3, (count,))
-
-
-def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 OBJECTIVE = supervised(nn.CrossEntropyLoss())
@@ -70,8 +65,8 @@ def test_spectral_norm_and_instance_norm_advance_once_per_batch_over_several_bat
     for count in (14, 9, 5):
         for each in (model, wanted):
             each.zero_grad()
-        cross_entropy(wanted, rows(count)).backward()
-        accumulator.backward(rows(count))
+        cross_entropy(wanted, labelled(count, seed=1)).backward()
+        accumulator.backward(labelled(count, seed=1))
         assert differs(model, wanted) <= 1e-12
         assert buffers_apart(model, wanted) <= 1e-12
 

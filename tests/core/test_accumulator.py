@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from anybatch import Accumulator, LossError, Mean, MicroBatches, Objective, Rows, Sum, UnitsError, supervised, windows
+from anybatch import Accumulator, LossError, Mean, Objective, Rows, Sum, UnitsError, supervised, windows
 from benchmarks.models import TokenModel
 from tests.reference import gradient, mean_of_means, relative_error, whole_batch_gradient
 
@@ -70,50 +68,6 @@ def test_the_mean_of_means_is_not(case):
         for parameter in model.parameters():
             parameter.grad *= 3 / 4
     assert relative_error(model, reference) > 0.1
-
-
-@st.composite
-def cut_and_weighted(draw: st.DrawFn) -> tuple[list[int], list[float]]:
-    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=7))
-    weights = st.floats(0, 100, allow_subnormal=False).map(lambda number: 0.0 if number < 1e-3 else number)
-    return sizes, draw(st.lists(weights, min_size=sum(sizes), max_size=sum(sizes)))
-
-
-@given(cut_and_weighted(), st.integers(0, 100))
-def test_any_cut_and_any_weights_give_the_whole_batchs_gradient(cut, seed):
-    sizes, weights = cut
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    count = sum(sizes)
-    batch = {
-        "x": torch.randn(count, 3).double(),
-        "nested": (torch.randn(count, 1).double(), torch.tensor(weights).double()),
-    }
-
-    def weighted_mean(model: nn.Module, part: Any) -> Tensor:
-        target, weight = part["nested"]
-        return (weight[:, None] * (model(part["x"]) - target) ** 2).sum() / weight.sum()
-
-    objective = Objective(weighted_mean, units=lambda part: part["nested"][1].double().sum())
-    parts = [
-        {"x": x, "nested": (y, w)}
-        for x, y, w in zip(batch["x"].split(sizes), *(column.split(sizes) for column in batch["nested"]), strict=True)
-    ]
-    Accumulator(model, objective, micro_batch=1).backward(MicroBatches(parts))
-    if sum(weights) == 0:
-        assert float(gradient(model.parameters()).abs().max()) == 0
-        return
-    assert relative_error(model, whole_batch_gradient(model, weighted_mean, batch)) < 1e-11
-
-
-@given(rows=st.integers(1, 70), micro_batch=st.integers(1, 80))
-def test_the_micro_batch_is_a_detail(rows, micro_batch):
-    torch.manual_seed(rows)
-    model = nn.Linear(4, 3).double()
-    batch = (torch.randn(rows, 4).double(), torch.randint(0, 3, (rows,)))
-    reference = whole_batch_gradient(model, lambda twin, whole: F.cross_entropy(twin(whole[0]), whole[1]), batch)
-    Accumulator(model, supervised(nn.CrossEntropyLoss()), micro_batch=micro_batch).backward(batch)
-    assert relative_error(model, reference) < 1e-12
 
 
 def test_gradients_are_added_to_not_replaced():

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch import Coupled, Update, UpdateError, clip_loss, info_nce, stages, supervised
 from tests.reference import whole_batch_gradient
-
-
-def rows(count: int = 12) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    return torch.randn(count, 6).double(), torch.randint(0, 3, (count,))
+from tests.setups import labelled
 
 
 def network() -> nn.Module:
@@ -66,7 +62,7 @@ def raising_at(stage: type, error: type[BaseException]) -> Any:
 
 def test_the_stages_that_an_observer_is_told_of_have_these_names():
     seen: list[str] = []
-    make(network(), observer=lambda event: seen.append(type(event).__name__))(rows())
+    make(network(), observer=lambda event: seen.append(type(event).__name__))(labelled())
     assert {"Zero", "Forward", "Backward", "Clip", "Step"} <= set(seen)
 
 
@@ -78,16 +74,16 @@ def test_the_stages_that_an_observer_is_told_of_have_these_names():
 def test_an_error_before_the_step_changes_nothing_and_the_batch_can_be_given_again(stage, error, num_updates):
     update, twin = make(network()), make(network())
     for _ in range(num_updates):
-        update(rows())
-        twin(rows())
+        update(labelled())
+        twin(labelled())
     before = state(update)
     update.observer = raising_at(stage, error)
     with pytest.raises(error):
-        update(rows())
+        update(labelled())
     assert_same(state(update), before)
     update.observer = None
-    assert update(rows()).applied, "the scaler unscales again"
-    twin(rows())
+    assert update(labelled()).applied, "the scaler unscales again"
+    twin(labelled())
     assert_same(state(update), state(twin))
 
 
@@ -97,26 +93,26 @@ def test_an_error_in_the_first_step_changes_nothing():
     for error in (ValueError, KeyboardInterrupt):
         update.optimizer.fails = error
         with pytest.raises(error):
-            update(rows())
+            update(labelled())
         assert_same(state(update), before)
     update.optimizer.fails = None
-    update(rows())
-    twin(rows())
+    update(labelled())
+    twin(labelled())
     assert_same(state(update), state(twin))
 
 
 def test_one_in_a_later_step_says_that_weights_are_torn_and_leaves_buffers_and_scaler_as_they_were():
     update = make(network())
     for _ in range(2):  # the first two are copied, and put back
-        update(rows())
+        update(labelled())
     buffers = [buffer.clone() for buffer in update.model.buffers()]
     update.optimizer.fails = ValueError
     with pytest.raises(ValueError, match="amid a step") as told:
-        update(rows())
+        update(labelled())
     assert "some parameters may have been stepped and others not" in told.value.__notes__[0]
     assert all(map(torch.equal, buffers, update.model.buffers()))
     update.optimizer.fails = None
-    assert update(rows()).applied
+    assert update(labelled()).applied
 
 
 class Interrupted(torch.optim.SGD):
@@ -138,9 +134,9 @@ def test_ctrl_c_amid_a_step_waits_until_all_of_the_update_is_done():
         optimizer._opt_called = True
         update = make(model, optimizer, scheduler=scheduler, scaler=None, clip_norm=None)
         with pytest.raises(KeyboardInterrupt):
-            update(rows())
+            update(labelled())
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        make(twin, torch.optim.SGD(twin.parameters(), lr=0.1), scaler=None, clip_norm=None)(rows())
+        make(twin, torch.optim.SGD(twin.parameters(), lr=0.1), scaler=None, clip_norm=None)(labelled())
         assert_same(model.state_dict(), twin.state_dict())
         assert scheduler.get_last_lr() == [0.05]
     finally:
@@ -153,9 +149,9 @@ def test_a_batch_without_any_target_decays_weights_only_where_this_was_chosen(on
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     update = make(model, optimizer, scheduler=scheduler, on_empty=on_empty)
-    update(rows())
+    update(labelled())
     before, scale, lr = state(update), update.scaler.get_scale(), scheduler.get_last_lr()
-    result = update((rows()[0], torch.full((12,), -100)))
+    result = update((labelled()[0], torch.full((12,), -100)))
     assert (result.applied, result.units) == (on_empty == "step", 0)
     assert update.scaler.get_scale() == scale
     if on_empty == "skip":
@@ -207,12 +203,14 @@ def test_accelerates_prepared_optimizer_and_scheduler_step_once_per_update():
     )
     lr = 0.1
     for _ in range(4):
-        gradient = whole_batch_gradient(wanted, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), rows())
+        gradient = whole_batch_gradient(
+            wanted, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), labelled()
+        )
         with torch.no_grad():
             for parameter, part in zip(wanted.parameters(), gradient.split([18, 3]), strict=True):
                 parameter -= lr * part.view(parameter.shape)
         lr /= 2
-        assert update(rows()).applied
+        assert update(labelled()).applied
         assert torch.allclose(model.weight, wanted.weight, rtol=0, atol=1e-12)
     assert scheduler.get_last_lr() == [lr]
 
@@ -223,7 +221,7 @@ def test_as_it_is_three_of_four_of_its_steps_do_nothing():
     moved = []
     for _ in range(4):
         before = model.weight.detach().clone()
-        F.cross_entropy(model(rows()[0]), rows()[1]).backward()
+        F.cross_entropy(model(labelled()[0]), labelled()[1]).backward()
         optimizer.step()
         moved.append(not torch.equal(before, model.weight))
     assert moved == [False, False, False, True]

@@ -33,14 +33,13 @@ from anybatch import (
     windows,
 )
 from tests.reference import gradient, relative_error
+from tests.setups import seeded
 
 EXACT, WRONG = 1e-12, 0.05
 FINE = Cost(fixed=0.0)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
+_seeded = seeded(0)
 
 
 def whole_gradient(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Tensor:

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch import (
@@ -228,18 +226,6 @@ def test_several_hard_negatives_per_row_and_labels_that_need_no_gradient():
     loss(whole).backward()
     run, _, _ = accumulated(model, Coupled(encode, loss), batch)
     assert error(run, twin) <= 1e-14
-
-
-@settings(max_examples=25)
-@given(sizes=st.lists(st.integers(1, 9), min_size=2, max_size=6), seed=st.integers(0, 50))
-def test_any_cut_gives_the_same_gradient(sizes, seed):
-    torch.manual_seed(seed)
-    model = Encoder(5, dropout=0.0).double()
-    batch = torch.randn(sum(sizes), 5).double(), torch.randn(sum(sizes), 5).double()
-    coupled = Coupled(shared, info_nce(0.3))
-    reference, _, _ = at_once(model, coupled, cut(batch, [sum(sizes)]))
-    run, _, _ = accumulated(model, coupled, cut(batch, sizes))
-    assert error(run, reference) <= 1e-11
 
 
 class Stateful(nn.Module):

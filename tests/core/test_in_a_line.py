@@ -1,6 +1,7 @@
-"""What a person sees who types a name: one line, without tensors poured out, addresses or line breaks."""
+"""What a person sees who types a name: one line; in a notebook, tables in which nothing from outside is markup."""
 
 import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -10,16 +11,22 @@ import anybatch
 from anybatch import (
     Accumulator,
     ArgumentsError,
+    Cause,
+    CutResult,
+    Diagnosis,
+    Finding,
     Fit,
     Objective,
     Rows,
     Tokens,
     Update,
+    Verdict,
     plan,
     supervised,
     verify,
     windows,
 )
+from anybatch.app.records.schema import Trace, TracedLayer, TracedStage
 
 MODEL = nn.Linear(4, 2)
 BATCH = (torch.ones(40, 4), torch.arange(40) % 2)
@@ -137,3 +144,39 @@ def test_a_mistyped_name_of_the_package_is_told_the_nearest():
         _ = anybatch.Updtae
     with pytest.raises(AttributeError, match=r"windows\.$"):
         _ = anybatch.banana
+
+
+EVIL = "<script>alert(1)</script>\"'&"
+NOTEBOOK_BATCH = (torch.ones(12, 3), torch.zeros(12, dtype=torch.long))
+
+
+def evil_metrics(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1]), {EVIL: torch.tensor(1.0)}
+
+
+def results():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    yield Update(model, optimizer, Objective(evil_metrics), micro_batch=4, check="off")(NOTEBOOK_BATCH)
+    yield Accumulator(model, Objective(evil_metrics), micro_batch=4).backward(NOTEBOOK_BATCH)
+    yield plan(model, optimizer, supervised(nn.CrossEntropyLoss()), NOTEBOOK_BATCH, memory="1GiB")
+    cut = CutResult(name=EVIL, precision="float64", micro_batches=3, rows=(4, 4, 4), error=0.5, parameters=())
+    cause = Cause(kind="units", explanation=EVIL, fix=EVIL)
+    yield Verdict(rows=12, rows_given=12, dtype="float32", cuts=(cut,), causes=(cause,), notes=(EVIL,))
+    stage = TracedStage(stage="load", micro_batch=0, title=EVIL, facts={EVIL: EVIL, "rows": 4}, values=(1.0,))
+    layer = TracedLayer(name=EVIL, kind="Linear", shapes_in=((4, 3),), shapes_out=((4, 2),), values=())
+    finding = Finding(kind="mean", severity="error", file=EVIL, line=3, message=EVIL, fix=EVIL)
+    yield Diagnosis(findings=(finding,), loops=())
+    yield Trace(stages=(stage,), layers=(layer,))
+
+
+@pytest.mark.parametrize("result", list(results()), ids=lambda result: type(result).__name__)
+def test_a_result_is_a_table_in_a_notebook_and_what_it_holds_is_text(result):
+    page = ElementTree.fromstring(result._repr_html_())
+    assert {element.tag for element in page.iter()} <= {
+        *["div", "strong", "p", "table", "thead", "tbody", "tr", "th", "td"]
+    }
+    texts = [element.text or "" for element in page.iter()]
+    assert any(text for text in texts)
+    assert (EVIL in " ".join(texts)) == (type(result).__name__ != "Plan")
+    assert "\n" not in repr(result)

@@ -5,16 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Accumulator, Coupled, Update, UpdateError, info_nce, supervised, verify
 from tests.reference import relative_error, whole_batch_gradient
+from tests.setups import cross_entropy, labelled
 
-
-def rows() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    return torch.randn(12, 5, dtype=torch.float64), torch.randint(0, 3, (12,))
+rows = partial(labelled, 12, width=5)
 
 
 def network() -> nn.Module:
@@ -28,10 +25,6 @@ def halve_if_large(gradient: Tensor) -> Tensor:
 
 def sharpen(gradient: Tensor) -> Tensor:
     return gradient * gradient.norm()
-
-
-def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def accumulated(model: nn.Module, micro_batch: int = 4) -> nn.Module:

@@ -3,8 +3,6 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch import LossError, UnitsError, Window, WindowError
@@ -13,20 +11,6 @@ from tests.reference import gradient, relative_error, whole_batch_gradient
 
 def regression(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
-
-
-@given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=8), seed=st.integers(0, 1000))
-def test_the_mean_over_any_number_of_passes_is_that_of_one_pass(sizes, seed):
-    torch.manual_seed(seed)
-    model = nn.Linear(3, 1).double()
-    x, y = torch.randn(sum(sizes), 3).double(), torch.randn(sum(sizes), 1).double()
-    reference = whole_batch_gradient(model, regression, (x, y))
-    with Window(model.parameters()) as window:
-        for part in zip(x.split(sizes), y.split(sizes), strict=True):
-            window.backward(regression(model, part), units=len(part[0]))
-    assert relative_error(model, reference) < 1e-12
-    assert (window.units, window.micro_batches) == (sum(sizes), len(sizes))
-    assert float(window.loss) == pytest.approx(float(regression(model, (x, y)).detach()), rel=1e-12)
 
 
 def test_equal_weights_for_unequal_passes_do_not():

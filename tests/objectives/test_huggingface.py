@@ -9,7 +9,17 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-from anybatch import Accumulator, BatchError, Coupled, LossError, UnitsError, huggingface, rows
+from anybatch import (
+    Accumulator,
+    BatchError,
+    Coupled,
+    LossError,
+    UnitsError,
+    huggingface,
+    num_rows,
+    rows,
+    take_rows,
+)
 from tests.reference import gradient, mean_of_means, relative_error
 
 VOCABULARY, WIDTH, ROWS, LENGTH, CLASSES = 31, 16, 12, 10, 3
@@ -409,3 +419,11 @@ def test_a_model_that_returns_no_loss_is_refused_by_name():
 
     with pytest.raises(LossError, match=r"Silent returned no \.loss"):
         Accumulator(Silent(2, 2), huggingface(), micro_batch=2).backward({"labels": torch.randn(4, 2)})
+
+
+def test_a_batch_encoding_of_transformers_is_cut_like_a_dict():
+    whole = hf.BatchEncoding({"input_ids": torch.arange(12).reshape(4, 3), "labels": torch.arange(4)})
+    part = take_rows(whole, [1, 3])
+    assert isinstance(part, hf.BatchEncoding)
+    assert part["labels"].tolist() == [1, 3]
+    assert num_rows(whole) == 4, "the whole batch is left alone"

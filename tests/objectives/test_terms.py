@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from anybatch import Accumulator, LossError, Objective, Rows, Sum, Terms, UnitsError, Update, observed, rows, verify
 from anybatch.core import take_rows
 from tests.reference import doubled, gradient, mean_of_means, relative_error, whole_batch_gradient
+from tests.setups import seeded
 
 ROWS, LENGTH, WIDTH = 15, 7, 6
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(3)
+_seeded = seeded(3)
 
 
 class Tagger(nn.Module):

@@ -23,14 +23,13 @@ from anybatch import (
     supervised,
     verify,
 )
+from tests.setups import seeded
 from tests.verification.sound import BERT, CLASSES, LENGTH, ROWS, llama, mlp, t5, texts
 
 CE = supervised(nn.CrossEntropyLoss())
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(17)
+_seeded = seeded(17)
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -30,14 +30,13 @@ from anybatch import (
     supervised,
 )
 from tests.reference import gradient, whole_batch_gradient
+from tests.setups import seeded
 
 ROWS, WIDTH, CLASSES, LENGTH = 40, 6, 3, 7
 CE = nn.CrossEntropyLoss()
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(7)
+_seeded = seeded(7)
 
 
 def mlp(dropout: float = 0.0) -> nn.Module:

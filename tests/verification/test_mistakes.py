@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Coupled, Objective, Tokens, huggingface, info_nce, rows, supervised, verify
+from tests.setups import seeded
 from tests.verification.sound import (
     GPT,
     ROWS,
@@ -25,10 +26,7 @@ from tests.verification.sound import (
     towers,
 )
 
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(3)
+_seeded = seeded(3)
 
 
 def only_cause(verdict):

@@ -22,13 +22,11 @@ from anybatch import (
     verify,
     windows,
 )
+from tests.setups import seeded
 from tests.verification.sound import GPT, LENGTH, cnn, images, mlp, next_token, rows_of_numbers, shifted, texts
 from tests.verification.test_mistakes import Counting
 
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(5)
+_seeded = seeded(5)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

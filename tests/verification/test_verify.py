@@ -27,14 +27,13 @@ from anybatch.verification.floor import Floor, Gradient, floor_of
 from anybatch.verification.precision import Raised
 from anybatch.verification.verify import rows_that_fit
 from tests.reference import whole_batch_gradient
+from tests.setups import seeded
 from tests.verification.sound import ROWS, both, cnn, images, mlp, rows_of_numbers, towers
 
 CROSS_ENTROPY = supervised(nn.CrossEntropyLoss())
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(11)
+_seeded = seeded(11)
 
 
 def test_model_gradients_buffers_random_states_and_batch_are_left_alone():

@@ -1,4 +1,4 @@
-"""The random states of Python and NumPy, kept and put back."""
+"""NumPy: its arrays and numbers in a batch, and its random state, which is kept and put back as Python's is."""
 
 import io
 import random
@@ -6,7 +6,9 @@ import random
 import numpy
 import torch
 
+from anybatch import Rows, take_rows
 from anybatch.core import OuterRandom, outer_random
+from anybatch.core.splits import as_split
 
 
 def draws() -> tuple[float, float, float]:
@@ -40,3 +42,14 @@ def test_the_state_survives_a_file_that_runs_no_code():
     OuterRandom.of_values(torch.load(file, weights_only=True)).restore()
     assert draws() == first
     assert OuterRandom.of_values(before.as_values()) == before
+
+
+def test_numpy_arrays_and_0_dim_tensors():
+    batch = (torch.zeros(3, 1), numpy.arange(3), torch.tensor(2.0))
+    taken = take_rows(batch, [2, 0])
+    assert taken[1].tolist() == [2, 0]
+    assert taken[2] is batch[2]
+
+
+def test_an_int_of_numpy_stands_for_rows():
+    assert as_split(numpy.int64(16)) == Rows(16)
