@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from benchmarks.kill_resume import end_of, num_updates
 
@@ -38,30 +37,11 @@ class Kill:
     while_starting: bool
 
 
-class Ranks(Protocol):
-    """The command line on ranks, all of which start again where one dies."""
-
-    seconds_to_start: float
-    """Before its first update."""
-
-    def poll(self) -> int | None:
-        """The exit code; None while they run."""
-
-    def wait(self) -> int:
-        """The exit code."""
-
-    def processes(self) -> dict[int, int]:
-        """The process of each rank that runs."""
-
-
-Start = Callable[[Sequence[str], Path, int, int], Ranks]
-"""Of arguments of the command line, a file for what goes wrong, a number of ranks and one of restarts."""
-
-
 class Torchrun:
-    """Ranks that torchrun starts."""
+    """The command line on ranks, all of which torchrun starts again where one dies."""
 
     seconds_to_start = 3.0
+    """Before its first update."""
 
     def __init__(self, arguments: Sequence[str], log: Path, ranks: int, restarts: int) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -75,7 +55,7 @@ class Torchrun:
         return workers_of(self.agent.pid)
 
 
-def main(words: Sequence[str] | None = None, start: Start = Torchrun) -> int:
+def main(words: Sequence[str] | None = None, start: Callable[..., Torchrun] = Torchrun) -> int:
     """0 if the run finished and its end is the undisturbed one's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", default="textbook")
@@ -96,12 +76,12 @@ def main(words: Sequence[str] | None = None, start: Start = Torchrun) -> int:
 
 
 def _run(
-    folder: Path, start: Start, task: str, options: list[str], ranks: int, kills: int, seed: int
+    folder: Path, start: Callable[..., Torchrun], task: str, options: list[str], ranks: int, kills: int, seed: int
 ) -> dict[str, object]:
     moments = random.Random(seed)
     began = time.monotonic()
 
-    def started(out: Path, restarts: int) -> Ranks:
+    def started(out: Path, restarts: int) -> Torchrun:
         return start(["train", task, *options, "-q", "--out", str(out)], _log_of(out), ranks, restarts)
 
     undisturbed = folder / "undisturbed"
@@ -138,7 +118,7 @@ def _log_of(out: Path) -> Path:
     return out.with_suffix(".log")
 
 
-def _kill_one(agent: Ranks, run: Path, ranks: int, moments: random.Random, gone: set[int], most: int) -> Kill | None:
+def _kill_one(agent: Torchrun, run: Path, ranks: int, moments: random.Random, gone: set[int], most: int) -> Kill | None:
     """Kill one of the ranks that torchrun has started since the last kill; None where the run ended first."""
     while len(workers := {rank: pid for rank, pid in agent.processes().items() if pid not in gone}) < ranks:
         if agent.poll() is not None:
