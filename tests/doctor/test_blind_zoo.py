@@ -38,8 +38,8 @@ def test_every_framework_and_ranks_have_a_stored_log(logs):
         assert [len(logs[script.name]) for script in kept if script.launch == "torchrun 2" and script.group == group]
 
 
-def test_a_mark_that_is_missed_and_an_error_that_is_not_marked_are_told():
+def test_a_mark_that_is_missed_and_an_error_that_is_not_marked_are_told(logs):
     script, other = SCRIPTS["not_divided_enumerate"], SCRIPTS["gan"]
-    diagnosis = judge(stored()[script.name])
+    diagnosis = judge(logs[script.name])
     assert [fault for fault in faults(other, (), diagnosis) if "not-divided" in fault]
-    assert list(faults(script, (), judge(stored()[other.name])))
+    assert list(faults(script, (), judge(logs[other.name])))
