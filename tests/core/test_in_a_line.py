@@ -165,7 +165,7 @@ def results():
     yield Verdict(rows=12, rows_given=12, dtype="float32", cuts=(cut,), causes=(cause,), notes=(EVIL,))
     stage = TracedStage(stage="load", micro_batch=0, title=EVIL, facts={EVIL: EVIL, "rows": 4}, values=(1.0,))
     layer = TracedLayer(name=EVIL, kind="Linear", shapes_in=((4, 3),), shapes_out=((4, 2),), values=())
-    finding = Finding(kind="mean", severity="error", file=EVIL, line=3, message=EVIL, fix=EVIL)
+    finding = Finding(kind="mean", severity="error", file=EVIL, line=3, message=EVIL, own_fix=EVIL)
     yield Diagnosis(findings=(finding,), loops=())
     yield Trace(stages=(stage,), layers=(layer,))
 
