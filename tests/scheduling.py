@@ -3,8 +3,8 @@
 A file is a unit: its fixtures, its pages in a browser and its ranks are made once. Files whose tests are long and share nothing
 are cut into single tests, and the tasks on ranks by task. What takes long comes first, so that all workers end together.
 
-There is one worker to a core. A worker waits for half of its time, for processes that it has started, for a browser, for ranks; yet
-four workers on two cores took 13 min 29 s where two took 10 min 51 s (16 November 2026).
+There is one worker to a core. A worker waits for half of its time, for processes that it has started, for a browser, for
+ranks; yet four workers on two cores took 13 min 29 s where two took 10 min 51 s (16 November 2026).
 
 `--dist loadgroup` would do the same by marks, but pytest 9.2 ignores what xdist 3.8 writes into the names of tests, and marks
 no longer group (pytest-xdist issue 1386): every spawn was done in both workers.

@@ -137,8 +137,9 @@ class MovingBuffers:
     def snapshot(self) -> Snapshot:
         known: dict[Slot, tuple[Tensor | None, int]] = {}
         buffers: dict[Slot, Held] = {}
-        file = TensorFile()
+        file: TensorFile | None = None  # for buffers that are seen for the first time
         for slot, tensor in self._slots():
+            file = file or (None if slot in self._known else TensorFile())
             version = -1 if tensor is None else version_of(tensor)
             buffers[slot] = (tensor, None if tensor is None else self._copy(slot, tensor, version, file))
             known[slot] = (tensor, version)
@@ -166,13 +167,13 @@ class MovingBuffers:
             and (self._has_moved(slot, tensor) or _differs(self._first.get(slot), tensor))
         ]
 
-    def _copy(self, slot: Slot, tensor: Tensor, version: int, file: "TensorFile") -> Copy | None:
+    def _copy(self, slot: Slot, tensor: Tensor, version: int, file: "TensorFile | None") -> Copy | None:
         """Copy a buffer never seen before, or seen to change, or of BatchNorm, which changes unseen."""
         if isinstance(slot[0], NormLayer):
             return cloned(tensor)
         before = self._known.get(slot)
         if before is None:
-            self._first[slot] = spilled_copy(tensor.detach(), file) if self._spill else cloned(tensor)
+            self._first[slot] = spilled_copy(tensor.detach(), file) if self._spill and file else cloned(tensor)
             return self._first[slot]
         # the first batch may have changed it through .data, which no version tells of
         is_other = before[0] is not tensor or before[1] != version
