@@ -95,7 +95,8 @@ class Progress:
     @staticmethod
     def from_plain(values: Mapping[str, Any], loader_state: dict[str, Any] | None) -> "Progress":
         """From a checkpoint; old ones have no `batches`."""
-        return Progress(**{**values, "sums": EpochSums(**values["sums"]), "loader_state": loader_state})
+        known = {name: value for name, value in values.items() if name in Progress.__dataclass_fields__}
+        return Progress(**{**known, "sums": EpochSums(**values["sums"]), "loader_state": loader_state})
 
 
 @dataclass(frozen=True, slots=True)
