@@ -109,3 +109,23 @@ def test_importing_anybatch_loads_no_torch_and_its_names_load_nothing_beyond_tor
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert set(loaded) <= {"anybatch", "torch", "__future__", "html", "inspect", "resource"}
+
+
+def test_plan_and_verify_take_the_options_of_an_update_and_keywords_win():
+    import torch
+    from torch import nn
+
+    from anybatch import UpdateOptions, plan, supervised, verify
+
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), (torch.randn(12, 4), torch.arange(12) % 3)
+    objective = supervised(nn.CrossEntropyLoss())
+    assert verify(model, objective, batch, micro_batch=4, options=UpdateOptions(batch_norm="exact")).is_exact
+    assert not verify(
+        model, objective, batch, micro_batch=4, batch_norm="micro", options=UpdateOptions(batch_norm="exact")
+    ).is_exact
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = UpdateOptions(clip_norm=1.0, batch_norm="exact")
+    with pytest.raises(anybatch.UpdateError, match="are both given"):
+        plan(model, optimizer, objective, batch, memory="1GiB", options=both, clip_value=1.0)
+    assert plan(model, optimizer, objective, batch, memory="1GiB", options=both).fits

@@ -52,7 +52,17 @@ from anybatch.core.objective import (
     numbers_of,
     part_loss,
 )
-from anybatch.core.options import Autocast, BatchNorm, Offload, OnNonFinite, Reduction, Running, Sums, UpdateOptions
+from anybatch.core.options import (
+    Autocast,
+    BatchNorm,
+    Offload,
+    OnNonFinite,
+    Reduction,
+    Running,
+    Sums,
+    UpdateOptions,
+    options_of,
+)
 from anybatch.core.out_of_memory import (
     free_bytes,
     free_memory,

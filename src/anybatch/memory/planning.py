@@ -21,8 +21,8 @@ from anybatch.core import (
     Objective,
     Offload,
     Rows,
-    Running,
     Sums,
+    UpdateOptions,
     clear_fake_cache,
     outer_random,
     tensors,
@@ -230,7 +230,8 @@ def plan(
     margin: float | None = None,
     checkpointing: bool = True,
     ranking: bool | None = None,
-    running: Running | None = None,
+    options: UpdateOptions | None = None,
+    running: UpdateOptions | None = None,
 ) -> Plan:
     """Predict the peak memory of an update for any micro-batch size, and the largest size that fits into `memory`.
 
@@ -253,7 +254,7 @@ def plan(
         margin: Share of the memory to leave free. None: 5 %, and 15 % on the CPU.
         checkpointing: Whether to say what gradient checkpointing would save.
         ranking: Deprecated, and ignored: ways are no longer timed.
-        running: All options of `Update` as one value.
+        options: All options of `Update` as one value; keywords that are given win. `running` is its earlier name.
 
     Raises:
         PlanError: If the update can be tried neither on fake tensors nor by real steps, or free memory is not known.
@@ -267,9 +268,10 @@ def plan(
         if value is not None:
             said = f"plan({name}={value!r}) is deprecated and ignored: {instead}. Leave it out."
             warnings.warn(said, DeprecationWarning, stacklevel=levels_to_the_caller())
-    running = running or Running(
+    single = UpdateOptions(
         autocast=autocast, batch_norm=batch_norm, offload=offload, clip_norm=clip_norm, clip_value=clip_value, sums=sums
     )
+    running = replace(options or running or UpdateOptions(), **single.given())
     module, bucket_bytes = _without_wrappers(model)
     there = _device_of(module, device)
     if margin is None:

@@ -24,9 +24,9 @@ from anybatch.core import (
     FakeTensorMode,
     MicroBatches,
     Objective,
-    Running,
     Snapshot,
     Update,
+    UpdateOptions,
     buffers_of,
     gradient_hooks_of,
     is_low,
@@ -73,7 +73,7 @@ class TrialSetup:
     """The whole batch, where it lies in the memory that is planned; else 0."""
     is_elsewhere: bool
     """True where micro-batches are brought to the device one by one."""
-    running: Running
+    running: UpdateOptions
     """The options of `Update`, or of `Accumulator` where there is no optimizer."""
     is_in_place: bool
     """True where real trials may run on the parts themselves, and are undone; else they run on copies."""
@@ -119,10 +119,10 @@ class Probe:
         )
         self._run: Any
         if optimizer is None:
-            self._learner: Accumulator | Update = Accumulator(model, objective, micro_batch=1, running=running)
+            self._learner: Accumulator | Update = Accumulator(model, objective, micro_batch=1, options=running)
             self._run = self._learner.backward
         else:
-            self._learner = Update(model, optimizer, objective, micro_batch=1, running=running, check="off")
+            self._learner = Update(model, optimizer, objective, micro_batch=1, options=running, check="off")
             self._run = self._learner
         self._objective = objective
 

@@ -19,7 +19,7 @@ from anybatch.core import (
     MicroBatches,
     Objective,
     Rows,
-    Running,
+    UpdateOptions,
     Workload,
     as_split,
     check_hooks,
@@ -27,6 +27,7 @@ from anybatch.core import (
     has_counters,
     join_rows,
     num_rows,
+    options_of,
     outer_random,
     profiler_events,
     rows_first,
@@ -63,6 +64,7 @@ def verify(
     batch_norm: BatchNorm | None = None,
     autocast: Autocast = None,
     copy: Copy | None = None,
+    options: UpdateOptions | None = None,
 ) -> Verdict:
     """Compare the accumulated gradient of this batch with that of the whole batch in one go; say what differs, and why.
 
@@ -72,13 +74,32 @@ def verify(
     Where it is above, experiments find the cause. What cannot be drawn again row by row could not be judged.
 
     All runs are on copies, one at a time: model, gradients, buffers, random states, batch and what the objective holds are left
-    as they are. A model that `copy.deepcopy` refuses needs `copy`, a function of the model that returns another with the same
-    weights. `memory`, such as "2GiB", verifies as many rows as fit into it in one go; else all rows must fit.
+    as they are.
 
-    >>> from anybatch import supervised
-    >>> verify(nn.Linear(4, 2), supervised(nn.CrossEntropyLoss()), (torch.randn(9, 4), torch.arange(9) % 2)).is_exact
-    True
+    Args:
+        model: The model, with or without `torch.compile` and `DistributedDataParallel` around it.
+        objective: The loss, as for `Update`.
+        batch: A batch of 2 rows or more.
+        micro_batch: The split to verify, as for `Update`; None: uneven cuts of its own.
+        memory: Verify as many rows as fit into this memory in one go, such as "2GiB"; None: all rows.
+        batch_norm: What BatchNorm layers see, as for `Update`.
+        autocast: A dtype to autocast to, as for `Update`.
+        copy: Returns another model with the same weights, for a model that `copy.deepcopy` refuses.
+        options: The options of an `Update` as one value; `batch_norm` and `autocast` are read from it, and keywords win.
+
+    Returns:
+        The verdict, with the cause and the fix where the gradients differ.
+
+    Raises:
+        VerifyError: If the batch cannot be cut, or an argument is not what is expected.
+
+    Example:
+        >>> from anybatch import supervised
+        >>> verify(nn.Linear(4, 2), supervised(nn.CrossEntropyLoss()), (torch.randn(9, 4), torch.arange(9) % 2)).is_exact
+        True
     """
+    options = options_of(options, {"batch_norm": batch_norm, "autocast": autocast}, {})
+    batch_norm, autocast = options.batch_norm, options.autocast
     if not isinstance(model, nn.Module):
         raise VerifyError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
     if not isinstance(objective, Objective | Coupled):
@@ -109,8 +130,8 @@ def verify(
         if limit is not None and (rows := rows_that_fit(case, limit)) < given:
             case = case.of_first(rows)
         taken = None if case.num_rows == given else range(case.num_rows)
-        running = Running(autocast=autocast, batch_norm=batch_norm)
-        workload = Workload(model=inner, objective=objective, running=running)
+        options = UpdateOptions(autocast=autocast, batch_norm=batch_norm)
+        workload = Workload(model=inner, objective=objective, running=options)
         cuts, notes = _cuts_of(batch, case.batch, micro_batch, taken, workload)
         keeps_groups = isinstance(batch, MicroBatches) or getattr(micro_batch, "groups", None) is not None
         return _Proof(case, cuts, given, notes, keeps_groups).verdict()
