@@ -66,33 +66,6 @@ def test_importing_a_name_that_is_gone_says_what_to_use_instead(name, instead):
         exec(f"from anybatch import {name}")
 
 
-def _typed_names(path: Path) -> set[str]:
-    """The names that a package imports for type checkers."""
-    tree = ast.parse(path.read_text())
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    return {alias.name for block in blocks for node in block.body for alias in node.names}  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        path
-        for path in sorted(PACKAGE.rglob("__init__.py"))
-        if "_MODULES" in path.read_text() and path.parent != PACKAGE
-    ],
-    ids=lambda path: str(path.parent.relative_to(PACKAGE)),
-)
-def test_a_package_that_loads_its_names_when_asked_finds_each_of_them(path):
-    name = ".".join(("anybatch", *path.parent.relative_to(PACKAGE).parts))
-    namespace: dict[str, object] = {}
-    exec(f"from {name} import *", namespace)
-    listed = set(sys.modules[name].__all__)
-    assert listed <= set(namespace)
-    assert listed == _typed_names(path)
-    with pytest.raises(ImportError, match="no_such_name"):
-        exec(f"from {name} import no_such_name")
-
-
 def test_type_checkers_are_told_every_name():
     stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
     named = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}

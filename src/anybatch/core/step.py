@@ -52,6 +52,8 @@ class Stepping:
         self._optimizer = optimizer
         self._num_steps: dict[nn.Parameter, int] = {}
         self._temporaries: Blocks = ()
+        self._draws = True
+        """False once a step was seen to draw no random numbers: then their state need not be copied."""
         self._is_compiled = type(optimizer).__module__.startswith("torchao.")
         """Its step is one graph, which torch refuses to compile under a dispatch mode; its state cannot be copied."""
 
@@ -114,12 +116,13 @@ class Stepping:
     def _step_undoably(
         self, act: Act, moving: list[nn.Parameter], meter: AbstractContextManager[object] | None = None
     ) -> int:
-        before = once_more(lambda: of_step(self._optimizer, moving))
+        before = once_more(lambda: of_step(self._optimizer, moving, draws=self._draws))
         around = meter or nullcontext()
         for attempt in range(2):
             try:
                 with around:
                     act()
+                self._draws = before.random is not None and not before.random.is_now()
                 return attempt
             except BaseException as error:
                 if not is_out_of_memory(error):

@@ -129,7 +129,7 @@ def _judge(accumulator: Accumulator, forwards: "_Forwards", batch: Batch) -> Fir
         dtype = _dtype(accumulator, whole)
         coarse = COARSE.get(dtype, 3e-2)
         tolerance = TOLERANCE.get(dtype, 1e-3) if forwards.can_copy else coarse
-        worst = _apart(forwards, whole)
+        worst, pieces = _apart(forwards, whole)
         is_off = worst.error > tolerance or worst.units_differ
         if (
             is_off
@@ -142,7 +142,7 @@ def _judge(accumulator: Accumulator, forwards: "_Forwards", batch: Batch) -> Fir
         if is_off and _is_exact_as_cut(accumulator, batch, tolerance):
             is_off = False
         is_sound = not is_off and not _has_state(forwards, tolerance)
-        message = None if is_sound else _verdict(accumulator, forwards, worst, coarse)
+        message = None if is_sound else _verdict(accumulator, forwards, worst, coarse, pieces)
     left = ", ".join(forwards.left()[:4])
     if message is None:
         told = left and f"its forwards changed {left}, outside of the model, where nothing is put back"
@@ -163,8 +163,12 @@ def _dtype(accumulator: Accumulator, whole: "_Measured") -> torch.dtype:
     return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _apart(forwards: "_Forwards", whole: "_Measured") -> "_Difference":
-    """How far the parts are from the whole, at worst. Parts that have nothing to show are followed by others."""
+def _apart(forwards: "_Forwards", whole: "_Measured") -> "tuple[_Difference, tuple[_Piece, ...]]":
+    """Return how far the parts are from the whole, at worst, and the parts to compare gradients of.
+
+    Parts that have nothing to show, or may be right by accident, are followed by others.
+    """
+    compared = forwards.sample.ways[0]
     worst = _Difference(name="loss", error=0.0, whole=0.0, together=0.0)
     has_failed = False
     for pieces in forwards.sample.ways:
@@ -181,12 +185,21 @@ def _apart(forwards: "_Forwards", whole: "_Measured") -> "_Difference":
         if not has_failed:
             order = [number for piece in pieces for number in piece.rows]
             worst = max([worst, *_differences(whole, parts, order)], key=lambda one: (one.units_differ, one.error))
-            if all(part.shows for part in parts):
-                return worst
+            if _may_be_right_by_accident(parts, pieces):
+                compared = forwards.sample.ways[-1]
+            elif all(part.shows for part in parts):
+                return worst, compared
     if has_failed:
         value = whole.values[0].value if whole.values else 0.0
-        return _Difference(name="loss", error=float("inf"), whole=value, together=float("nan"))
-    return worst
+        return _Difference(name="loss", error=float("inf"), whole=value, together=float("nan")), compared
+    return worst, compared
+
+
+def _may_be_right_by_accident(parts: Sequence["_Measured"], pieces: Sequence["_Piece"]) -> bool:
+    """True if parts of different size have equal units: then a count such as 1 may fit these parts, and no others."""
+    columns = zip(*(part.values for part in parts), strict=True)
+    is_equal = any(len({one.units for one in column}) == 1 and column[0].adds_up == "mean" for column in columns)
+    return is_equal and len({len(piece.rows) for piece in pieces}) > 1
 
 
 def _is_exact_as_cut(accumulator: Accumulator, batch: Batch, tolerance: float) -> bool:
@@ -217,8 +230,10 @@ def _distance(one: "_Measured", other: "_Measured") -> float:
     return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b), default=0.0)
 
 
-def _verdict(accumulator: Accumulator, forwards: "_Forwards", worst: "_Difference", coarse: float) -> str | None:
-    """Compare the gradients of these rows; return the message, or None if they are exact."""
+def _verdict(
+    accumulator: Accumulator, forwards: "_Forwards", worst: "_Difference", coarse: float, pieces: "Sequence[_Piece]"
+) -> str | None:
+    """Compare the gradients of these rows, cut into `pieces`; return the message, or None if they are exact."""
     sample, split = forwards.sample, accumulator.split
     by_tokens = isinstance(split, Tokens) and split.collate is None
     try:
@@ -227,7 +242,7 @@ def _verdict(accumulator: Accumulator, forwards: "_Forwards", worst: "_Differenc
         verdict = verify(
             forwards.model,
             forwards.objective,
-            sample.batch if by_tokens else MicroBatches([piece.batch for piece in sample.ways[0]]),
+            sample.batch if by_tokens else MicroBatches([piece.batch for piece in pieces]),
             micro_batch=split if by_tokens else None,
             batch_norm="exact" if accumulator.running.batch_norm == "exact" else "frozen",
             autocast=accumulator.running.autocast,

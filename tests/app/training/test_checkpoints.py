@@ -353,7 +353,7 @@ def learning_update(monkeypatch):
     """Cut by a cost that was learnt from seven batches of a machine whose passes take as long as the square of their tokens."""
     torch.manual_seed(0)
     model = Dropping(lambda tokens: tokens**2)
-    monkeypatch.setattr("anybatch.core.accumulator.perf_counter", lambda: model.now)
+    monkeypatch.setattr("anybatch.core.cutting.perf_counter", lambda: model.now)
     objective = Objective(lambda model, batch: read(model, batch).square().mean())
     split = Tokens(60, learn=7)
     return Update(model, torch.optim.SGD(model.parameters(), lr=0.5), objective, micro_batch=split), split

@@ -164,4 +164,4 @@ def _is_foreign(filename: str) -> bool:
 
 
 _PATHS = sysconfig.get_paths()
-_NOT_THE_TASKS = (str(Path(__file__).parents[1]), _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"])
+_NOT_THE_TASKS = (str(Path(__file__).parents[2]), _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"])

@@ -44,14 +44,18 @@ def find_reduction(experiments: Experiments, before: CutResult) -> Repair | None
         told = (
             "The loss is a sum over rows, not a mean: losses of micro-batches add up to the whole batch's as they are"
         )
-        fix = (
-            "Say so: Objective(loss, units, reduction='sum'), or supervised() with a criterion of reduction='sum'; or return "
-            "the mean."
+        cause = Cause(
+            kind="sum",
+            explanation=_falls(told, before, after),
+            fix="Say so: Objective(loss, units, reduction='sum'), or supervised() with a criterion of reduction='sum'; or "
+            "return the mean.",
         )
     else:
         told = "The objective says reduction='sum', but its loss is a mean: added up it is too large"
-        fix = "Leave reduction at 'mean', or return the sum."
-    return Cause(kind=other, explanation=_falls(told, before, after), fix=fix), repaired, after
+        cause = Cause(
+            kind="mean", explanation=_falls(told, before, after), fix="Leave reduction at 'mean', or return the sum."
+        )
+    return cause, repaired, after
 
 
 def find_units(experiments: Experiments, before: CutResult) -> Repair | None:
