@@ -147,6 +147,10 @@ class MoreOptions(TypedDict, total=False):
 def options_of(options: UpdateOptions | None, spelled: Mapping[str, Any], more: Mapping[str, Any]) -> UpdateOptions:
     """Join `options=` with single keywords, which win: those spelled out where they are not None, all of `more`."""
     base = options or more.get("running") or UpdateOptions()
+    if not isinstance(base, UpdateOptions):
+        raise UpdateError(
+            f"options={base!r:.80} is a {type(base).__name__}; expected UpdateOptions(clip_norm=1.0, ...)."
+        )
     known = {field.name for field in fields(UpdateOptions)}
     given = {name: value for name, value in spelled.items() if value is not None}
     given |= {name: value for name, value in more.items() if name in known}
