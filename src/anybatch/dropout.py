@@ -25,7 +25,7 @@ from anybatch.core import (
     is_in_backward,
     num_rows,
     random_state,
-    sent,
+    tensor_on,
 )
 from anybatch.errors import DropoutError
 
@@ -179,7 +179,7 @@ class RowsNow:
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self.tensors:
-            self.tensors[device] = sent(self.numbers, device)
+            self.tensors[device] = tensor_on(self.numbers, device)
         return self.tensors[device]
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 _OWN = Path(__file__).parent
 
 
-def levels_to_the_caller() -> int:
+def user_stacklevel() -> int:
     """How far up from the caller of this the first line is that is not ours: whose update it is, for `warnings.warn`."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(_OWN):

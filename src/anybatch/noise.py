@@ -234,16 +234,16 @@ class NoiseHistory:
         """True if the next update is one to be measured."""
         return self._num_updates % self._every == 0
 
-    def hook(self, *, hides_parts: str, is_sharded: bool, num_micro_batches: int) -> PassNorms | None:
+    def hook(self, *, no_partial_gradients_because: str, is_sharded: bool, num_micro_batches: int) -> PassNorms | None:
         """Give the hook that measures the next batch; None where it is not due, or why not is noted as the reason."""
         self._hook, self._refusal = None, ""
         if not self.is_due:
             return None
-        if is_sharded and not hides_parts:
-            hides_parts = (
+        if is_sharded and not no_partial_gradients_because:
+            no_partial_gradients_because = (
                 "a model sharded by fully_shard adds gradients up inside FSDP2, and no micro-batch's own is seen"
             )
-        self._refusal = hides_parts or (ONE_MICRO_BATCH if num_micro_batches == 1 else "")
+        self._refusal = no_partial_gradients_because or (ONE_MICRO_BATCH if num_micro_batches == 1 else "")
         self._hook = None if self._refusal else PassNorms(self._parameters())
         return self._hook
 

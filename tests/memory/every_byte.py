@@ -10,7 +10,7 @@ from torch import nn
 from anybatch import Fit, Rows, Update, supervised
 from anybatch.core import Batch, tensors
 from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
-from anybatch.verification import look_first
+from anybatch.verification import check_first_batch
 from benchmarks.every_malloc import Counted
 from benchmarks.models import SmallTransformer
 
@@ -104,7 +104,7 @@ def looking(counted: Counted) -> list[float]:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             update = Update(model, optimizer, CLASSES, micro_batch=size, check="off")
             peaks = []
-            for act in (update, lambda rows, accumulator=update.accumulator: look_first(accumulator, rows)):
+            for act in (update, lambda rows, accumulator=update.accumulator: check_first_batch(accumulator, rows)):
                 for _ in range(2):
                     drop_gradients(update.parameters())
                     gc.collect()

@@ -326,7 +326,7 @@ def test_a_split_that_is_copied_while_a_batch_is_at_hand_copies_no_model():
     fit, model = Fit("20MiB"), nn.Linear(16, 4)
     batch = torch.randn(64, 16), torch.randint(0, 4, (64,))
     objective = CLASSES
-    fit.choose_for(Workload(model=model, objective=objective, running=Running()), batch)
+    fit.choose_for(Workload(model=model, objective=objective, options=Running()), batch)
     model.lock = threading.Lock()
     with pytest.raises(TypeError, match="lock"):
         copy.deepcopy(model)

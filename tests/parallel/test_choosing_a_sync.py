@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core import ALONE, Needs
 from anybatch.errors import ParallelError
-from anybatch.parallel import engine_for, peeled, unreplicated, unwrapped
+from anybatch.parallel import parallelism_for, peeled, unreplicated, unwrapped
 from anybatch.parallel.ddp import Bucketed, Reduced
 from anybatch.parallel.fsdp import Gathered, Scattered
 
@@ -43,12 +43,12 @@ def hooked() -> DistributedDataParallel:
 
 
 def test_a_model_that_is_not_wrapped_is_alone():
-    assert engine_for(network(), reshard=True) is ALONE
-    assert ALONE.sync(AT_ONCE, is_proven=False) is ALONE
+    assert parallelism_for(network(), reshard=True) is ALONE
+    assert ALONE.sync(AT_ONCE, last_pass_fits=False) is ALONE
 
 
 @pytest.mark.parametrize(
-    ("needs", "is_proven", "dtype", "kind"),
+    ("needs", "last_pass_fits", "dtype", "kind"),
     [
         (Needs(), True, torch.float32, Reduced),
         (Needs(), False, torch.float32, Bucketed),
@@ -58,28 +58,28 @@ def test_a_model_that_is_not_wrapped_is_alone():
     ],
 )
 def test_ddp_reduces_itself_unless_something_stands_against_it(
-    needs: Needs, is_proven: bool, dtype: torch.dtype, kind: type
+    needs: Needs, last_pass_fits: bool, dtype: torch.dtype, kind: type
 ):
     model = DistributedDataParallel(network().to(dtype))
-    sync = engine_for(model, reshard=True).sync(needs, is_proven=is_proven)
+    sync = parallelism_for(model, reshard=True).sync(needs, last_pass_fits=last_pass_fits)
     assert type(sync) is kind
-    assert sync.is_shared == (kind is Reduced)
+    assert sync.reduces_in_last_backward == (kind is Reduced)
 
 
 def test_a_comm_hook_is_called_even_where_the_last_pass_is_not_proven():
-    assert type(engine_for(hooked(), reshard=True).sync(Needs(), is_proven=False)) is Reduced
+    assert type(parallelism_for(hooked(), reshard=True).sync(Needs(), last_pass_fits=False)) is Reduced
 
 
 def test_a_comm_hook_that_would_not_be_called_is_refused():
     with pytest.raises(ParallelError, match="comm hook first_hook, but the gradient of a coupled loss cannot"):
-        engine_for(hooked(), reshard=True).sync(WHY)
+        parallelism_for(hooked(), reshard=True).sync(WHY)
 
 
 def test_fully_shard_gathers_for_one_pass_or_for_one_batch():
-    engine = engine_for(fully_shard(network()), reshard=True)
+    engine = parallelism_for(fully_shard(network()), reshard=True)
     assert type(engine.sync(WHY)) is Scattered
     assert type(engine.sync(AT_ONCE)) is Gathered
-    assert engine.is_even
+    assert engine.needs_equal_passes
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_every_sync_leaves_the_gradient_of_all_passes(wrap: Any, needs: Needs):
     plain = network().eval()
     plain(rows).square().sum().backward()
     model = wrap(network().eval())
-    sync = engine_for(model, reshard=False).sync(needs)
+    sync = parallelism_for(model, reshard=False).sync(needs)
     if needs.one_collective:
-        with sync.passing(is_last=True):
+        with sync.around_pass(is_last=True):
             outputs = [model(part) for part in rows.split(5)]
             for output in outputs:
                 output.square().sum().backward()
     else:
         for number, part in enumerate(rows.split(5), start=1):
-            with sync.passing(is_last=number == 3):
+            with sync.around_pass(is_last=number == 3):
                 model(part).square().sum().backward()
     sync.close(list(model.parameters()))
     for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
@@ -111,17 +111,17 @@ def test_every_sync_leaves_the_gradient_of_all_passes(wrap: Any, needs: Needs):
 def test_ddp_sends_its_buffers_again_after_an_error(needs: Needs):
     """On every rank: one that failed in its first forward would else be alone to send them when the batch starts again."""
     model = DistributedDataParallel(network())
-    sync = engine_for(model, reshard=True).sync(needs)
-    with sync.passing(is_last=False):
+    sync = parallelism_for(model, reshard=True).sync(needs)
+    with sync.around_pass(is_last=False):
         model(torch.randn(4, 3))
     assert not model.will_sync_module_buffers()
-    sync.forget()
+    sync.reset()
     assert model.will_sync_module_buffers()
 
 
 def test_ddp_holds_no_model_after_forwards_that_left_out_of_order():
     model = DistributedDataParallel(network())
-    with pytest.raises(KeyError), engine_for(model, reshard=True).sync(AT_ONCE).passing(is_last=True):
+    with pytest.raises(KeyError), parallelism_for(model, reshard=True).sync(AT_ONCE).around_pass(is_last=True):
         DistributedDataParallel._active_ddp_module = model
         raise KeyError
     assert DistributedDataParallel._active_ddp_module is None

@@ -24,7 +24,7 @@ from anybatch import (
 )
 from anybatch.verification.case import make_case
 from anybatch.verification.floor import Floor, Gradient, floor_of
-from anybatch.verification.precision import Raised
+from anybatch.verification.precision import HigherPrecision
 from anybatch.verification.verify import rows_that_fit
 from tests.reference import whole_batch_gradient
 from tests.setups import seeded
@@ -127,7 +127,7 @@ def test_a_model_that_refuses_float64_is_compared_in_its_own_precision_and_that_
 
 
 def test_casts_to_fp32_inside_a_model_stay_float64():
-    with Raised():
+    with HigherPrecision():
         x = torch.ones(3, dtype=torch.float64) / 3
         assert x.float().dtype == x.to(torch.float32).dtype == x.softmax(0, dtype=torch.float32).dtype == torch.float64
         assert (x * torch.ones(3)).dtype == F.linear(x, torch.ones(2, 3)).dtype == torch.float64

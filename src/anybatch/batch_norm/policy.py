@@ -10,7 +10,7 @@ from anybatch.batch_norm.layers import Layers, batch_norms, instance_norms, uses
 from anybatch.batch_norm.spectral import Rewound, spectral_norms
 from anybatch.batch_norm.statistics import Frozen, Merged, frozen
 from anybatch.core import BatchNorm, MicroBatches, NormLayer, PassHook, Ranks
-from anybatch.errors import levels_to_the_caller
+from anybatch.errors import user_stacklevel
 
 
 class NormPolicy:
@@ -74,5 +74,5 @@ class NormPolicy:
             f"{most} rows, each with its own statistics, so its gradient is not the whole batch's. verify(model, objective, "
             "batch) measures how far off it is. Use batch_norm='exact' for the whole batch's gradient, or batch_norm='micro' "
             "to keep this without the warning.",
-            stacklevel=levels_to_the_caller(),
+            stacklevel=user_stacklevel(),
         )

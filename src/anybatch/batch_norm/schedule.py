@@ -17,7 +17,6 @@ from anybatch.core import (
     Batch,
     BatchPlan,
     Coupled,
-    Engine,
     Forward,
     Layout,
     Loss,
@@ -25,6 +24,7 @@ from anybatch.core import (
     Objective,
     Offload,
     Outcome,
+    Parallelism,
     Part,
     TensorFile,
     Tools,
@@ -64,20 +64,20 @@ class InLockstep:
     averaging: Layers = field(default_factory=dict)
     """InstanceNorm layers, whose running statistics get one update."""
     layout: ClassVar[Layout] = Layout(runs_all=True)
-    hides_parts: ClassVar[str] = (
+    no_partial_gradients_because: ClassVar[str] = (
         "batch_norm='exact' makes rows look at each other, and no micro-batch has a gradient of its own"
     )
 
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
         return self.finish.compute(model, micro_batch)
 
-    def needs(self, engine: Engine) -> Needs:
+    def needs(self, parallelism: Parallelism) -> Needs:
         return Needs(own_reduction="the gradient of batch_norm='exact'", one_collective=True)
 
     def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
         model = tools.forward.model
         _check_compiled(model, self.layers)
-        with tools.sync.passing(is_last=True):
+        with tools.sync.around_pass(is_last=True):
             micro_batches = _loaded(plan, tools)
             with self._saved_tensors(model, micro_batches, tools) as saved:
                 lockstep = self._lockstep(plan, micro_batches, saved, tools)
@@ -91,7 +91,7 @@ class InLockstep:
                     results = lockstep.run()
                     tools.events.end(Forward, output=None)
                     if not_finite:
-                        return Outcome(spoilt=sorted(not_finite))
+                        return Outcome(restart_without=sorted(not_finite))
                     return self.finish.backward(plan, results, tools)
 
     def _saved_tensors(self, model: nn.Module, micro_batches: list[Batch], tools: Tools) -> SavedTensors:
@@ -140,14 +140,14 @@ class EachLoss:
         losses.clear()
         spoilt = [one.micro_batch for one, part in told if not tools.accepts(part.loss)]
         if spoilt:
-            return Outcome(spoilt=spoilt)
+            return Outcome(restart_without=spoilt)
         for one, part in told:
             assert part.loss is not None
             tools.events.begin(Loss)
             tools.events.end_loss(part.loss, micro_batch=one.micro_batch, units=part.units, share=one.share)
         starts = tools.start.each(plan, roots)
         if not tools.backward(roots, torch.stack([starts[number] for number in counted])):
-            return Outcome(spoilt=plan.micro_batches)
+            return Outcome(restart_without=plan.micro_batches)
         return Outcome(parts=[part for one, part in told if one.reports], dtype=roots.dtype)
 
 
@@ -168,7 +168,7 @@ class JoinedLoss:
         leaves = own if is_alone else map_tensors(own, leaf)
         loss, metrics = loss_of_all(self.coupled, leaves, tools)
         if not tools.accepts(loss) or not tools.backward(loss, tools.start.whole(loss)):
-            return Outcome(spoilt=plan.micro_batches)
+            return Outcome(restart_without=plan.micro_batches)
         if not is_alone:  # other ranks' rows have no graph here: the way back goes through this rank's leaves
             share_out(tools.ranks, tools.gradients.parameters, [leaves])
             tools.gradients.backward(*roots_of(own, leaves))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anybatch.batch_norm.layers import Call, Layers, replaced
-from anybatch.core import BatchNormLayer, NormLayer, PassHook, Ranks, sent
+from anybatch.core import BatchNormLayer, NormLayer, PassHook, Ranks, tensor_on
 from anybatch.errors import BatchError, UpdateError
 
 
@@ -34,7 +34,7 @@ def pool(parts: list[MeanAndVariance]) -> MeanAndVariance:
     """
     total = sum(part.count for part in parts)
     means, variances = torch.stack([part.mean for part in parts]), torch.stack([part.var for part in parts])
-    weights = sent([part.count / total for part in parts], means.device, means.dtype)[:, None]
+    weights = tensor_on([part.count / total for part in parts], means.device, means.dtype)[:, None]
     mean = (weights * means).sum(0)
     is_averaged = parts[0].is_averaged
     var = (weights * (variances if is_averaged else variances + (means - mean).square())).sum(0)

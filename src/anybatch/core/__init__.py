@@ -18,9 +18,9 @@ from anybatch.core.batch import (
     rows_first,
     rows_in_dim,
     rows_to_cut,
-    sent,
     take,
     take_rows,
+    tensor_on,
     tensors,
 )
 from anybatch.core.criteria import (
@@ -73,7 +73,7 @@ from anybatch.core.out_of_memory import (
     once_more,
     with_peak,
 )
-from anybatch.core.parallelism import ALONE, ONE_PROCESS, Engine, Needs, Ranks, Sync
+from anybatch.core.parallelism import ALONE, ONE_PROCESS, Needs, Parallelism, Ranks, Sync
 from anybatch.core.plan import BatchPlan, Layout, has_rows
 from anybatch.core.schedules import in_own_order, leaf, loss_of_all, no_rows, roots_of, share_out
 from anybatch.core.snapshot import (
@@ -149,4 +149,4 @@ from anybatch.core.torch_private import (
     version_of,
     without_op_names,
 )
-from anybatch.core.update import PENDING, FirstLook, Update, UpdateResult
+from anybatch.core.update import PENDING, FirstBatchCheck, Update, UpdateResult

@@ -17,7 +17,7 @@ from anybatch.core.engine import (
     Accumulated,
     Ahead,
     Barrier,
-    Dropping,
+    DropNonfinite,
     ForwardPass,
     Schedule,
     StartGradient,
@@ -42,9 +42,9 @@ from anybatch.core.options import (
     repr_of,
 )
 from anybatch.core.out_of_memory import free_bytes, once_more, until_it_fits
-from anybatch.core.parallelism import Engine
+from anybatch.core.parallelism import Parallelism
 from anybatch.core.plan import BatchPlan, OwnRows, count_rows, has_rows, plan_batch, size_of
-from anybatch.core.plugins import engine_of, masks_in, noise_history, norm_policy, row_numbers
+from anybatch.core.plugins import masks_in, noise_history, norm_policy, parallelism_of, row_numbers
 from anybatch.core.schedules import schedule_for
 from anybatch.core.snapshot import BatchState, Held, Slot, Snapshot, TensorFile, WriteWatch, tracking_layers
 from anybatch.core.splits import Dealt, MicroBatch, MicroBatches, Split, Workload, as_split
@@ -107,7 +107,7 @@ class Accumulator:
         on_nonfinite = "drop" if drop_nonfinite else None
         spelled = {"autocast": autocast, "batch_norm": batch_norm, "on_nonfinite": on_nonfinite}
         self.options = options_of(options, spelled, more)
-        self.engine = engine_of(model, reshard=self.options.reshard)
+        self.parallelism = parallelism_of(model, reshard=self.options.reshard)
         self.model = model
         self.objective = objective
         self.observer: Observer | None = more.get("observer")
@@ -117,11 +117,11 @@ class Accumulator:
         self._optimizer = optimizer
         self.noise = noise_history(self.options.noise, self._stepped)
         self._cutting = Cutting(as_split(micro_batch), lambda: free_bytes(common_device(self.parameters())))
-        check_drops(self.options, objective, self.engine)
+        check_drops(self.options, objective, self.parallelism)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
         self._state = BatchState([model, *own_loss], self._look_at_modules)
         self._file = TensorFile()
-        self._proven_size = 0
+        self._largest_seen = 0
         self._num_masks = 0
 
     def backward(
@@ -191,10 +191,10 @@ class Accumulator:
     @property
     def workload(self) -> Workload:
         """All that the memory of an update depends on."""
-        return Workload(model=self.model, objective=self.objective, optimizer=self._optimizer, running=self.options)
+        return Workload(model=self.model, objective=self.objective, optimizer=self._optimizer, options=self.options)
 
     def _until_it_fits(self, batch: Batch, scaler: GradScaler | None, before: Snapshot) -> Accumulated:
-        events, ranks = events_for(self.observer), self.engine.ranks
+        events, ranks = events_for(self.observer), self.parallelism.ranks
         watch = WriteWatch.of(batch)
         ran: MicroBatches | None = None
         smaller: Callable[[MicroBatches | None, str], None] | None = None
@@ -207,7 +207,7 @@ class Accumulator:
             ran = plan.cut
             result = run(plan, schedule, tools, lambda: self._warn_of_moving_buffers(plan, tools, before))
             if ranks.size > 1:
-                self._proven_size = max(self._proven_size, *map(size_of, plan.cut.micro_batches))
+                self._largest_seen = max(self._largest_seen, *map(size_of, plan.cut.micro_batches))
             return result
 
         def start_again(reason: str) -> None:
@@ -224,7 +224,7 @@ class Accumulator:
             events.begin(Retry)
             events.end(Retry, reason=reason)
 
-        if ranks.size > 1 and (self.engine.is_even or self._is_in_lockstep()):
+        if ranks.size > 1 and (self.parallelism.needs_equal_passes or self._is_in_lockstep()):
             return (
                 attempt()
             )  # a rank that fails amid collectives cannot tell the others, and starts nothing again alone
@@ -246,7 +246,7 @@ class Accumulator:
         self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, given: Schedule | None = None
     ) -> tuple[BatchPlan, Schedule, Tools]:
         """Decide everything before the first forward: the plan, the schedule (`given`, if it is), and its tools."""
-        options, ranks = self.options, self.engine.ranks
+        options, ranks = self.options, self.parallelism.ranks
         parameters = [*self.parameters(), *self.objective.parameters()]
         device = common_device(parameters) or common_device(self.model.parameters())
         autocast = autocast_context(options.autocast, device)
@@ -262,19 +262,19 @@ class Accumulator:
         layers = {} if norms is None else norms.touched(is_cut=is_cut)
         averaging = {} if norms is None else norms.averaging(is_cut=is_cut)
         schedule = given or schedule_for(self.objective, layers, averaging, options, self._file)
-        needs = schedule.needs(self.engine)
+        needs = schedule.needs(self.parallelism)
         plan = plan_batch(
             ranks,
             own,
             schedule.layout,
-            even_passes=needs.even_passes,
+            needs_equal_passes=needs.needs_equal_passes,
             underflows=scaler is None and passes_fp16(parameters, autocast),
-            proven_size=self._proven_size,
+            largest_seen=self._largest_seen,
             num_terms=len(self.objective.terms),
             error=error,
         )
-        sync = self.engine.sync(needs, is_proven=plan.is_proven, leaves_out=plan.num_left_out > 0)
-        barrier = Barrier(ranks, is_over=ranks.size == 1 or needs.even_passes or needs.one_collective)
+        sync = self.parallelism.sync(needs, last_pass_fits=plan.last_pass_fits, leaves_out=plan.num_left_out > 0)
+        barrier = Barrier(ranks, is_over=ranks.size == 1 or needs.needs_equal_passes or needs.one_collective)
         hooks = [*self._timing_hooks(batch, plan, schedule, device)]
         if norms is not None:
             norms.warn_once(layers, plan.cut, plan.num_micro_batches)
@@ -298,16 +298,16 @@ class Accumulator:
                 keep_fp32=self.keep_fp32,
                 in_fp32=options.sums_fp32(self._cutting.split),
                 isolate=drops and scaler is None,  # an overflow of the scaled gradient is the scaler's to see
-                copies=self.engine.overwrites,
+                copies=self.parallelism.overwrites,
             ),
             sync=sync,
             hooks=tuple(hooks),
             start=StartGradient(sync.factor, scaler),
             events=events,
-            dropping=Dropping(self.model, tracking_layers(self.model)) if drops else None,
+            dropping=DropNonfinite(self.model, tracking_layers(self.model)) if drops else None,
             barrier=barrier,
             ranks=ranks,
-            is_even=needs.even_passes,
+            needs_equal_passes=needs.needs_equal_passes,
         )
         return plan, schedule, tools
 
@@ -316,7 +316,7 @@ class Accumulator:
         is_stand_in = isinstance(batch, Dealt) and batch.is_stand_in
         rows = batch.batch if isinstance(batch, Dealt) else batch
         cut = None
-        if self.engine.ranks.size == 1 or not (is_stand_in or not has_rows(rows)):
+        if self.parallelism.ranks.size == 1 or not (is_stand_in or not has_rows(rows)):
             is_measured = self.noise is not None and self.noise.is_due
             cut = self._cutting.cut(rows, lambda: self.workload, as_they_came=is_measured)
             check_hooks(parameters, self.model.named_parameters, len(cut.micro_batches))
@@ -329,8 +329,8 @@ class Accumulator:
         hook = None
         if self.noise is not None:
             hook = self.noise.hook(
-                hides_parts=schedule.hides_parts,
-                is_sharded=self.engine.is_even,
+                no_partial_gradients_because=schedule.no_partial_gradients_because,
+                is_sharded=self.parallelism.needs_equal_passes,
                 num_micro_batches=plan.num_micro_batches,
             )
         learn = self._cutting.split.learn
@@ -391,19 +391,18 @@ def check_learner(model: nn.Module, objective: Objective | Coupled) -> None:
         )
 
 
-def check_drops(options: UpdateOptions, objective: Objective | Coupled, engine: Engine) -> None:
+def check_drops(options: UpdateOptions, objective: Objective | Coupled, parallelism: Parallelism) -> None:
     """Refuse to drop single micro-batches where no rank could tell which one it was."""
     if options.on_nonfinite != "drop":
         return
-    if engine.is_even:
+    if parallelism.needs_equal_passes:
         raise ParallelError(
             "a model sharded by fully_shard cannot leave single micro-batches out: no rank has one's gradient alone. Use "
             "on_nonfinite='skip', which leaves the update out, or DistributedDataParallel."
         )
     looks_around = options.batch_norm == "exact" or isinstance(objective, Coupled) or bool(objective.terms)
-    if looks_around and engine.ranks.size > 1:
+    if looks_around and parallelism.ranks.size > 1:
         raise ParallelError(
-            f"on {engine.ranks.size} ranks, micro-batches whose rows look at each other, or whose loss has terms with units of "
-            "their own, are not left out one by one. "
-            "Use on_nonfinite='skip', which leaves the update out."
+            f"on {parallelism.ranks.size} ranks, micro-batches whose rows look at each other, or whose loss has terms with "
+            "units of their own, are not left out one by one. Use on_nonfinite='skip', which leaves the update out."
         )

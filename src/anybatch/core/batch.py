@@ -336,7 +336,7 @@ def reorder_rows(batch: Batch, order: Sequence[int]) -> Batch:
 
     def reordered(_: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf if leaf.dim() == 0 else leaf.index_select(0, sent(order, leaf.device))
+            return leaf if leaf.dim() == 0 else leaf.index_select(0, tensor_on(order, leaf.device))
         return rebuild(leaf, [leaf[row] for row in order]) if _is_joined_list(leaf) else leaf
 
     return map_leaves(batch, reordered, lambda _, value: _is_joined_list(value))
@@ -407,7 +407,7 @@ def move(batch: Batch, device: torch.device) -> Batch:
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def sent(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def tensor_on(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Make a tensor on `device` without waiting for it, as `torch.tensor(numbers, device=device)` would."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 

@@ -22,7 +22,7 @@ from anybatch.core.splits import (
     size_that_ran,
     smaller,
 )
-from anybatch.errors import BatchError, MemoryLimitError, levels_to_the_caller
+from anybatch.errors import BatchError, MemoryLimitError, user_stacklevel
 
 EVERY = 10
 """After this many batches that went well, micro-batches double; after half as many, once the size that failed may be tried."""
@@ -159,7 +159,7 @@ class Cutting:
             warnings.warn(
                 f"memory ran out ({reason}), and the batch started again in smaller micro-batches: {self.split!r} from now on. "
                 "They grow again after batches that go well. Nothing is lost; this is said once.",
-                stacklevel=levels_to_the_caller(),
+                stacklevel=user_stacklevel(),
             )
         return True
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from anybatch.core.batch import Batch, map_tensors, move, sent, tensors
+from anybatch.core.batch import Batch, map_tensors, move, tensor_on, tensors
 from anybatch.core.events import SILENT, Accumulate, Backward, Events, Load
 from anybatch.core.gradients import GradientSum, shares_of, weighted_sum
 from anybatch.core.hooks import NOTHING, PassHook, around
 from anybatch.core.metrics import Metrics, PerRow, by_itself, combine, detached, on_host
 from anybatch.core.objective import PartLoss, loss_and_metrics, part_loss
 from anybatch.core.out_of_memory import is_out_of_memory
-from anybatch.core.parallelism import Engine, Needs, Ranks, Sync
+from anybatch.core.parallelism import Needs, Parallelism, Ranks, Sync
 from anybatch.core.plan import BatchPlan, Layout, Pass
 from anybatch.core.snapshot import BatchState, MovingBuffers, Snapshot, WriteWatch, of_statistics
 from anybatch.core.splits import Cut, MicroBatches
@@ -169,7 +169,7 @@ class StartGradient:
     def each(self, plan: BatchPlan, loss: Tensor) -> tuple[Tensor, ...]:
         """Return one for each pass, for losses like `loss`: computed in fp32 or better, and rounded once."""
         dtype = torch.float32 if loss.itemsize < 4 else loss.dtype
-        weights = sent(plan.weights(self.factor), loss.device, dtype)
+        weights = tensor_on(plan.weights(self.factor), loss.device, dtype)
         weights = weights if self.scaler is None else self.scaler.scale(weights)
         return weights.to(loss.dtype).unbind()
 
@@ -184,7 +184,7 @@ class StartGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropping:
+class DropNonfinite:
     """Leaves micro-batches out that are not finite. Looking at one waits for the device."""
 
     model: nn.Module
@@ -224,7 +224,7 @@ class Outcome:
     parts: Sequence[Part] = ()
     dropped: Sequence[int] = ()
     """Micro-batches that were not finite and were left out."""
-    spoilt: Sequence[int] = ()
+    restart_without: Sequence[int] = ()
     """Micro-batches that were not finite and affected the others: all passes have to run again without them."""
     dtype: torch.dtype = field(default=torch.float32)
     """The dtype of the losses."""
@@ -240,11 +240,11 @@ class Tools:
     hooks: tuple[PassHook, ...]
     start: StartGradient
     events: Events
-    dropping: Dropping | None
+    dropping: DropNonfinite | None
     """None unless single micro-batches are checked: then an inf shows only in the gradient."""
     barrier: Barrier
     ranks: Ranks
-    is_even: bool = False
+    needs_equal_passes: bool = False
     """True if every pass is a collective, so that none can run on one rank alone."""
 
     def accepts(self, value: Batch) -> bool:
@@ -295,10 +295,10 @@ class Schedule(Protocol):
         """Compute a loss, or representations."""
 
     @property
-    def hides_parts(self) -> str:
+    def no_partial_gradients_because(self) -> str:
         """The reason why no micro-batch has a gradient of its own, for a message; empty if each has."""
 
-    def needs(self, engine: Engine) -> Needs:
+    def needs(self, parallelism: Parallelism) -> Needs:
         """Say what the synchronisation over ranks has to allow for."""
 
     def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
@@ -463,7 +463,7 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], No
             if plan.is_empty:
                 tools.gradients.zero()
     except BaseException as error:
-        tools.sync.forget()
+        tools.sync.reset()
         if isinstance(error, Exception):
             tools.barrier.fail(error)
         raise
@@ -483,15 +483,15 @@ def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
     dropped: list[int] = []
     while plan.passes:
         outcome = schedule.run(plan, tools)
-        if not outcome.spoilt:
+        if not outcome.restart_without:
             return replace(outcome, dropped=sorted(dropped)) if dropped else outcome
         if watch is not None:
             watch.check("the others would run again without a micro-batch that is not finite,")
         assert before is not None  # only where micro-batches are dropped is one found that spoils others
         before.put_back()
         tools.gradients.zero()
-        dropped += outcome.spoilt
-        plan = plan.without(outcome.spoilt)
+        dropped += outcome.restart_without
+        plan = plan.without(outcome.restart_without)
     return Outcome(dropped=sorted(dropped))
 
 

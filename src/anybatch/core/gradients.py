@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.utils import get_total_norm
 
-from anybatch.core.batch import sent
+from anybatch.core.batch import tensor_on
 from anybatch.core.metrics import Number, by_itself
 from anybatch.core.options import Reduction
 from anybatch.core.torch_private import (
@@ -227,7 +227,7 @@ def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     if not losses:
         return torch.zeros(())
     stacked = at_least_fp32(torch.stack(tuple(losses)))
-    return stacked.dot(sent(weights, stacked.device, stacked.dtype))
+    return stacked.dot(tensor_on(weights, stacked.device, stacked.dtype))
 
 
 class Window:

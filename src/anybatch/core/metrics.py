@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybatch.core.batch import sent
+from anybatch.core.batch import tensor_on
 from anybatch.core.splits import MicroBatches
 from anybatch.core.torch_private import at_least_fp32
 from anybatch.errors import LossError
@@ -87,7 +87,7 @@ def _join_rows(name: str, parts: Sequence[Metrics], cut: MicroBatches | None, ke
     is_complete = sum(map(len, places)) == num_rows
     dtype = first.dtype if is_complete or first.is_floating_point() else torch.float32
     whole = torch.full((num_rows, *first.shape[1:]), 0 if is_complete else torch.nan, dtype=dtype, device=first.device)
-    numbers = sent([row for rows in places for row in rows], whole.device)
+    numbers = tensor_on([row for rows in places for row in rows], whole.device)
     whole[numbers] = torch.cat(values).to(whole.dtype)
     return whole
 
@@ -129,9 +129,9 @@ def _scalar(name: str, value: Number) -> Tensor:
 
 def _stack(numbers: Sequence[Number], like: Tensor) -> Tensor:
     if not any(isinstance(number, Tensor) for number in numbers):
-        return sent([float(number) for number in numbers], like.device, like.dtype)
+        return tensor_on([float(number) for number in numbers], like.device, like.dtype)
     tensors = [
-        number if isinstance(number, Tensor) else sent([number], like.device, like.dtype)[0] for number in numbers
+        number if isinstance(number, Tensor) else tensor_on([number], like.device, like.dtype)[0] for number in numbers
     ]
     return torch.stack([tensor.to(like.device, like.dtype, non_blocking=True) for tensor in tensors])
 

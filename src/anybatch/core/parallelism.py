@@ -97,7 +97,7 @@ ONE_PROCESS = Ranks()
 class Needs:
     """Requirements of a schedule on the synchronisation."""
 
-    even_passes: bool = False
+    needs_equal_passes: bool = False
     """Every rank has to run as many passes as the others, because each pass is a collective."""
     own_reduction: str | None = None
     """Why torch's own reduction in the last backward pass cannot be used, in words for an error; None where it can."""
@@ -106,7 +106,7 @@ class Needs:
 
 
 class Sync:
-    """How the passes of one batch are synchronised: each runs inside `passing`, and `close` ends them.
+    """How the passes of one batch are synchronised: each runs inside `around_pass`, and `close` ends them.
 
     The methods are those of one process: nothing is synchronised.
     """
@@ -119,25 +119,25 @@ class Sync:
         return 1.0
 
     @property
-    def is_shared(self) -> bool:
+    def reduces_in_last_backward(self) -> bool:
         """True where the last pass is synchronised while it runs, and so cannot be undone."""
         return False
 
-    def passing(self, *, is_last: bool) -> AbstractContextManager[object]:
+    def around_pass(self, *, is_last: bool) -> AbstractContextManager[object]:
         """Context of forward and backward of one pass.
 
         A schedule whose micro-batches are all under way at once enters it once, with `is_last=True`.
         """
         return _NO_CONTEXT
 
-    def looking(self) -> AbstractContextManager[object]:
+    def forward_only(self) -> AbstractContextManager[object]:
         """Context of a forward that no backward follows."""
         return _NO_CONTEXT
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum over ranks what torch has not: after it `.grad` is the whole batch's, on every rank."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what an error left half-done."""
 
     def give_zeros(self, plan: Any, tools: Any) -> None:
@@ -147,24 +147,24 @@ class Sync:
 _NO_CONTEXT = nullcontext()
 
 
-class Engine(Protocol):
+class Parallelism(Protocol):
     """How one model's gradients come together over its ranks."""
 
     @property
     def ranks(self) -> Ranks: ...
 
     @property
-    def is_even(self) -> bool:
+    def needs_equal_passes(self) -> bool:
         """True where all ranks must run the same number of passes when passes run one by one."""
 
     @property
     def overwrites(self) -> bool:
         """True where synchronising writes into the tensors that `.grad` held before."""
 
-    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> Sync:
+    def sync(self, needs: Needs, *, last_pass_fits: bool = True, leaves_out: bool = False) -> Sync:
         """Choose how the passes of the next batch are synchronised.
 
-        `is_proven` says that the last pass is no larger than one that ran before. A last pass that is larger is synchronised
+        `last_pass_fits` says that the last pass is no larger than one that ran before. A larger last pass is synchronised
         after backward where that can be done, because running out of memory in it can then be undone. `leaves_out` says that a
         rank has micro-batches without units, whose parameters get zeros once all passes ran.
         """
@@ -174,10 +174,10 @@ class Alone(Sync):
     """One process, as an engine and as its synchronisation."""
 
     ranks = ONE_PROCESS
-    is_even = False
+    needs_equal_passes = False
     overwrites = False
 
-    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> Sync:
+    def sync(self, needs: Needs, *, last_pass_fits: bool = True, leaves_out: bool = False) -> Sync:
         return self
 
 

@@ -49,7 +49,7 @@ class BatchPlan:
     num_by_rank: tuple[int, ...]
     """The number of micro-batches of each rank's own rows; 0 for a rank without rows."""
     rank: int = 0
-    is_proven: bool = True
+    last_pass_fits: bool = True
     """True if every rank's last pass is known to fit, because one that was no smaller did."""
     terms: "TermUnits" = field(default_factory=lambda: TermUnits())
 
@@ -222,24 +222,24 @@ def plan_batch(
     own: OwnRows,
     layout: Layout,
     *,
-    even_passes: bool,
+    needs_equal_passes: bool,
     underflows: bool,
-    proven_size: int,
+    largest_seen: int,
     num_terms: int = 0,
     error: Exception | None = None,
 ) -> BatchPlan:
     """Sum the units over all ranks in one small collective, and lay out this rank's passes.
 
-    `error` is what cutting or counting raised on this rank: then every rank raises. With `even_passes`, each rank runs as
-    many passes as the one with the most. A rank with nothing that counts borrows a micro-batch, to run it with share 0,
+    `error` is what cutting or counting raised on this rank: then every rank raises. With `needs_equal_passes`, each rank runs
+    as many passes as the one with the most. A rank with nothing that counts borrows a micro-batch, to run it with share 0,
     because it has to take part in all collectives.
 
     If gradients are fp16 and nothing scales the loss, shares of the whole batch would underflow in backward (measured: 0.23
     off at 64 micro-batches). Then (`underflows`) the largest micro-batch has share 1, and the rest is divided out at the
-    close. A pass no larger than `proven_size` is known to fit.
+    close. A pass no larger than `largest_seen` is known to fit.
     """
-    counts = _gather_counts(ranks, own, error, layout, proven_size, num_terms)
-    num_passes = max(int(one.num_counted) for one in counts) if even_passes else 0
+    counts = _gather_counts(ranks, own, error, layout, largest_seen, num_terms)
+    num_passes = max(int(one.num_counted) for one in counts) if needs_equal_passes else 0
     if ranks.size > 1:
         own = _with_borrowed(ranks, own, counts, layout)
     assert own.cut is not None
@@ -262,7 +262,7 @@ def plan_batch(
         reduction=own.reduction,
         num_by_rank=num_by_rank,
         rank=ranks.rank,
-        is_proven=all(one.is_proven for one in counts),
+        last_pass_fits=all(one.last_pass_fits for one in counts),
         terms=TermUnits(
             each=own.terms, totals=[sum(each) for each in zip(*(one.terms for one in counts), strict=True)], rows=total
         ),
@@ -277,25 +277,25 @@ class _RankCounts(NamedTuple):
     num_counted: float
     total: float
     largest: float
-    is_proven: float
+    last_pass_fits: float
     terms: Sequence[float] = ()
     """The units of each term of the loss, on this rank."""
 
 
 def _gather_counts(
-    ranks: Ranks, own: OwnRows, error: Exception | None, layout: Layout, proven_size: int, num_terms: int
+    ranks: Ranks, own: OwnRows, error: Exception | None, layout: Layout, largest_seen: int, num_terms: int
 ) -> list[_RankCounts]:
     """All-gather the counts of every rank; raise if one of them failed, or none has rows."""
     is_alone = ranks.size == 1
     counted = [] if is_alone else own.counted(layout)
     terms = [sum(column) for column in zip(*own.terms, strict=True)]
     num_own = 0 if own.cut is None else len(own.cut.micro_batches)
-    is_proven = is_alone or _is_proven(own, counted, proven_size)
+    last_pass_fits = is_alone or _last_pass_fits(own, counted, largest_seen)
     total, largest = sum(own.units), max(own.units, default=0)
     if is_alone:
-        return [_RankCounts(0.0, num_own, 0, total, largest, is_proven, terms)]
+        return [_RankCounts(0.0, num_own, 0, total, largest, last_pass_fits, terms)]
     # a rank without rows has no terms, and the collective carries equally many numbers of each
-    numbers = [error is not None, num_own, len(counted), total, largest, is_proven, *(terms or [0.0] * num_terms)]
+    numbers = [error is not None, num_own, len(counted), total, largest, last_pass_fits, *(terms or [0.0] * num_terms)]
     gathered = ranks.gather([float(number) for number in numbers])
     counts = [_RankCounts(*every[:6], every[6:]) for every in gathered]  # type: ignore[call-arg, arg-type]
     if error is not None:
@@ -310,12 +310,12 @@ def _gather_counts(
     return counts
 
 
-def _is_proven(own: OwnRows, counted: list[int], proven_size: int) -> bool:
+def _last_pass_fits(own: OwnRows, counted: list[int], largest_seen: int) -> bool:
     """True if the last pass is no larger than one before it, in this batch or an earlier one."""
     if own.cut is None or not counted:
         return False
     *earlier, last = [size_of(own.cut[index]) for index in counted]
-    return last <= max([proven_size, *earlier])
+    return last <= max([largest_seen, *earlier])
 
 
 def _with_borrowed(ranks: Ranks, own: OwnRows, counts: list[_RankCounts], layout: Layout) -> OwnRows:

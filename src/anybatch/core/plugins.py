@@ -15,16 +15,16 @@ from anybatch.core.splits import MicroBatches, Split
 
 if TYPE_CHECKING:
     from anybatch.batch_norm import NormPolicy
-    from anybatch.core.parallelism import Engine, Ranks
+    from anybatch.core.parallelism import Parallelism, Ranks
     from anybatch.dropout import Masks
     from anybatch.noise import NoiseHistory
 
 
-def engine_of(model: nn.Module, *, reshard: bool) -> "Engine":
+def parallelism_of(model: nn.Module, *, reshard: bool) -> "Parallelism":
     """Return how the gradients of `model` are synchronised over its ranks."""
-    from anybatch.parallel import engine_for
+    from anybatch.parallel import parallelism_for
 
-    return engine_for(model, reshard=reshard)
+    return parallelism_for(model, reshard=reshard)
 
 
 def group_of(model: nn.Module) -> Any:
@@ -84,6 +84,6 @@ def auto_split() -> Split:
 
 def check_first_batch(accumulator: Any, batch: Batch) -> Any:
     """Check that the losses of a few rows add up, before anything is learnt from the first batch that is cut."""
-    from anybatch.verification import look_first
+    from anybatch.verification import check_first_batch
 
-    return look_first(accumulator, batch)
+    return check_first_batch(accumulator, batch)

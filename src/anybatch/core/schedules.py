@@ -14,7 +14,7 @@ from anybatch.core.hooks import NOTHING, around
 from anybatch.core.metrics import Metrics, detached
 from anybatch.core.objective import Coupled, Objective, checked_loss, loss_and_metrics
 from anybatch.core.options import UpdateOptions
-from anybatch.core.parallelism import Engine, Needs, Ranks
+from anybatch.core.parallelism import Needs, Parallelism, Ranks
 from anybatch.core.plan import BatchPlan, Layout, Pass
 from anybatch.core.plugins import lockstep_schedule
 from anybatch.core.snapshot import MovingBuffers, Snapshot, TensorFile, WriteWatch
@@ -27,7 +27,7 @@ class OneByOne:
     """Forward and backward, one micro-batch at a time. `grad += sum_k (units_k / units) * d loss(micro_batch_k)`."""
 
     layout: ClassVar[Layout] = Layout()
-    hides_parts: ClassVar[str] = ""
+    no_partial_gradients_because: ClassVar[str] = ""
     objective: Objective
     drops: bool = False
     """True if micro-batches that are not finite are left out, so that none may be summed over ranks before it was checked."""
@@ -35,9 +35,9 @@ class OneByOne:
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
         return self.objective.loss(model, micro_batch)
 
-    def needs(self, engine: Engine) -> Needs:
+    def needs(self, parallelism: Parallelism) -> Needs:
         reason = "dropping micro-batches that are not finite" if self.drops else None
-        return Needs(even_passes=engine.is_even, own_reduction=reason)
+        return Needs(needs_equal_passes=parallelism.needs_equal_passes, own_reduction=reason)
 
     def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
         parts: list[Part] = []
@@ -48,9 +48,9 @@ class OneByOne:
         blocks = [*(hook.around_batch() for hook in hooks), *(hook.around_counted() for hook in hooks)]
         with around(blocks) if blocks else NOTHING:
             for number, one in enumerate(plan.passes):
-                if one.is_last and tools.sync.is_shared:
+                if one.is_last and tools.sync.reduces_in_last_backward:
                     tools.barrier.hold(is_final=True)
-                with tools.sync.passing(is_last=one.is_last):
+                with tools.sync.around_pass(is_last=one.is_last):
                     part, is_kept, starts = _run_pass(plan, one, number, starts, tools)
                 for hook in hooks:
                     hook.after_pass(one.micro_batch, is_kept=is_kept, reports=one.reports)
@@ -60,9 +60,9 @@ class OneByOne:
                 elif one.reports:
                     dropped.append(one.micro_batch)
             if dropped and plan.terms.each:
-                return Outcome(spoilt=dropped)
+                return Outcome(restart_without=dropped)
             parts += _left_out(plan, tools, has_metrics=has_metrics)
-            if tools.is_even:
+            if tools.needs_equal_passes:
                 tools.sync.give_zeros(plan, tools)
         return Outcome(parts=parts, dropped=dropped, dtype=starts[0].dtype)
 
@@ -93,11 +93,15 @@ def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]
     synchronised the last pass, parameters are left alone, because ranks would no longer agree on which have a gradient. If
     passes are collectives, they run for metrics only, a rank that has fewer repeats its last, and zeros are `Sync.give_zeros`.
     """
-    missing = plan.num_left_out - len(plan.left_out) if tools.is_even else 0
+    missing = plan.num_left_out - len(plan.left_out) if tools.needs_equal_passes else 0
     if not plan.left_out and not missing:
         return []
-    bare = [] if tools.sync.is_shared else [p for p in tools.gradients.parameters if p.grad is None]
-    if not has_metrics and not bare and (tools.is_even or not any(hook.needs_all_rows for hook in tools.hooks)):
+    bare = [] if tools.sync.reduces_in_last_backward else [p for p in tools.gradients.parameters if p.grad is None]
+    if (
+        not has_metrics
+        and not bare
+        and (tools.needs_equal_passes or not any(hook.needs_all_rows for hook in tools.hooks))
+    ):
         return []
     parts = [_forward_alone(plan, index, tools, bare) for index in plan.left_out]
     for _ in range(missing):
@@ -109,7 +113,7 @@ def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Para
     """Run a micro-batch without units for its metrics. Parameters among `bare` that it uses get zeros: its loss may be nan."""
     for hook in tools.hooks:
         hook.before_pass()
-    with tools.sync.looking(), torch.set_grad_enabled(bool(bare) and torch.is_grad_enabled()):
+    with tools.sync.forward_only(), torch.set_grad_enabled(bool(bare) and torch.is_grad_enabled()):
         loss, metrics = loss_and_metrics(tools.quiet_forward()(plan.cut[index], index))
         touched = {id(leaf) for leaf in leaves_of([loss])} if bare else ()
     for parameter in bare:
@@ -246,15 +250,15 @@ class TwoPasses:
     coupled: Coupled
     layout: ClassVar[Layout] = Layout(runs_all=True, repeats_first=True)  # the last one's graph is kept, and it counts
 
-    hides_parts: ClassVar[str] = (
+    no_partial_gradients_because: ClassVar[str] = (
         "the loss is coupled: its rows look at each other, and no micro-batch has a gradient of its own"
     )
 
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
         return self.coupled.encode(model, micro_batch)
 
-    def needs(self, engine: Engine) -> Needs:
-        return Needs(even_passes=engine.is_even, own_reduction="the gradient of a coupled loss")
+    def needs(self, parallelism: Parallelism) -> Needs:
+        return Needs(needs_equal_passes=parallelism.needs_equal_passes, own_reduction="the gradient of a coupled loss")
 
     def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
         buffers = MovingBuffers([tools.forward.model])
@@ -264,22 +268,22 @@ class TwoPasses:
                 encoded = [self._first(plan, one, buffers, tools) for one in plan.passes]
             spoilt = [each.one.micro_batch for each in encoded if not tools.accepts(each.representations)]
             if spoilt:
-                return Outcome(spoilt=spoilt)
+                return Outcome(restart_without=spoilt)
             loss, metrics, is_finite = self._loss(plan, encoded, tools)
             if not is_finite:
-                return Outcome(spoilt=plan.micro_batches)
+                return Outcome(restart_without=plan.micro_batches)
             after = buffers.snapshot()  # the first pass counts: what the second changes is put back
             spoilt = self._second(plan, encoded, buffers, tools)
             buffers.put_back(after)
         part = Part(micro_batch=None, units=plan.units_seen, loss=loss, metrics=detached(metrics))
-        return Outcome(parts=[part], spoilt=spoilt, dtype=loss.dtype)
+        return Outcome(parts=[part], restart_without=spoilt, dtype=loss.dtype)
 
     def _first(self, plan: BatchPlan, one: Pass, buffers: MovingBuffers, tools: Tools) -> _Encoded:
         for hook in tools.hooks:
             hook.before_pass()
         before = None if one.is_last else buffers.snapshot()
         watch = WriteWatch.of(plan.cut[one.micro_batch])
-        with torch.set_grad_enabled(one.is_last and torch.is_grad_enabled()), tools.sync.passing(is_last=False):
+        with torch.set_grad_enabled(one.is_last and torch.is_grad_enabled()), tools.sync.around_pass(is_last=False):
             representations = tools.forward(plan.cut[one.micro_batch], one.micro_batch)
         watch.check("a coupled loss runs every forward twice, the second time")
         for hook in () if one.reports else tools.hooks:
@@ -305,14 +309,14 @@ class TwoPasses:
     def _second(self, plan: BatchPlan, encoded: list[_Encoded], buffers: MovingBuffers, tools: Tools) -> list[int]:
         """Run backward through every micro-batch, beginning with the last, whose graph is there; return those not finite."""
         last = encoded.pop()
-        with tools.sync.passing(is_last=not encoded):
+        with tools.sync.around_pass(is_last=not encoded):
             spoilt = _backward(last, last.representations, tools)
         last.representations = last.leaves = None  # its graph must not live beside the next one
         for number, each in enumerate(encoded, start=1):
             assert each.before is not None
             buffers.put_back(each.before)
             index = each.one.micro_batch
-            with tools.sync.passing(is_last=number == len(encoded)):
+            with tools.sync.around_pass(is_last=number == len(encoded)):
                 spoilt += _backward(each, tools.forward(plan.cut[index], index), tools)
         return spoilt
 

@@ -24,7 +24,7 @@ from anybatch.core.batch import Batch, leaves
 from anybatch.core.out_of_memory import free_memory
 from anybatch.core.splits import Dealt, MicroBatches
 from anybatch.core.torch_private import FakeTensor, NormLayer, buffers_of, disable_current_modes, version_of
-from anybatch.errors import BatchError, levels_to_the_caller
+from anybatch.errors import BatchError, user_stacklevel
 
 Copy = Callable[[], Tensor]
 """Returns a tensor as it was when the copy was made."""
@@ -236,7 +236,7 @@ class BatchState(MovingBuffers):
             warnings.warn(
                 f"this batch was not learnt from, but it was the first to change {', '.join(lost)}, of which there is no copy: "
                 "what it left there stays. From now on copies are made.",
-                stacklevel=levels_to_the_caller(),
+                stacklevel=user_stacklevel(),
             )
 
     def tell_moving(self, knows: Callable[[nn.Module, str], bool], num_passes: int, effect: Callable[[], str]) -> None:
@@ -258,7 +258,7 @@ class BatchState(MovingBuffers):
                 f"the forward changes buffers of its own ({', '.join(names[:4])}{more}): {num_passes} times in this batch, "
                 f"once per micro-batch, where the whole batch would change them once.{effect()} verify(model, objective, "
                 "batch) measures what that does to the gradient. Change them outside of forward, once per update.",
-                stacklevel=levels_to_the_caller(),
+                stacklevel=user_stacklevel(),
             )
 
 

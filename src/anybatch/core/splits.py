@@ -139,7 +139,7 @@ class Workload:
     objective: Any
     optimizer: Any = None
     """None where the caller steps the optimizer."""
-    running: Any = None
+    options: Any = None
     """Its options, as one value."""
 
 

@@ -104,7 +104,7 @@ Finding = Literal["pending", "off", "passed", "not judged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstLook:
+class FirstBatchCheck:
     """Result of the check of the first batch: `update.guard`. A loss that does not add up is an error, and is not told here."""
 
     finding: Finding
@@ -115,7 +115,7 @@ class FirstLook:
     """Why it could not be judged; of one that passed, what its forwards changed outside of the model."""
 
 
-PENDING = FirstLook(finding="pending")
+PENDING = FirstBatchCheck(finding="pending")
 
 
 UpdateCallback = Callable[[UpdateResult], object]
@@ -216,7 +216,7 @@ class Update:
         self._scale = None if self.scaler is None else LossScale(self.scaler, optimizer)
         self._stepping = Stepping(optimizer)
         self._is_checked = check_of(check) == "off"
-        self.guard = FirstLook(finding="off") if self._is_checked else PENDING
+        self.guard = FirstBatchCheck(finding="off") if self._is_checked else PENDING
         """The result of the check of the first batch."""
         self._is_first = True
 
@@ -531,11 +531,11 @@ def find_nonfinite(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Par
     plan, _, tools = accumulator.prepare(batch, given=OneByOne(accumulator.objective.whole()))
     gradients = GradientSum(names)
     # sharded gradients can be seen only when they are synchronised, by all ranks at once
-    is_seen_together = accumulator.engine.is_even
+    is_seen_together = accumulator.parallelism.needs_equal_passes
     found: NonFinite | None = None
     with gradients.undone(), NOTHING if accumulator.norms is None else accumulator.norms.alone():
         for one in plan.passes:
-            with tools.sync.passing(is_last=is_seen_together):
+            with tools.sync.around_pass(is_last=is_seen_together):
                 loss, *_ = tools.loss_of(plan, one)
                 loss.backward()
             if found is None and one.reports:
@@ -543,7 +543,7 @@ def find_nonfinite(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Par
             if found is not None and not is_seen_together:
                 break
             gradients.zero()
-    tools.sync.forget()  # nothing of this is summed over ranks
+    tools.sync.reset()  # nothing of this is summed over ranks
     every = [one for one in tools.ranks.gather_objects(found) if one is not None]
     return min(every, key=lambda one: (one.micro_batch, one.rank is None)) if every else None
 

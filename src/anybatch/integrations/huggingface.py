@@ -143,7 +143,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 keep_fp32=takes_fp32_gradients(optimizer),
                 optimizer=optimizer,
             )
-            check_ranks(model, self._accumulator.engine.ranks, self.args.world_size)
+            check_ranks(model, self._accumulator.parallelism.ranks, self.args.world_size)
             _restore(self._accumulator, self._saved_split)
         return self._accumulator
 

@@ -161,7 +161,7 @@ class ExactSteps(Strategy):  # type: ignore[misc]
                 optimizer=self.optimizers[0],
             )
             trainer = self.lightning_module.trainer
-            check_ranks(model, self._accumulator.engine.ranks, trainer.world_size)
+            check_ranks(model, self._accumulator.parallelism.ranks, trainer.world_size)
             warn_of_repeated_rows(trainer.train_dataloader, rank=trainer.global_rank, ranks=trainer.world_size)
             if self._saved_split is not None and hasattr(self._accumulator.split, "load_state_dict"):
                 self._accumulator.split.load_state_dict(self._saved_split)

@@ -23,7 +23,7 @@ from anybatch.core import (
     tensors,
 )
 from anybatch.display import parse_bytes, show_bytes
-from anybatch.errors import MemoryLimitError, SplitError, first_line, levels_to_the_caller
+from anybatch.errors import MemoryLimitError, SplitError, first_line, user_stacklevel
 from anybatch.memory.planning import Plan, plan
 from anybatch.ragged import Auto, Choice, Doubling, Tokens
 
@@ -150,7 +150,7 @@ class Fit(Split):
                 'save. Sizes up to what fits are tried on real updates where fastest is True, as micro_batch="auto" does; '
                 "leave fastest out for the largest that fits.",
                 DeprecationWarning,
-                stacklevel=levels_to_the_caller(),
+                stacklevel=user_stacklevel(),
             )
         self.memory = None if memory is None else parse_bytes(memory)
         self.most = Rows(most) if isinstance(most, int) else most
@@ -270,7 +270,7 @@ class Fit(Split):
                 split=tokens,
                 margin=self.margin,
                 checkpointing=False,
-                running=workload.running,
+                options=workload.options,
             )
         except Exception as error:  # an odd model is no reason not to train it
             return self._unpredicted(workload, shape, error)
@@ -302,7 +302,7 @@ class Fit(Split):
         if self.memory is not None:
             warnings.warn(
                 f"{why}. Rows double from batch to batch until memory runs out. Give micro_batch=n, in rows, to bound them.",
-                stacklevel=levels_to_the_caller(),
+                stacklevel=user_stacklevel(),
             )
         most = self.most.size if isinstance(self.most, Rows) else None
         return _Fitting(shape, Doubling(most), "rows", 1, reason=first_line(error))

@@ -28,7 +28,7 @@ from anybatch.core import (
     tensors,
 )
 from anybatch.display import facts_table, html_block, html_table, parse_bytes, sentences, show_bytes
-from anybatch.errors import PlanError, levels_to_the_caller
+from anybatch.errors import PlanError, user_stacklevel
 from anybatch.memory.checkpointing import recompute_blocks
 from anybatch.memory.envelope import Peaks
 from anybatch.memory.meter import bytes_of, optimizer_tensors
@@ -267,11 +267,11 @@ def plan(
     ):
         if value is not None:
             said = f"plan({name}={value!r}) is deprecated and ignored: {instead}. Leave it out."
-            warnings.warn(said, DeprecationWarning, stacklevel=levels_to_the_caller())
+            warnings.warn(said, DeprecationWarning, stacklevel=user_stacklevel())
     single = UpdateOptions(
         autocast=autocast, batch_norm=batch_norm, offload=offload, clip_norm=clip_norm, clip_value=clip_value, sums=sums
     )
-    running = replace(options or running or UpdateOptions(), **single.given())
+    options = replace(options or running or UpdateOptions(), **single.given())
     module, bucket_bytes = _without_wrappers(model)
     there = _device_of(module, device)
     if margin is None:
@@ -287,11 +287,11 @@ def plan(
         device=there,
         batch_bytes=0 if is_elsewhere else source.nbytes,
         is_elsewhere=is_elsewhere,
-        running=running,
+        options=options,
         is_in_place=own <= {there.type} and not bucket_bytes and not is_watched(module),
     )
-    for kind in ("fp32", "param") if running.sums == "auto" else (running.sums,):
-        setup = replace(setup, running=replace(running, sums=kind))
+    for kind in ("fp32", "param") if options.sums == "auto" else (options.sums,):
+        setup = replace(setup, options=replace(options, sums=kind))
         planned = _plan(setup, source, asked, margin, checkpointing=checkpointing, bucket_bytes=bucket_bytes)
         if planned.fits:
             break
@@ -323,7 +323,7 @@ def _plan(
     gc.collect()
     top = highest(moments)
     beside = found.peak - top.total  # what kernels allocate that fake tensors do not show
-    is_fp32_sum = setup.running.sums != "param"
+    is_fp32_sum = setup.options.sums != "param"
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
         micro_batch=found.size,
@@ -432,7 +432,7 @@ def _try_checkpointing(
 
 def _notes(trials: Trials, bucket_bytes: int) -> tuple[str, ...]:
     """Say where this plan may be off, and by how much."""
-    setup, (model, optimizer, _), running = trials.setup, trials.setup.parts, trials.setup.running
+    setup, (model, optimizer, _), options = trials.setup, trials.setup.parts, trials.setup.options
     notes = []
     if bucket_bytes:
         notes.append(
@@ -449,13 +449,13 @@ def _notes(trials: Trials, bucket_bytes: int) -> tuple[str, ...]:
                 "Attention was followed through the CPU's kernel, which keeps no matrix of rows x heads x length x length; a "
                 "GPU that has to fall back from its flash and memory-efficient kernels keeps one."
             )
-        if running.autocast is not None:
+        if options.autocast is not None:
             notes.append("Autocast was followed with the CPU's list of ops, which differs from a GPU's in a few.")
         if optimizer is not None and any(group.get("foreach", False) is None for group in optimizer.param_groups):
             notes.append("The optimizer was stepped over all parameters at once (foreach), as torch does on a GPU.")
-    if batch_norms(model) and running.batch_norm == "exact" and running.offload is not None:
+    if batch_norms(model) and options.batch_norm == "exact" and options.offload is not None:
         notes.append("What batch_norm='exact' moves to the host or to disk is counted as if it stayed: an upper bound.")
-    if running.prefetch and setup.is_elsewhere:
+    if options.prefetch and setup.is_elsewhere:
         notes.append("prefetch=True has the inputs of two micro-batches on the device at a time; one is counted.")
     if trials.is_together:
         notes.append("Micro-batches do not stand alone in this update, so each size was tried with the whole batch.")

@@ -73,7 +73,7 @@ class TrialSetup:
     """The whole batch, where it lies in the memory that is planned; else 0."""
     is_elsewhere: bool
     """True where micro-batches are brought to the device one by one."""
-    running: UpdateOptions
+    options: UpdateOptions
     """The options of `Update`, or of `Accumulator` where there is no optimizer."""
     is_in_place: bool
     """True where real trials may run on the parts themselves, and are undone; else they run on copies."""
@@ -87,7 +87,7 @@ class TrialSetup:
     def is_exact(self) -> bool:
         """True where all micro-batches run in lockstep, and their graphs live side by side."""
         norms = batch_norms(self.parts[0]).values()
-        return self.running.batch_norm == "exact" and any(map(uses_batch_statistics, norms))
+        return self.options.batch_norm == "exact" and any(map(uses_batch_statistics, norms))
 
     @property
     def num_norms(self) -> int:
@@ -111,18 +111,18 @@ class Probe:
         """Nodes in the graph of one micro-batch; 0 before the first trial."""
         model, optimizer, _ = parts
         # whether a gradient is finite, and its noise, need its numbers; looking takes no memory, dropping a set of gradients
-        running = replace(
-            setup.running,
-            batch_norm=setup.running.batch_norm or "micro",
-            on_nonfinite="drop" if setup.running.drops else "ignore",
+        options = replace(
+            setup.options,
+            batch_norm=setup.options.batch_norm or "micro",
+            on_nonfinite="drop" if setup.options.drops else "ignore",
             noise=None,
         )
         self._run: Any
         if optimizer is None:
-            self._learner: Accumulator | Update = Accumulator(model, objective, micro_batch=1, options=running)
+            self._learner: Accumulator | Update = Accumulator(model, objective, micro_batch=1, options=options)
             self._run = self._learner.backward
         else:
-            self._learner = Update(model, optimizer, objective, micro_batch=1, options=running, check="off")
+            self._learner = Update(model, optimizer, objective, micro_batch=1, options=options, check="off")
             self._run = self._learner
         self._objective = objective
 
@@ -193,7 +193,7 @@ class FakeProbe(Probe):
     @property
     def hidden(self) -> str | None:
         """In words, an op that ran and whose CPU kernel allocates more than its tensors show; None where there was none."""
-        if self._setup.running.autocast is not None or any(map(is_low, self.parts[0].parameters())):
+        if self._setup.options.autocast is not None or any(map(is_low, self.parts[0].parameters())):
             return "matrix products in bf16 or fp16"
         return next((HIDDEN[name] for op in self.recorder.ops if (name := op.split(".")[0]) in HIDDEN), None)
 

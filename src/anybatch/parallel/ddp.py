@@ -76,20 +76,20 @@ class Replicated:
 
     modules: tuple[DistributedDataParallel, ...]
     ranks: Ranks
-    is_even: bool = False
+    needs_equal_passes: bool = False
 
     @property
     def overwrites(self) -> bool:
         return any(module.gradient_as_bucket_view for module in self.modules)
 
-    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> Sync:
+    def sync(self, needs: Needs, *, last_pass_fits: bool = True, leaves_out: bool = False) -> Sync:
         if not all(module.require_backward_grad_sync for module in self.modules):
             raise ParallelError(
                 "this update runs inside a no_sync() of DistributedDataParallel (Accelerate's no_sync or accumulate open one), "
                 "so that gradients would never meet. Call it outside: an update synchronises once by itself."
             )
         why = needs.own_reduction or self._low_precision()
-        is_done = is_proven and not (leaves_out and any(module.find_unused_parameters for module in self.modules))
+        is_done = last_pass_fits and not (leaves_out and any(module.find_unused_parameters for module in self.modules))
         is_reduced = why is None and (is_done or any(comm_hooks(module) for module in self.modules))
         for module in self.modules:
             if not is_reduced:
@@ -109,7 +109,7 @@ class _OfModules(Sync):
     modules: tuple[DistributedDataParallel, ...]
     ranks: Ranks
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Do what DDP does at the end of a synchronised pass, for passes that were not, or died.
 
         Buffers are sent again on every rank, because a rank that failed in its first forward will send its own again.
@@ -124,13 +124,13 @@ class _OfModules(Sync):
 class Reduced(_OfModules):
     """DDP's reducer averages in the last backward pass, while it runs; the others run in `no_sync`, forward and backward."""
 
-    is_shared: bool = True
+    reduces_in_last_backward: bool = True
 
     @property
     def factor(self) -> float:
         return float(self.ranks.size)
 
-    def passing(self, *, is_last: bool) -> AbstractContextManager[object]:
+    def around_pass(self, *, is_last: bool) -> AbstractContextManager[object]:
         return self._reduced() if is_last else _unsynchronised(self.modules)
 
     @contextmanager
@@ -145,7 +145,7 @@ class Reduced(_OfModules):
         for module in self.modules:
             _check_reduced(module, is_called=module in called)
 
-    def looking(self) -> AbstractContextManager[object]:
+    def forward_only(self) -> AbstractContextManager[object]:
         return _unsynchronised(self.modules)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -159,19 +159,19 @@ class Bucketed(_OfModules):
     """DDP synchronises no pass; gradients are summed over ranks in buckets, at the close."""
 
     factor: float = 1.0
-    is_shared: bool = False
+    reduces_in_last_backward: bool = False
 
     @contextmanager
-    def passing(self, *, is_last: bool) -> Iterator[None]:
+    def around_pass(self, *, is_last: bool) -> Iterator[None]:
         with active_ddp_put_back(), _unsynchronised(self.modules):
             yield
 
-    def looking(self) -> AbstractContextManager[object]:
-        return self.passing(is_last=False)
+    def forward_only(self) -> AbstractContextManager[object]:
+        return self.around_pass(is_last=False)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         sum_in_buckets(self.ranks, parameters)
-        self.forget()
+        self.reset()
 
 
 def _unsynchronised(modules: Sequence[DistributedDataParallel]) -> AbstractContextManager[object]:

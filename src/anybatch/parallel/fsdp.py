@@ -29,10 +29,10 @@ class Sharded:
     ranks: Ranks
     reshard: bool
     """Parameters are freed after each backward pass, and gathered again for the next; else they stay until the last."""
-    is_even: bool = True
+    needs_equal_passes: bool = True
     overwrites: bool = False
 
-    def sync(self, needs: Needs, *, is_proven: bool = True, leaves_out: bool = False) -> Sync:
+    def sync(self, needs: Needs, *, last_pass_fits: bool = True, leaves_out: bool = False) -> Sync:
         if needs.one_collective:
             return Gathered(self.roots, self.ranks)
         return Scattered(self.roots, self.ranks, self.reshard)
@@ -44,14 +44,14 @@ class _Averaged(Sync):
 
     roots: tuple[Any, ...]
     ranks: Ranks
-    is_shared: ClassVar[bool] = True
+    reduces_in_last_backward: ClassVar[bool] = True
 
     @property
     def factor(self) -> float:
         return float(self.ranks.size)
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def forward_only(self) -> Iterator[None]:
         try:
             yield
         finally:  # else the next forward would find the weights of before the step
@@ -62,7 +62,7 @@ class _Averaged(Sync):
         inside = {parameter for root in self.roots for parameter in root.parameters()}
         sum_in_buckets(self.ranks, [p for p in parameters if p not in inside], divisor=self.factor)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Free gathered parameters, and drop gradients that were added up and not reduced."""
         for root in self.roots:
             root.reset_iter_state()
@@ -76,7 +76,7 @@ class Scattered(_Averaged):
     reshard: bool
 
     @contextmanager
-    def passing(self, *, is_last: bool) -> Iterator[None]:
+    def around_pass(self, *, is_last: bool) -> Iterator[None]:
         with resharding_put_back(self.roots):
             for root in self.roots:
                 root.set_requires_gradient_sync(is_last)
@@ -103,8 +103,8 @@ class Gathered(_Averaged):
     """
 
     @contextmanager
-    def passing(self, *, is_last: bool) -> Iterator[None]:
-        """Surround all forwards and backwards of the batch. After an error in it `forget` frees the parameters."""
+    def around_pass(self, *, is_last: bool) -> Iterator[None]:
+        """Surround all forwards and backwards of the batch. After an error in it `reset` frees the parameters."""
         for root in self.roots:
             root.set_requires_gradient_sync(True)
             root.set_is_last_backward(True)
@@ -149,7 +149,7 @@ def give_zeros(plan: BatchPlan, tools: Tools) -> None:
                 if parameter in used:
                     parameter.grad = torch.zeros_like(parameter)
     held = [parameter.grad for parameter in tools.gradients.parameters]
-    tools.sync.forget()  # what a forward leaves for the backward that does not come; since torch 2.15, gradients too
+    tools.sync.reset()  # what a forward leaves for the backward that does not come; since torch 2.15, gradients too
     for parameter, gradient in zip(tools.gradients.parameters, held, strict=True):
         parameter.grad = gradient
 
@@ -159,7 +159,7 @@ def _used(lent: Batch, tools: Tools) -> set[nn.Parameter]:
     forward = replace(tools.quiet_forward(), hooks=tuple(hook.for_lent(lent) for hook in tools.hooks))
     for hook in tools.hooks:
         hook.before_pass()
-    with tools.sync.looking():
+    with tools.sync.forward_only():
         loss, _ = loss_and_metrics(forward(lent))
     for hook in tools.hooks:
         hook.discard_pass()

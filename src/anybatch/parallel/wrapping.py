@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.core import ALONE, LOW_PRECISION, Engine, Ranks, inside_compiled
+from anybatch.core import ALONE, LOW_PRECISION, Parallelism, Ranks, inside_compiled
 from anybatch.errors import ParallelError
 from anybatch.parallel.ddp import Replicated
 from anybatch.parallel.fsdp import Sharded
@@ -17,7 +17,7 @@ from anybatch.parallel.torch_private_ddp import check_ddp
 from anybatch.parallel.torch_private_fsdp import check_fsdp, flat_group, sharded_kind, sharded_parameters
 
 
-def engine_for(model: nn.Module, *, reshard: bool) -> Engine:
+def parallelism_for(model: nn.Module, *, reshard: bool) -> Parallelism:
     """Choose what synchronises the gradients of `model`."""
     ranks = Ranks.of(model)
     wrapping = wrapping_of(model)

@@ -35,7 +35,7 @@ from anybatch.core import (
 from anybatch.dropout import count_update, masks_of, rows_running
 from anybatch.verification.draws import Draws, recomputing, recording, replaying
 from anybatch.verification.floor import Floor, Gradient, add_norm, gradients_of, largest_floor, relative
-from anybatch.verification.precision import ComparedPrecision, Raised, keep_in_backward, raised
+from anybatch.verification.precision import ComparedPrecision, HigherPrecision, keep_in_backward, raised
 from anybatch.verification.state import Copy, ObjectiveState, PythonState, copy_batch, copy_model, functions_of
 from anybatch.verification.verdict import CutResult, RowWeights
 
@@ -175,7 +175,7 @@ class Case:
                 torch.set_default_dtype(torch.float64)
                 model.double()
                 keep_in_backward(model)
-                stack.enter_context(Raised())
+                stack.enter_context(HigherPrecision())
             yield model
 
     def _own_batch(self, batch: Batch, model: nn.Module, known: dict[int, tuple[Tensor, Tensor]]) -> Batch:

@@ -23,7 +23,7 @@ from anybatch.core import (
     Dealt,
     DropoutLayer,
     FakeTensor,
-    FirstLook,
+    FirstBatchCheck,
     MicroBatches,
     MovingBuffers,
     NormLayer,
@@ -72,10 +72,10 @@ IGNORED = -100
 
 
 class NotJudgedError(ExactnessError):
-    """The reason why these rows cannot be judged; caught by `look_first`."""
+    """The reason why these rows cannot be judged; caught by `check_first_batch`."""
 
 
-def look_first(accumulator: Accumulator, batch: Batch) -> FirstLook:
+def check_first_batch(accumulator: Accumulator, batch: Batch) -> FirstBatchCheck:
     """Raise `ExactnessError`, with the likely cause, where the losses of a few rows are not those of their parts put together.
 
         loss(A and B) * (units(A) + units(B)) = loss(A) * units(A) + loss(B) * units(B)
@@ -86,14 +86,14 @@ def look_first(accumulator: Accumulator, batch: Batch) -> FirstLook:
     batch that is not cut is exact whatever its loss, and the next one is looked at. Everything is left as it was. Each rank
     looks at its own rows, and all raise if one does.
     """
-    if accumulator.engine.is_even:
-        return FirstLook(finding="not judged", reason="the model is sharded, and a forward of it takes all ranks")
+    if accumulator.parallelism.needs_equal_passes:
+        return FirstBatchCheck(finding="not judged", reason="the model is sharded, and a forward of it takes all ranks")
     found, problem = PENDING, None
     try:
         found = _look(accumulator, batch)
     except Exception as error:
         problem = error
-    is_refused = accumulator.engine.ranks.any(problem is not None)
+    is_refused = accumulator.parallelism.ranks.any(problem is not None)
     if problem is not None:
         raise problem
     if is_refused:
@@ -101,16 +101,16 @@ def look_first(accumulator: Accumulator, batch: Batch) -> FirstLook:
     return found
 
 
-def _look(accumulator: Accumulator, batch: Batch) -> FirstLook:
+def _look(accumulator: Accumulator, batch: Batch) -> FirstBatchCheck:
     try:
         if isinstance(next(accumulator.model.parameters(), None), FakeTensor):
-            return FirstLook(finding="not judged", reason="the model has no numbers")
+            return FirstBatchCheck(finding="not judged", reason="the model has no numbers")
         sample = _choose_rows(accumulator, batch)
         if sample is None:
             return PENDING
         return _judge(accumulator, _Forwards(accumulator, sample), batch)
     except NotJudgedError as error:
-        return FirstLook(finding="not judged", reason=str(error))
+        return FirstBatchCheck(finding="not judged", reason=str(error))
     except ExactnessError:
         raise
     except Exception as error:  # what is wrong with the batch or the model, the update itself will say
@@ -118,10 +118,10 @@ def _look(accumulator: Accumulator, batch: Batch) -> FirstLook:
         is_memory = is_out_of_memory(error)
     if is_memory:
         free_memory()
-    return FirstLook(finding="not judged", reason=reason)
+    return FirstBatchCheck(finding="not judged", reason=reason)
 
 
-def _judge(accumulator: Accumulator, forwards: "_Forwards", batch: Batch) -> FirstLook:
+def _judge(accumulator: Accumulator, forwards: "_Forwards", batch: Batch) -> FirstBatchCheck:
     with forwards.undone():
         whole = forwards.whole()
         if not whole.is_finite:
@@ -146,7 +146,7 @@ def _judge(accumulator: Accumulator, forwards: "_Forwards", batch: Batch) -> Fir
     left = ", ".join(forwards.left()[:4])
     if message is None:
         told = left and f"its forwards changed {left}, outside of the model, where nothing is put back"
-        return FirstLook(finding="passed", error=worst.error, reason=told)
+        return FirstBatchCheck(finding="passed", error=worst.error, reason=told)
     raise ExactnessError(
         "the first batch shows that the accumulated gradient is not the whole batch's; nothing "
         f"{left and f'but {left} '}was changed. "
@@ -157,7 +157,7 @@ def _judge(accumulator: Accumulator, forwards: "_Forwards", batch: Batch) -> Fir
 
 def _dtype(accumulator: Accumulator, whole: "_Measured") -> torch.dtype:
     """The coarsest precision that the loss passed through."""
-    fast = autocast_dtype(accumulator.running.autocast)
+    fast = autocast_dtype(accumulator.options.autocast)
     held = [parameter.dtype for parameter in accumulator.model.parameters()]
     floats = [dtype for dtype in {*held, whole.dtype, *([fast] if fast else [])} if dtype.is_floating_point]
     return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
@@ -244,8 +244,8 @@ def _verdict(
             forwards.objective,
             sample.batch if by_tokens else MicroBatches([piece.batch for piece in pieces]),
             micro_batch=split if by_tokens else None,
-            batch_norm="exact" if accumulator.running.batch_norm == "exact" else "frozen",
-            autocast=accumulator.running.autocast,
+            batch_norm="exact" if accumulator.options.batch_norm == "exact" else "frozen",
+            autocast=accumulator.options.autocast,
         )
     except Exception as error:  # a model that cannot be copied, say
         return _without_proof(forwards, worst, coarse, first_line(error))
@@ -322,7 +322,7 @@ def _choose_rows(accumulator: Accumulator, batch: Batch) -> _Sample | None:
     given = batch.batch if isinstance(batch, Dealt) else batch
     if (isinstance(batch, Dealt) and batch.is_stand_in) or not has_rows(given):
         raise NotJudgedError("this rank has no rows")
-    is_alone = accumulator.engine.ranks.size == 1
+    is_alone = accumulator.parallelism.ranks.size == 1
     split = accumulator.split
     if isinstance(given, MicroBatches):
         if len(given) == 1 and is_alone:
@@ -453,10 +453,10 @@ class _Forwards:
         self.model: nn.Module = unwrapped(accumulator.model)
         self.objective: Objective | Coupled = accumulator.objective
         self.sample = sample
-        self._running = accumulator.running
+        self._options = accumulator.options
         self._device = common_device(self.model.parameters())
         self._masks = masks_of(self.model)
-        self._norms = _RememberedNorms(self.model, is_frozen=self._running.batch_norm == "frozen")
+        self._norms = _RememberedNorms(self.model, is_frozen=self._options.batch_norm == "frozen")
         own_loss = [self.objective.loss] if isinstance(self.objective.loss, nn.Module) else []
         self._buffers = MovingBuffers([self.model, *own_loss])
         self._buffers_before = self._buffers.snapshot()
@@ -559,8 +559,8 @@ class _Forwards:
         objective = self.objective
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._has_graph))
-            if self._running.autocast is not None:
-                stack.enter_context(copy.copy(autocast_context(self._running.autocast, self._device)))
+            if self._options.autocast is not None:
+                stack.enter_context(copy.copy(autocast_context(self._options.autocast, self._device)))
             if self._norms.layers:
                 stack.enter_context(self._norms.running(is_first=rows is None))
             if self._draws is not None:

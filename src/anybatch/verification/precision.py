@@ -17,7 +17,7 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 _SUMS = frozenset(("sum", "mean", "prod", "cumsum", "logsumexp", "nansum", "norm", "std", "var", "dot"))
 
 
-class Raised(TorchFunctionMode):
+class HigherPrecision(TorchFunctionMode):
     """A block in which nothing falls below float64.
 
     Models cast to fp32 where they were written for bf16 (norms, rotary positions, softmax), and a criterion's class weights are
@@ -59,16 +59,16 @@ def raised(tensor: Tensor) -> Tensor:
 
 
 def keep_in_backward(model: nn.Module) -> None:
-    """Let modules of this model run in `Raised` where backward calls them: torch leaves function modes when it begins.
+    """Let modules of this model run in `HigherPrecision` where backward calls them: torch leaves function modes when it begins.
 
     A checkpointed block that is computed again would compute in fp32 there.
     """
     entered: list[tuple[nn.Module, ExitStack]] = []
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        if is_in_backward() and not any(isinstance(mode, Raised) for mode in function_mode_stack()):
+        if is_in_backward() and not any(isinstance(mode, HigherPrecision) for mode in function_mode_stack()):
             stack = ExitStack()
-            stack.enter_context(Raised())
+            stack.enter_context(HigherPrecision())
             entered.append((module, stack))
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:

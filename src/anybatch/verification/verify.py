@@ -131,7 +131,7 @@ def verify(
             case = case.of_first(rows)
         taken = None if case.num_rows == given else range(case.num_rows)
         options = UpdateOptions(autocast=autocast, batch_norm=batch_norm)
-        workload = Workload(model=inner, objective=objective, running=options)
+        workload = Workload(model=inner, objective=objective, options=options)
         cuts, notes = _cuts_of(batch, case.batch, micro_batch, taken, workload)
         keeps_groups = isinstance(batch, MicroBatches) or getattr(micro_batch, "groups", None) is not None
         return _Proof(case, cuts, given, notes, keeps_groups).verdict()

@@ -32,7 +32,7 @@ def verify_command(
         micro_batch=update.accumulator.split,
         memory=memory,
         batch_norm=experiment.task.batch_norm,
-        autocast=update.running.autocast,
+        autocast=update.options.autocast,
     )
     run = first_record("verify", task, settings)
     summary = {

@@ -269,7 +269,7 @@ def _refuse(at_most: int, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 def speed_checks(device: torch.device, num_rows: int) -> Iterator[Checked]:
     """Time `Update`, and `prefetch`, beside a loop by hand, by turns: the machine's moods fall on all."""
     ours, by_hand, ahead = (updating(device, num_rows // 4) for _ in range(3))
-    ahead.running = replace(ahead.running, prefetch=True)
+    ahead.options = replace(ahead.options, prefetch=True)
     batch = some_rows(num_rows)
     if device.type != "cpu":
         batch = batch[0].pin_memory(), batch[1].pin_memory()
