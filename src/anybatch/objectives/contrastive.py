@@ -1,4 +1,4 @@
-"""Ready-made contrastive losses for `Coupled`: every other row of the batch is a negative."""
+"""Contrastive losses for `Coupled`: every other row of the batch is a negative."""
 
 import math
 from collections.abc import Mapping
@@ -12,14 +12,60 @@ from anybatch.core import at_least_fp32
 from anybatch.errors import LossError
 
 
+def info_nce(temperature: float = 0.05, *, symmetric: bool = False, learned: bool = False) -> "InfoNCE":
+    """Make an in-batch InfoNCE loss, to be used as `Coupled(encode, info_nce())`.
+
+    Args:
+        temperature: Divisor of the cosine similarities; the initial one if it is learned.
+        symmetric: Average with the loss of each key finding its query.
+        learned: Make the temperature a parameter, as a logarithm. Give `objective.parameters()` to the optimizer too.
+
+    Returns:
+        An `InfoNCE` module, a function of `(queries, keys)` or `(queries, keys, negatives, ...)`.
+
+    Raises:
+        LossError: If the temperature is not above 0.
+
+    >>> pair = torch.eye(3), torch.eye(3)
+    >>> round(float(info_nce(temperature=1.0)(pair)), 4)
+    0.5514
+    """
+    return InfoNCE(temperature, is_symmetric=symmetric, is_learned=learned)
+
+
+def clip_loss(temperature: float = 0.07, *, learned: bool = True) -> "InfoNCE":
+    """Make CLIP's symmetric loss of `(images, texts)`, with its learned temperature.
+
+    Args:
+        temperature: Divisor of the cosine similarities; the initial one if it is learned.
+        learned: Make the temperature a parameter. Give `objective.parameters()` to the optimizer too.
+
+    Returns:
+        The same loss as `info_nce(temperature, symmetric=True, learned=learned)`.
+
+    Raises:
+        LossError: If the temperature is not above 0.
+
+    >>> [name for name, _ in clip_loss().named_parameters()]
+    ['log_scale']
+    """
+    return InfoNCE(temperature, is_symmetric=True, is_learned=learned)
+
+
 class InfoNCE(nn.Module):
-    """Each query is to find its own key among all keys of the batch, and all negatives.
+    """In-batch InfoNCE: each query has to find its own key among all keys and negatives of the batch.
 
         loss = mean_i cross_entropy(q_i . [keys, negatives] / temperature, i)
 
-    Takes `(queries, keys)` or `(queries, keys, negatives, ...)`, in a tuple, list or mapping, rows first. Negatives are one per
-    row (rows x width) or several (rows x n x width); every row's negatives serve all rows. Similarity is the cosine. The
-    arithmetic is fp32 or better.
+    Similarity is the cosine, computed in fp32 or better. Every row's negatives serve all rows.
+
+    Args:
+        temperature: Divisor of the similarities, above 0.
+        is_symmetric: Average with the loss of each key finding its query.
+        is_learned: Keep the logarithm of 1 / temperature as the parameter `log_scale`; else as a buffer.
+
+    Raises:
+        LossError: If the temperature is not above 0.
     """
 
     def __init__(self, temperature: float, *, is_symmetric: bool, is_learned: bool) -> None:
@@ -35,52 +81,31 @@ class InfoNCE(nn.Module):
 
     @property
     def temperature(self) -> Tensor:
+        """The temperature now, without a graph."""
         return (-self.log_scale).exp().detach()
 
     def forward(self, representations: Any) -> Tensor:
-        queries, keys, *negatives = _columns(representations)
-        scale = self.log_scale.to(queries.device, non_blocking=True).exp()
-        queries, keys = _unit(queries), _unit(keys)
-        candidates = torch.cat([keys, *(_unit(negative).flatten(0, -2) for negative in negatives)])
+        """Return the mean loss of all rows.
+
+        Args:
+            representations: `(queries, keys, *negatives)` in a tuple, list or mapping, rows first. Negatives are one per row
+                (rows x width) or several (rows x n x width).
+
+        Raises:
+            LossError: If there are fewer than two tensors.
+        """
+        columns = list(representations.values() if isinstance(representations, Mapping) else representations)
+        if isinstance(representations, Tensor) or len(columns) < 2:
+            raise LossError(
+                f"this loss takes (queries, keys) or (queries, keys, negatives), got {type(representations).__name__} of "
+                f"{len(columns)}. Make encode return at least two tensors, one row of each per row of the micro-batch."
+            )
+        scale = self.log_scale.to(columns[0].device, non_blocking=True).exp()
+        queries, keys, *negatives = (F.normalize(at_least_fp32(column), dim=-1) for column in columns)
+        candidates = torch.cat([keys, *(negative.flatten(0, -2) for negative in negatives)])
         with torch.autocast(queries.device.type, enabled=False):
             own = torch.arange(len(queries), device=queries.device)
             loss = F.cross_entropy(queries @ candidates.T * scale, own)
             if self.is_symmetric:
                 loss = (loss + F.cross_entropy(keys @ queries.T * scale, own)) / 2
         return loss
-
-
-def info_nce(temperature: float = 0.05, *, symmetric: bool = False, learned: bool = False) -> InfoNCE:
-    """In-batch InfoNCE of `(queries, keys)` or `(queries, keys, negatives, ...)`; see `InfoNCE`.
-
-    `symmetric` adds the loss of each key finding its query. With `learned`, the temperature is a parameter, in the
-    logarithm: give `objective.parameters()` to the optimizer too.
-
-    >>> pair = torch.eye(3), torch.eye(3)
-    >>> round(float(info_nce(temperature=1.0)(pair)), 4)
-    0.5514
-    """
-    return InfoNCE(temperature, is_symmetric=symmetric, is_learned=learned)
-
-
-def clip_loss(temperature: float = 0.07, *, learned: bool = True) -> InfoNCE:
-    """The symmetric loss of CLIP for `(images, texts)`, with its learned temperature that starts at 0.07.
-
-    >>> [name for name, _ in clip_loss().named_parameters()]
-    ['log_scale']
-    """
-    return InfoNCE(temperature, is_symmetric=True, is_learned=learned)
-
-
-def _columns(representations: Any) -> list[Tensor]:
-    columns = list(representations.values() if isinstance(representations, Mapping) else representations)
-    if isinstance(representations, Tensor) or len(columns) < 2:
-        raise LossError(
-            f"this loss takes (queries, keys) or (queries, keys, negatives), got {type(representations).__name__} of "
-            f"{len(columns)}. Make encode return at least two tensors, one row of each per row of the micro-batch."
-        )
-    return columns
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    return F.normalize(at_least_fp32(vectors), dim=-1)

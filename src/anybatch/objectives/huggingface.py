@@ -1,6 +1,6 @@
 """`huggingface()`: the objective of models that compute their own loss from `labels`.
 
-Units are the labels that the loss really averaged, never a promise read off a signature: 14 of 18 classes tried accept
+Units are the labels that the loss was seen to average. A signature is not trusted: 14 of 18 model classes tried accept
 `num_items_in_batch` and ignore it.
 """
 
@@ -30,24 +30,34 @@ from anybatch.objectives.observed import ObservedMeans
 from anybatch.parallel import unwrapped
 
 ModelLoss = Callable[[nn.Module, Batch], Tensor]
-IGNORED = -100
 _PREDICTS_NEXT_TOKEN = re.compile(r"CausalLM|LMHead|ForConditionalGeneration")
 
 
 def huggingface(*, loss: ModelLoss | None = None, units: Units | None = None) -> Objective:
-    """The objective `model(**batch).loss`, averaged over the labels that are not ignored.
+    """Make the objective `model(**batch).loss`, averaged over the labels that are not ignored.
 
-    `loss(model, batch)` stands for it where a trainer computes the loss, such as `trainer.compute_loss`: of supervised
-    fine-tuning it is averaged over the labels too; of preferences (DPO: a batch with `chosen_input_ids` and
-    `rejected_input_ids`) over pairs.
+    The model's class says what its loss averages over: causal language models shift the labels by one, masked,
+    sequence-to-sequence and classification heads do not, and CTC heads average or sum over rows, as their configuration says.
+    Batches of preferences (`chosen_input_ids` and `rejected_input_ids`, as in DPO) are averaged over pairs. The count is
+    checked once per model against what the loss divided by.
 
-    Causal language models shift the labels by one inside; masked, sequence-to-sequence and classification heads do not. CTC
-    heads average, or sum, over rows, as their configuration says. Which is the case is known from the model, and checked once
-    against what the loss was seen to divide by; a head that divides by something else gives an error that says by how much, to
-    be mended with `units=`, a function of the batch. A head that adds something to that mean is refused, however little it is.
+    Args:
+        loss: Function of (model, batch) that computes the loss instead, such as `trainer.compute_loss`.
+        units: Function of the batch that returns what the loss divides by, for a head that divides by something else.
+
+    Returns:
+        An objective for `Update` and `Accumulator`.
+
+    Raises:
+        BatchError: In an update, if a batch is no mapping.
+        LossError: In an update, if the model returns no loss or a contrastive one.
+        UnitsError: In an update, if the loss divides by something else than was counted, or adds something to its mean.
+
+    >>> import torch
+    >>> labels = torch.tensor([[5, 6, 7], [8, 9, -100]])
+    >>> int(huggingface().units({"labels": labels}))  # nothing predicts the first label of a row
+    3
     """
-
-    # what has been checked is remembered so that it is checked once; it changes no result
     checked: WeakSet[nn.Module] = WeakSet()
 
     def compute(model: nn.Module, batch: Batch) -> Tensor:
@@ -56,7 +66,8 @@ def huggingface(*, loss: ModelLoss | None = None, units: Units | None = None) ->
 
     def checked_once(model: nn.Module, batch: Batch) -> Tensor:
         is_known = units is not None or model in checked or _are_pairs(batch)
-        if is_known or inside_compiled(model) is not None or _has_no_numbers(model):
+        has_numbers = not isinstance(next(model.parameters(), None), FakeTensor)
+        if is_known or inside_compiled(model) is not None or not has_numbers:
             return compute(model, batch)
         with ObservedMeans() as observed:
             value = compute(model, batch)
@@ -66,30 +77,25 @@ def huggingface(*, loss: ModelLoss | None = None, units: Units | None = None) ->
         return value
 
     def units_for(model: nn.Module) -> Units:
-        if _is_ctc(model):  # the rows: of each, the loss divides by the length of its own target first, if at all
+        if _is_ctc(model):  # a mean over rows: each row's loss is divided by the length of its own target before
             return lambda batch: len(_mapping(batch)["labels"])
         return partial(label_units, is_shifted=_predicts_next_token(_base_model(model)))
 
     if units is not None:
         return Objective(checked_once, units, reduction_for=_reduction_of)
-    return Objective(checked_once, next_token_units, units_for=units_for, reduction_for=_reduction_of)
+    return Objective(checked_once, label_units, units_for=units_for, reduction_for=_reduction_of)
 
 
-def next_token_units(batch: Batch) -> Number:
-    """Count the labels that a causal language model averages over."""
-    return label_units(batch, is_shifted=True)
-
-
-def label_units(batch: Batch, *, is_shifted: bool) -> Number:
-    """Count labels that are not ignored, and for next-token prediction not the first of a row, which nothing predicts."""
+def label_units(batch: Batch, *, is_shifted: bool = True) -> Number:
+    """Count labels that are not ignored; `is_shifted` leaves out the first of a row, which no token predicts."""
     batch = _mapping(batch)
     _check_uncoupled(batch)
     if _are_pairs(batch):
         return len(batch["chosen_input_ids"])
     if isinstance(batch.get("start_positions"), Tensor):
         return _answer_units(batch)
-    is_ready = isinstance(batch.get("shift_labels"), Tensor)
-    labels = batch.get("shift_labels" if is_ready else "labels")
+    has_shifted = isinstance(batch.get("shift_labels"), Tensor)
+    labels = batch.get("shift_labels" if has_shifted else "labels")
     if not isinstance(labels, Tensor):
         raise UnitsError(
             f"the batch has no tensor 'labels' (keys: {', '.join(map(str, batch))}), so there is no loss to count the units "
@@ -97,7 +103,7 @@ def label_units(batch: Batch, *, is_shifted: bool) -> Number:
         )
     if labels.is_floating_point():
         return labels.numel()
-    return ((labels[..., 1:] if is_shifted and not is_ready else labels) != IGNORED).count_nonzero()
+    return ((labels[..., 1:] if is_shifted and not has_shifted else labels) != -100).count_nonzero()
 
 
 def _mapping(batch: Batch) -> Mapping[str, Any]:
@@ -110,7 +116,6 @@ def _mapping(batch: Batch) -> Mapping[str, Any]:
 
 
 def _check_uncoupled(batch: Mapping[str, Any]) -> None:
-    """Refuse a contrastive loss, in which every row looks at every other: no units make it a mean over rows."""
     if batch.get("return_loss"):
         raise LossError(
             "return_loss asks for a contrastive loss, in which every row looks at all others: no sum over micro-batches is the "
@@ -119,8 +124,13 @@ def _check_uncoupled(batch: Mapping[str, Any]) -> None:
         )
 
 
+def _are_pairs(batch: Batch) -> bool:
+    """True for preferences: one chosen and one rejected answer per row, and a loss that is a mean over rows."""
+    return isinstance(batch, Mapping) and {"chosen_input_ids", "rejected_input_ids"} <= batch.keys()
+
+
 def _answer_units(batch: Mapping[str, Any]) -> Number:
-    """Count answers within the text; start and end are averaged each on its own."""
+    """Count answers within the text; the losses of start and end are averaged separately."""
     length = batch["input_ids"].shape[1]
     starts, ends = (int((batch[key] < length).sum()) for key in ("start_positions", "end_positions"))
     if starts != ends:
@@ -129,11 +139,6 @@ def _answer_units(batch: Mapping[str, Any]) -> Number:
             "different counts, and no one number of units is exact. Drop the rows whose answer is cut off."
         )
     return starts
-
-
-def _are_pairs(batch: Batch) -> bool:
-    """True of preferences, one chosen and one rejected answer per row: their loss is a mean over rows."""
-    return isinstance(batch, Mapping) and {"chosen_input_ids", "rejected_input_ids"} <= batch.keys()
 
 
 def _loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -147,54 +152,44 @@ def _loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _check_means(model: nn.Module, batch: Batch, loss: Tensor, observed: ObservedMeans) -> None:
-    """Refuse a loss that is not the one mean over labels that its units say."""
-    base = _base_model(model)
-    if _is_ctc(model):
-        _check_nothing_added(base, loss, [])
-        return
-    _check_units(base, batch, observed.units)
-    _check_nothing_added(base, loss, observed.nodes)
-    _check_scale(base, loss, observed.means)
+    """Refuse a loss that is anything but one mean over the units that were counted."""
+    base, is_ctc = _base_model(model), _is_ctc(model)
+    name = type(base).__name__
+    if not is_ctc:
+        counted = float(label_units(batch, is_shifted=_predicts_next_token(base)))
+        _check_units(name, counted, [float(number) for number in observed.units])
+    nodes = list(nodes_named(loss, "CtcLoss")) if is_ctc else observed.nodes
+    if any(True for _ in leaves_of([loss], beyond=nodes)):  # a gradient that does not come from the means
+        raise UnitsError(
+            f"{name} returned a loss that adds something to the mean over its labels (a router's balance, say), which has a "
+            "gradient and is no mean over labels. Switch it off (output_router_logits=False), or write Objective(loss, units)."
+        )
+    if not is_ctc:
+        _check_scale(name, loss, observed.means)
 
 
-def _check_units(base: nn.Module, batch: Batch, observed: list[Number]) -> None:
-    counted = float(label_units(batch, is_shifted=_predicts_next_token(base)))
-    seen = [float(number) for number in observed]
+def _check_units(name: str, counted: float, seen: list[float]) -> None:
     if not seen:
         raise UnitsError(
-            f"{type(base).__name__} computes its loss by none of torch's mean-reducing functions, so what it divides by could "
-            "not be seen. Give huggingface(units=...), a function of the batch, or write Objective(loss, units)."
+            f"{name} computes its loss by none of torch's mean-reducing functions, so what it divides by could not be seen. "
+            "Give huggingface(units=...), a function of the batch, or write Objective(loss, units)."
         )
     if any(number != counted for number in seen):
         raise UnitsError(
-            f"{type(base).__name__} averaged its loss over {', '.join(f'{number:g}' for number in seen)} targets, but the "
-            f"labels of this micro-batch count {counted:g}. Give huggingface(units=...), a function of the batch that returns "
-            "what the loss divides by; several different numbers are several losses, and no one number of units is exact."
+            f"{name} averaged its loss over {', '.join(f'{number:g}' for number in seen)} targets, but the labels of this "
+            f"micro-batch count {counted:g}. Give huggingface(units=...), a function of the batch that returns what the loss "
+            "divides by; several different numbers are several losses, and no one number of units is exact."
         )
 
 
-def _check_nothing_added(base: nn.Module, loss: Tensor, means: list[Any]) -> None:
-    """Refuse a loss whose gradient reaches a parameter past the means over labels that were seen: it adds something."""
-    if not loss.requires_grad:
-        return
-    nodes = means or list(nodes_named(loss, "CtcLoss"))
-    if any(True for _ in leaves_of([loss], beyond=nodes)):
-        raise UnitsError(
-            f"{type(base).__name__} returned a loss that adds something to the mean over its labels (a router's "
-            "balance, say), which has a gradient and is no mean over labels. Switch it off (output_router_logits=False), or "
-            "write Objective(loss, units)."
-        )
-
-
-def _check_scale(base: nn.Module, loss: Tensor, means: list[Tensor]) -> None:
-    """Refuse a multiple of the mean over the labels that was seen (question answering has two, averaged)."""
+def _check_scale(name: str, loss: Tensor, means: list[Tensor]) -> None:
+    """Refuse a multiple of the mean that was seen; question answering averages two means."""
     returned, mean = float(loss.detach()), sum(float(mean) for mean in means) / len(means)
     tolerance = 1e-2 if is_low(loss) or any(is_low(mean) for mean in means) else 1e-5
     if not math.isclose(returned, mean, rel_tol=tolerance, abs_tol=1e-6) and not math.isnan(mean):
         raise UnitsError(
-            f"{type(base).__name__} returned a loss of {returned:g}, but the mean over its labels is {mean:g}: "
-            "it adds or scales something (a router's balance, say) that is no mean over labels. Switch it off, or "
-            "write Objective(loss, units)."
+            f"{name} returned a loss of {returned:g}, but the mean over its labels is {mean:g}: it adds or scales something (a "
+            "router's balance, say) that is no mean over labels. Switch it off, or write Objective(loss, units)."
         )
 
 
@@ -203,14 +198,8 @@ def _is_ctc(model: nn.Module) -> bool:
 
 
 def _reduction_of(model: nn.Module) -> Reduction:
-    """Return the reduction of the head: CTC may sum over rows, by its configuration; all others average."""
     config = getattr(_base_model(model), "config", None)
     return "sum" if _is_ctc(model) and getattr(config, "ctc_loss_reduction", "mean") == "sum" else "mean"
-
-
-def _has_no_numbers(model: nn.Module) -> bool:
-    """True of the fake copies that memory is planned with: what a loss divides by cannot be read off them."""
-    return isinstance(next(model.parameters(), None), FakeTensor)
 
 
 def _predicts_next_token(base: nn.Module) -> bool:

@@ -1,8 +1,8 @@
-"""Units seen while a loss runs: what its means divided by.
+"""`observed(loss)`: units read off a loss while it runs, from the means it takes.
 
-`ObservedMeans` is the one function mode that sees them, by the table in `anybatch.core.criteria`. `huggingface()` checks its
-own count against it, `observed(loss)` weighs every micro-batch by it, and `learned(loss)` finds out in the first batch how
-to count ahead.
+`ObservedMeans` is the function mode that sees them, by the table in `anybatch.core.criteria`. `huggingface()` checks its own
+count against it, `observed(loss)` weights every micro-batch by it, and `learned(loss)` uses the first batch to find out how
+to count units ahead of later ones.
 """
 
 import inspect
@@ -40,100 +40,25 @@ from anybatch.core import (
 )
 from anybatch.errors import LossError, UnitsError
 
-_SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONAL_RULES}
-_PLAIN_MEANS = (torch.mean, Tensor.mean)
-
-
-@dataclass(frozen=True, slots=True)
-class LossCall:
-    """One call of a mean-reducing loss function: its target, and how its units are counted on it."""
-
-    target: Tensor
-    rule: Rule
-    options: Any
-    """The arguments of the call, by name."""
-
-    @property
-    def ignored(self) -> int:
-        index = getattr(self.options, "ignore_index", None)
-        return -100 if index is None else int(index)
-
-    @property
-    def is_weighted(self) -> bool:
-        return isinstance(getattr(self.options, "weight", None), Tensor)
-
-    @property
-    def is_countable(self) -> bool:
-        """True where the target alone says how many units there are, in any batch."""
-        if self.rule is weighted_element_units:
-            return not self.is_weighted
-        if self.rule is kl_units:
-            return bool(self.options.reduction == "mean")
-        is_by_target = self.rule in (class_units, row_units) and not self.target.is_floating_point()
-        return self.rule is element_units or is_by_target
-
-    def units_of(self, target: Tensor) -> Number:
-        return self.rule(target, self.options)
-
-
-class ObservedMeans(TorchFunctionMode):
-    """Inside this block, `units` collects what every mean-reducing loss function of torch divided by.
-
-    With `plain`, also what `.mean()` down to one number that has a gradient divided by.
-    """
-
-    def __init__(self, *, plain: bool = False) -> None:
-        super().__init__()
-        self._sees_plain = plain
-        self.units: list[Number] = []
-        self.means: list[Any] = []
-        self.nodes: list[Any] = []
-        """The place of each mean in the graph."""
-        self.calls: list[LossCall | None] = []
-        """The loss function that took each; None for a plain mean."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func in FUNCTIONAL_RULES:
-            call = _call_of(func, args, kwargs)
-            if call is not None:
-                self._see(call.units_of(call.target), call, result)
-        elif self._sees_plain and func in _PLAIN_MEANS and isinstance(result, Tensor):
-            given = args[0] if args else kwargs["input"]
-            if result.dim() == 0 and result.requires_grad and given.dim() > 0:
-                self._see(given.numel(), None, result)
-        return result
-
-    def _see(self, units: Number, call: LossCall | None, mean: Tensor) -> None:
-        self.units.append(units)
-        self.calls.append(call)
-        self.means.append(mean.detach().clone())  # a model may add to its loss in place
-        self.nodes.append(mean.grad_fn)
-
-
-def _call_of(func: Any, args: Any, kwargs: Any) -> LossCall | None:
-    """Describe the call of a loss function that took a mean; None of a sum, and of one loss per element."""
-    call = _SIGNATURES[func].bind(*args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
-    average, reduce = given.get("size_average"), given.get("reduce")  # torch's old names for the reduction
-    is_old = average is not None or reduce is not None
-    if (reduce is False or average is False) if is_old else given["reduction"] not in ("mean", "batchmean"):
-        return None
-    target = next(given[name] for name in ("target", "targets", "anchor") if name in given)
-    return LossCall(target, FUNCTIONAL_RULES[func], SimpleNamespace(**given))
-
 
 def observed(loss: LossFunction) -> Objective:
-    """The objective of a mean loss whose units are seen while it runs: nothing is counted by the user.
+    """Make the objective of a mean loss whose units are read off it while it runs.
 
-    What torch's mean-reducing loss functions divided by is seen (ignored targets, class weights, elements), and so is a plain
-    `.mean()` down to one number. The gradient is summed with what was seen, and divided once, at the close of the batch, by the
-    sum over all micro-batches and ranks. Several means in one loss must be over the same units, up to a constant
-    factor; where they are not, no one number is exact: an error says so, and `Terms` is for that. A loss that divides in
-    another way (`loss.sum() / mask.sum()`, a fused kernel) shows nothing, and is an error too. Each micro-batch waits for the
-    device once, to read its units, and every torch function in it is looked at: some 15 % of a small pass.
+    It recognises torch's mean-reducing loss functions (ignored targets, class weights, elements) and a plain `.mean()` down to
+    one number. The gradient is divided once, at the end of the batch, by the units of all micro-batches and ranks. Several
+    means in one loss must have the same units, up to a constant factor; else use `Terms`. A loss that divides in another way
+    (`loss.sum() / mask.sum()`, a fused kernel) is an error. Each micro-batch waits for the device once, to read its units, and
+    all its torch functions are intercepted: about 15 % of a small pass.
+
+    Args:
+        loss: Function of (model, batch) that returns a mean loss, or `(mean loss, metrics)`.
+
+    Returns:
+        An objective for `Update` and `Accumulator`.
+
+    Raises:
+        LossError: If `loss` cannot be called.
+        UnitsError: In an update, if no mean was seen, or means with units in different proportions.
 
     >>> from anybatch import Accumulator
     >>> def loss(model, batch):
@@ -149,11 +74,11 @@ def observed(loss: LossFunction) -> Objective:
 
 @dataclass(frozen=True, eq=False)
 class WatchedLoss:
-    """A loss whose means are watched while it runs."""
+    """A loss that returns its units too."""
 
     loss: LossFunction
     ratios: list[float] = field(default_factory=list)
-    """How the means in it relate, from the first pass in which all had something to average; it changes no result."""
+    """Units of each mean relative to the first, from the first pass in which all means have units; only used to check."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> SeenLoss:
         with ObservedMeans(plain=True) as means:
@@ -163,7 +88,7 @@ class WatchedLoss:
 
 
 def common_units(units: list[float], ratios: list[float]) -> float:
-    """Return the units that all means in a loss share; `ratios` is how each relates to the first."""
+    """Return the units that all means of a loss share. Sets `ratios`, if empty, to the units of each relative to the first."""
     if not units:
         raise UnitsError(
             "observed(loss): none of torch's mean-reducing functions ran in this loss, so what it divides by could not be "
@@ -190,29 +115,104 @@ def common_units(units: list[float], ratios: list[float]) -> float:
     return first
 
 
-def learned(loss: LossFunction) -> Objective:
-    """The objective of a mean loss whose units are watched in its first batch, as `observed` does, and then counted.
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """One call of a mean-reducing loss function."""
 
-    Where the one mean in the loss is one of torch's loss functions, and its target is a tensor of the batch, or that moved on
-    by one, the units of later batches are counted on that tensor, with the class weights and the ignored index that the call
-    had: nothing is watched any more, but in every batch whose number is a power of two, where what is seen has to be what was
-    counted. Any other loss is watched as long as training goes on, for some 12 to 15 % of a small pass. Means that the loss is
-    not made of do not count, and a loss that is not made of means alone is refused: give its units.
+    target: Tensor
+    rule: Rule
+    options: Any
+    """Arguments of the call that its rule reads, by name."""
+
+    @property
+    def is_weighted(self) -> bool:
+        return isinstance(getattr(self.options, "weight", None), Tensor)
+
+    @property
+    def is_countable(self) -> bool:
+        """True if the units of any batch follow from its targets alone."""
+        if self.rule is weighted_element_units:
+            return not self.is_weighted
+        if self.rule is kl_units:
+            return bool(self.options.reduction == "mean")
+        has_classes = self.rule in (class_units, row_units) and not self.target.is_floating_point()
+        return self.rule is element_units or has_classes
+
+
+_SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONAL_RULES}
+_READ_BY_RULES = ("weight", "ignore_index", "reduction", "target_lengths")
+
+
+class ObservedMeans(TorchFunctionMode):
+    """Function mode that records the divisor of every mean that torch's loss functions take.
+
+    With `plain`, also of every `.mean()` down to one number that has a gradient.
+    """
+
+    def __init__(self, *, plain: bool = False) -> None:
+        super().__init__()
+        self._sees_plain = plain
+        self.units: list[Number] = []
+        self.means: list[Any] = []
+        self.nodes: list[Any] = []
+        """Graph nodes of the means."""
+        self.calls: list[LossCall | None] = []
+        """The loss function calls; None for a plain mean."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        units, call = None, None
+        if func in FUNCTIONAL_RULES:
+            call = _call_of(func, args, kwargs)
+            units = None if call is None else call.rule(call.target, call.options)
+        elif self._sees_plain and func in (torch.mean, Tensor.mean) and isinstance(result, Tensor):
+            given = args[0] if args else kwargs["input"]
+            units = given.numel() if result.dim() == 0 and result.requires_grad and given.dim() > 0 else None
+        if units is not None:
+            self.units.append(units)
+            self.calls.append(call)
+            self.means.append(result.detach().clone())  # a model may add to its loss in place
+            self.nodes.append(result.grad_fn)
+        return result
+
+
+def _call_of(func: Any, args: Any, kwargs: Any) -> LossCall | None:
+    """Describe the call of a loss function that took a mean; return None if it did not."""
+    call = _SIGNATURES[func].bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    average, reduce = given.get("size_average"), given.get("reduce")  # torch's old names for the reduction
+    is_old = average is not None or reduce is not None
+    if (reduce is False or average is False) if is_old else given["reduction"] not in ("mean", "batchmean"):
+        return None
+    target = next(given[name] for name in ("target", "targets", "anchor") if name in given)
+    options = SimpleNamespace(**{name: given[name] for name in _READ_BY_RULES if name in given})
+    return LossCall(target, FUNCTIONAL_RULES[func], options)
+
+
+def learned(loss: LossFunction) -> Objective:
+    """Make the objective of a mean loss whose units are observed in its first batch and counted in later ones.
+
+    Counting needs a loss with one mean, taken by one of torch's loss functions, whose target is a tensor of the batch, or one
+    shifted by one. Units are then counted on that tensor, with the class weights and the ignored index of the call, and checked
+    against the observed ones in every batch whose number is a power of two. Any other loss is observed in every batch, which
+    costs 12 to 15 % of a small pass. A loss that adds anything else with a gradient to its means is refused.
     """
     units = LearnedUnits(loss)
     return Objective(units.compute, units.count)  # type: ignore[arg-type]
 
 
 class LearnedUnits:
-    """The state of `learned`: whether the batch at hand is watched. It changes no result."""
+    """State of `learned`: how to count units, and whether this batch is observed. It changes no result."""
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
         self._ratios: list[float] = []
         self._places: list[int] | None = None
-        """Numbers of the means, in the order they run, that the loss is made of."""
+        """Means that the loss is made of, by their number in the order they run."""
         self._counter: Units | None = None
-        """Counts units on a batch as the loss function was seen to do."""
+        """Counts the units of a batch as the loss function was seen to do."""
         self._is_settled = False
         """True once a batch has shown whether units can be counted."""
         self._num_batches = 0
@@ -221,16 +221,15 @@ class LearnedUnits:
         self._is_watched = True
 
     def count(self, batch: Batch) -> Number:
-        """Return 1: the units of a micro-batch come with its loss, so that a batch is summed in one way, watched or not."""
+        """Return 1: `compute` returns the units of a micro-batch, so that observed and counted batches are summed alike."""
         if self._has_run:
             self._has_run = False
             self._num_batches += 1
-            is_power = self._num_batches & (self._num_batches - 1) == 0
-            self._is_watched = self._counter is None or is_power
+            self._is_watched = self._counter is None or self._num_batches & (self._num_batches - 1) == 0
         return 1
 
     def compute(self, model: nn.Module, batch: Batch) -> SeenLoss:
-        """Return the loss of a micro-batch, and its units, counted or seen."""
+        """Return the loss of a micro-batch, and its units, counted or observed."""
         self._has_run = True
         if self._counter is not None and not self._is_watched:
             value, metrics = loss_and_metrics(self._loss(model, batch))
@@ -243,7 +242,7 @@ class LearnedUnits:
         self._learn(batch, [means.calls[place] for place in places], units)
         return SeenLoss(loss=value, units=units, metrics=metrics)
 
-    def _places_of(self, loss: Tensor, nodes: list[Any]) -> list[int]:
+    def _places_of(self, loss: Tensor, nodes: list[Any]) -> Sequence[int]:
         if self._places is None and loss.requires_grad:
             self._places = places_behind(loss, nodes)
             own = [nodes[place] for place in self._places]
@@ -254,7 +253,7 @@ class LearnedUnits:
                     "is added does not depend on the rows."
                 )
         places = self._places or []
-        return places if loss.requires_grad and max(places, default=-1) < len(nodes) else list(range(len(nodes)))
+        return places if loss.requires_grad and max(places, default=-1) < len(nodes) else range(len(nodes))
 
     def _learn(self, batch: Batch, calls: Sequence[LossCall | None], units: float) -> None:
         if self._counter is not None:
@@ -270,27 +269,25 @@ class LearnedUnits:
             self._counter = None if len(calls) != 1 or calls[0] is None else _counter_of(batch, calls[0])
 
 
-def _counter_of(batch: Batch, call: LossCall) -> Units | None:
-    """Find the tensor of the batch that the target of a call is made of, and count its units; None where there is none."""
-    if not call.is_countable:
-        return None
-    wanted = call.target.detach().flatten()
-    for number, tensor in enumerate(tensors(batch)):
-        for shift in _SHIFTS[: 0 if tensor.dim() == 0 else 1 if tensor.dim() == 1 else None]:
-            candidate = shift(tensor, call.ignored).flatten()
-            is_like = candidate.shape == wanted.shape and candidate.device == wanted.device
-            if is_like and torch.equal(candidate.to(wanted.dtype), wanted):
-                return partial(_count, call, number, shift)
-    return None
-
-
 _SHIFTS: Sequence[Callable[[Tensor, int], Tensor]] = (
     lambda labels, ignored: labels,
     lambda labels, ignored: labels[..., 1:],
     lambda labels, ignored: F.pad(labels, (0, 1), value=ignored)[..., 1:],
 )
-"""How a target is made of a tensor of the batch: as it is, without its first column, or moved on by one and padded."""
+"""Ways to make a target from a tensor of the batch: unchanged, without its first column, or shifted by one and padded."""
 
 
-def _count(call: LossCall, number: int, shift: Callable[[Tensor, int], Tensor], batch: Batch) -> Number:
-    return call.units_of(shift(list(tensors(batch))[number], call.ignored))
+def _counter_of(batch: Batch, call: LossCall) -> Units | None:
+    """Find the tensor of the batch that the target was made from; return a function that counts its units, or None."""
+    if not call.is_countable:
+        return None
+    wanted = call.target.detach().flatten()
+    rule, options, index = call.rule, call.options, getattr(call.options, "ignore_index", None)
+    ignored = -100 if index is None else int(index)
+    for number, tensor in enumerate(tensors(batch)):
+        for shift in _SHIFTS[: 0 if tensor.dim() == 0 else 1 if tensor.dim() == 1 else None]:
+            candidate = shift(tensor, ignored).flatten()
+            is_like = candidate.shape == wanted.shape and candidate.device == wanted.device
+            if is_like and torch.equal(candidate.to(wanted.dtype), wanted):
+                return lambda batch: rule(shift(list(tensors(batch))[number], ignored), options)
+    return None

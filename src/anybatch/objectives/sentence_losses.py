@@ -1,7 +1,6 @@
-"""The losses of sentence-transformers, given as they are; the package itself is not needed here."""
+"""Losses of sentence-transformers, used unchanged; the package itself is not imported here."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,13 +10,20 @@ from anybatch.errors import BatchError, LossError
 
 
 def sentence_transformers(loss: nn.Module) -> Coupled:
-    """A loss of sentence-transformers, such as `MultipleNegativesRankingLoss(model)`, over the whole batch.
+    """Make the objective of a sentence-transformers loss over the whole batch.
 
-    Batches are `(sentence_features, labels)` or `sentence_features` alone: a list of feature dicts, one per column, as
-    the loss's own `forward` takes them. The loss runs as it is: while it computes, its `model` hands out the sentence
-    embeddings that were made micro-batch by micro-batch. Losses that look at tokens, or ask a second model, cannot be helped
-    so. The plain loss is meant, not its `Cached...` sister, which would cut the batch a second time. `parameters()` of the
-    objective are those of the loss, the model's among them.
+    Batches are `(sentence_features, labels)`, or `sentence_features` alone: a list of feature dicts, one per column, as the
+    loss's own `forward` takes them. While the loss runs, its model returns the sentence embeddings that were computed
+    micro-batch by micro-batch. Losses that read token embeddings or call a second model are not supported.
+
+    Args:
+        loss: The plain loss, such as `MultipleNegativesRankingLoss(model)`, not its `Cached...` variant.
+
+    Returns:
+        An objective; its `parameters()` are those of the loss, the model's included.
+
+    Raises:
+        LossError: If the loss has no model, or is a `Cached...` loss, which splits the batch itself.
     """
     if _model_of(loss) is None:
         raise LossError(
@@ -31,52 +37,37 @@ def sentence_transformers(loss: nn.Module) -> Coupled:
         )
 
     def encode(model: nn.Module, batch: Batch) -> Batch:
-        features, labels = _features_and_labels(batch)
+        features, labels = batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, None)
+        if not isinstance(features, (list, tuple)) or not all(isinstance(column, Mapping) for column in features):
+            raise BatchError(
+                f"sentence_transformers() takes (sentence_features, labels) with a list of feature dicts, got "
+                f"{type(batch).__name__}. Tokenize each column: ([model.tokenize(anchors), model.tokenize(positives)], labels)."
+            )
         outputs = [model(dict(column))["sentence_embedding"] for column in features]
         return {"columns": [{"sentence_embedding": output} for output in outputs], "labels": labels}
 
     return Coupled(encode, _OnEmbeddings(loss))
 
 
-def _model_of(loss: nn.Module) -> nn.Module | None:
+def _model_of(loss: nn.Module) -> Any:
     models = (getattr(loss, name, None) for name in ("model", "sentence_embedder"))
     return next((model for model in models if isinstance(model, nn.Module)), None)
 
 
 class _OnEmbeddings(nn.Module):
-    """The loss on embeddings that are there already."""
+    """A loss whose model returns its inputs, because these are embeddings already."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         self.loss = loss
 
     def forward(self, representations: Batch) -> Tensor:
-        model = _model_of(self.loss)
-        assert model is not None
-        with _handing_out(model):
+        own = _model_of(self.loss).__dict__
+        before = {"forward": own["forward"]} if "forward" in own else {}
+        own["forward"] = lambda features, **_: features
+        try:
             columns = [dict(column) for column in representations["columns"]]
             return self.loss(columns, representations["labels"])  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _handing_out(model: nn.Module) -> Iterator[None]:
-    """Let the model return what it is given: features that are outputs already."""
-    before = model.__dict__.get("forward")
-    model.__dict__["forward"] = lambda features, **_: features
-    try:
-        yield
-    finally:
-        if before is None:
-            del model.__dict__["forward"]
-        else:
-            model.__dict__["forward"] = before
-
-
-def _features_and_labels(batch: Batch) -> tuple[list[Mapping[str, Any]], Tensor | None]:
-    features, labels = batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, None)
-    if not isinstance(features, (list, tuple)) or not all(isinstance(column, Mapping) for column in features):
-        raise BatchError(
-            f"sentence_transformers() takes (sentence_features, labels) with a list of feature dicts, got "
-            f"{type(batch).__name__}. Tokenize each column: ([model.tokenize(anchors), model.tokenize(positives)], labels)."
-        )
-    return list(features), labels
+        finally:
+            del own["forward"]
+            own.update(before)

@@ -1,4 +1,4 @@
-"""`Terms`: several mean losses from one forward, each divided by units of its own."""
+"""`Terms`: several mean losses from one forward, each divided by its own units."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,12 +17,22 @@ def Terms(  # noqa: N802 - it reads as what it makes
     units: Mapping[str, Units | None],
     weights: Mapping[str, float] | None = None,
 ) -> Objective:
-    """The objective `sum_t weights[t] * mean_t`, whose terms are averaged each over units of its own.
+    """Make the objective `sum_t weights[t] * mean_t`, in which each mean has its own units.
 
-    `loss(model, batch)` returns a dict of mean losses by name, or `(dict, metrics)`, from one forward. `units[name](batch)` is
-    what the mean of that name divides by; None stands for a penalty that is no mean over rows, such as a norm of the weights,
-    and is counted once. Weights are 1 where none is given. Each term is reported as a metric under its name, without its
-    weight. A term with no units in a micro-batch has no part in it. The units reported are the rows that count for any term.
+    Each term is reported as a metric under its name, without its weight. A term with no units in a micro-batch does not
+    count there. The units reported are the rows of micro-batches with units in any term.
+
+    Args:
+        loss: Function of (model, batch) that returns a dict of mean losses by name, or `(dict, metrics)`.
+        units: By name, a function of the batch that returns what this mean divides by. None marks a penalty that is no mean
+            over rows, such as a norm of the weights; it counts once.
+        weights: Factors by name; 1 by default.
+
+    Returns:
+        An objective for `Update` and `Accumulator`.
+
+    Raises:
+        LossError: If an argument is of another type, or the names of weights, units and losses differ.
 
     >>> import torch
     >>> from anybatch import Accumulator, rows
@@ -38,9 +48,8 @@ def Terms(  # noqa: N802 - it reads as what it makes
     scales = dict.fromkeys(units, 1.0) | dict(weights or {})
 
     def losses(model: nn.Module, batch: Batch) -> TermLosses:
-        given, metrics = _taken_apart(loss(model, batch), units)
-        ordered = {name: given[name] for name in units}
-        return TermLosses(losses=ordered, weights=scales, units=units, metrics=metrics, batch=batch)
+        given, metrics = _losses_and_metrics(loss(model, batch), units)
+        return TermLosses(losses=given, weights=scales, units=units, metrics=metrics, batch=batch)
 
     def counted_rows(batch: Batch) -> float:
         return num_rows(batch) if any(count > 0 for count in count_terms(units, batch)) else 0
@@ -64,17 +73,16 @@ def _check(loss: Any, units: Any, weights: Any) -> None:
                 f"Terms(units={{{name!r}: {count!r:.40}}}): expected a function of the batch, or None for a penalty that is "
                 "counted once."
             )
-    for name in weights:
+    for name, weight in weights.items():
         if name not in units:
             raise LossError(
                 f"Terms(weights=...) names {name!r}, which units do not: {', '.join(map(repr, units))}. Give its units too."
             )
-    for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise LossError(f"Terms(weights={{{name!r}: {weight!r:.40}}}): expected a number.")
 
 
-def _taken_apart(returned: Any, units: Mapping[str, object]) -> tuple[Mapping[str, Tensor], Metrics]:
+def _losses_and_metrics(returned: Any, units: Mapping[str, object]) -> tuple[Mapping[str, Tensor], Metrics]:
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     losses, metrics = returned if is_pair else (returned, {})
     if not isinstance(losses, Mapping) or not isinstance(metrics, Mapping):
@@ -91,4 +99,4 @@ def _taken_apart(returned: Any, units: Mapping[str, object]) -> tuple[Mapping[st
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LossError(f"the term {name!r} is of {what}; expected a tensor of one number, its mean.")
-    return {name: loss.reshape(()) for name, loss in losses.items()}, metrics
+    return {name: losses[name].reshape(()) for name in units}, metrics
