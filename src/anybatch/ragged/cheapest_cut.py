@@ -9,13 +9,13 @@ from anybatch.ragged.cost import Cost
 
 
 def best_cut(lengths: Sequence[int], budget: int, cost: Cost, *, slack: float = 0.0) -> Cut:
-    """Find the cut of least cost whose micro-batches hold at most `budget` tokens each, padding included.
+    """Find the cut of least cost with at most `budget` tokens per micro-batch, padding included. O(n log n).
 
-    No cut is cheaper, whether or not it keeps rows of like length together: of two micro-batches, giving the one with the
-    shorter longest row its number of the shortest rows of both makes neither longer. O(n log n).
+    Only rows that are neighbours in the order of length are put together. This loses nothing: exchanging rows between two
+    micro-batches until one holds the shortest of both makes neither longer.
 
-    With `slack`, a cut that costs at most this share more is taken if its largest micro-batch is half as large, or a
-    quarter, and so on: near the optimum many cuts cost nearly the same, and some of them need far less memory.
+    With `slack`, the largest micro-batch is halved as long as the cost rises by at most this share. Near the optimum many cuts
+    cost nearly the same, and some of them need far less memory.
 
     >>> best_cut([9, 2, 10, 2, 2], 40, Cost()).rows
     ((0, 2), (1, 3, 4))
@@ -52,12 +52,12 @@ def best_cut(lengths: Sequence[int], budget: int, cost: Cost, *, slack: float = 
 def _bounds(
     ascending: Sequence[int], row_costs: Sequence[float], fixed: float, budget: int
 ) -> tuple[list[tuple[int, int]], float]:
-    """Return begin and end of each micro-batch of the cheapest cut in the sorted rows, the longest first; and its cost.
+    """Return (start, stop) of each micro-batch in the sorted rows, the longest first, and the cost of this cut.
 
         best(j) = fixed + min over i of best(i) + (j - i) * row(j),   where (j - i) * length(j) <= budget
 
-    for the j shortest rows, row(j) being what one more row of length(j) adds. As row(j) never falls, a later i that is once as
-    good as an earlier one stays so, and the budget rules out earlier ones first. So candidates wait in line, each with the j
+    for the j shortest rows, row(j) being the cost of one more row of length(j). As row(j) never falls, a later i that is once
+    as good as an earlier one stays so, and the budget rules out earlier ones first. So candidates wait in line, each with the j
     from which it is the best: where it overtakes the one before it, or where that one no longer fits. A candidate is given up
     only if a later one overtakes it before its turn comes; the lower hull of the lines would give up more, and be wrong under
     the budget.

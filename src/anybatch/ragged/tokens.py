@@ -1,4 +1,4 @@
-"""`Tokens(budget)`: the cheapest cut of a ragged batch."""
+"""`Tokens(budget)`: the cheapest cut of a batch of rows of different lengths."""
 
 import copy
 import warnings
@@ -23,11 +23,10 @@ from anybatch.core import (
     samples_of,
     take,
 )
-from anybatch.errors import SplitError
+from anybatch.errors import SplitError, user_stacklevel
 from anybatch.ragged.cheapest_cut import best_cut
 from anybatch.ragged.cost import Cost, LearnedCost
 from anybatch.ragged.lengths import (
-    TOKEN_NAMES,
     PaddedDims,
     RowLengths,
     columns_of,
@@ -36,68 +35,44 @@ from anybatch.ragged.lengths import (
     name_of,
     narrow,
     padded_dims,
-    paths_per_token,
     sample_length,
+    targets_of,
 )
 
-
-class TokenFields:
-    """Finds the fields to trim: only what has an entry per token; being as wide as the padding is no proof of it.
-
-    `named` are fields that the user says are per token, `kept` those that are not. A field that had a width of its own in an
-    earlier batch is not per token either: as wide as the padding by chance, it is kept.
-    """
-
-    def __init__(self, named: Collection[str] = (), kept: Collection[str] = ()) -> None:
-        self.named = frozenset(named)
-        self.kept = frozenset(kept)
-        self._own_width: set[str] = set()
-
-    def find(self, batch: Batch, rows: RowLengths, known: Collection[str]) -> PaddedDims:
-        """Find what is trimmed: fields named, those at the paths `known`, and tokenizers' own."""
-        width, count = rows.width, len(rows.lengths)
-        wide = padded_dims(batch, width=width, count=count, keep=self.kept)
-        self._own_width |= {path for path, _ in columns_of(batch, count, self.kept) if path not in wide}
-        missing = self.named - {name_of(path) for path in wide}
-        if missing:
-            raise SplitError(
-                f"Tokens(per_token=...) names {min(missing)!r}, and the batch has no such field whose dim 1 is {width} wide, "
-                "as its padding is. Give a field per token its rows in dim 0 and its tokens in dim 1, or leave the name out."
-            )
-        found = {}
-        for path, dims in wide.items():
-            name = name_of(path)
-            if name in self.named or path in known or name in TOKEN_NAMES or "attention" in name:
-                found[path] = dims
-            elif path not in self._own_width and min(rows.lengths) < width:
-                raise SplitError(
-                    f"batch{path} is {width} wide, as the padding of this batch is, and nothing says whether it has an entry "
-                    "per token: trimming it with the padding may cut off what counts. Name it in "
-                    f"Tokens(per_token=[{name!r}]) if it has, or in Tokens(keep=[{name!r}]) if it has not."
-                )
-        return found
+_TOKEN_NAMES = {"ids", "input_ids", "inputs_embeds", "token_ids", "tokens"}
+_TOKEN_NAMES |= {"token_type_ids", "position_ids", "special_tokens_mask"}
+"""Tokenizers' names of fields with one entry per token."""
 
 
 class Tokens(Split):
-    """At most `budget` tokens per micro-batch, padding included, cut so that the whole batch costs least.
+    """At most `budget` tokens per micro-batch, padding included, split so that the whole batch costs least.
 
-    Rows of like length go together, whatever their order in the batch, and each micro-batch is padded to its own longest
-    row. Two ways in:
+    Rows of like length go together, whatever their order in the batch, and each micro-batch is padded to its own longest row.
+    The gradient is that of the whole padded batch if the model ignores padding. There are two kinds of batches:
 
-    - a padded batch: a mapping with `attention_mask`, or any batch with `length=`, a function of the batch that returns
-      one length per row. Padding is cut off what has an entry per token: tokenizers' own fields, targets, and those named in
-      `per_token`. Anything else as wide as the padding is an error, unless it is named in `keep` or had another width before.
-      Targets equal to `ignored` do not count in the loss; padding that counts is never cut off.
-    - raw samples: a list of them (a loader with `collate_fn=list`) and `collate=`, called on the samples of each
-      micro-batch; `length=` is then a function of a sample, by default the length of its `input_ids` or first sequence.
+    - Padded batches: a mapping with `attention_mask`, or any batch with `length=`. Padding is cut off fields that have an entry
+      per token: tokenizers' own fields, targets, and those named in `per_token`. Any other field as wide as the padding is an
+      error, unless `keep` names it or it had another width before. Padding that counts in the loss is never cut off.
+    - Raw samples: a list of them (a loader with `collate_fn=list`) with `collate=`.
 
-    The gradient is the whole padded batch's as long as the model does not look at padding. The cut is a function of the batch,
-    because `cost` is the one given, or that of a small transformer. With `learn=True` it is fitted to the times of the
-    micro-batches that ran, for as long as training goes on; with `learn=50`, during 50 batches, and then it stays. What was
-    learnt is in `state_dict()`, and in checkpoints. `groups` are rows that belong together, as in `Rows`. Up to a share `slack`
-    of the cost is given up where that halves the largest micro-batch, once or more; with 0 the cut is the cheapest there is.
-    With `round_to=32` micro-batches are padded to a multiple of 32, as far as the batch is, for kernels and compilers that want
-    few lengths; `collate`, if given, has to pad so by itself.
+    Args:
+        budget: Most tokens of a micro-batch.
+        length: Function of the batch that returns one length per row; with `collate`, of one sample that returns its length,
+            by default that of its `input_ids` or first sequence.
+        collate: Called on the samples of each micro-batch.
+        cost: Cost to minimise; by default that of a small transformer.
+        ignored: Targets equal to this do not count in the loss.
+        keep: Names of fields that have no entry per token.
+        per_token: Names of fields that have one.
+        groups: Rows that stay together, as in `Rows`.
+        learn: Fit the cost to the times of micro-batches that ran: True for all of training, 50 for 50 batches. With False the
+            split is a function of the batch alone. `state_dict()` and checkpoints hold the fit.
+        slack: Accept a cost higher by this share if it halves the largest micro-batch, once or more.
+        round_to: Pad micro-batches to a multiple of this, up to the width of the batch, for kernels and compilers that want
+            few lengths. A `collate` function has to pad by itself.
+
+    Raises:
+        SplitError: If an argument is out of range; in an update, if lengths cannot be read or a row exceeds the budget.
 
     >>> mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]])
     >>> cut = Tokens(12, cost=Cost(fixed=6)).cut({"input_ids": mask * 7, "attention_mask": mask})
@@ -142,7 +117,9 @@ class Tokens(Split):
         self.collate = collate
         self.ignored = ignored
         self.keep = frozenset(keep)
-        self._fields = TokenFields(per_token, keep)
+        self.per_token = frozenset(per_token)
+        self._own_width: set[str] = set()
+        """Fields that had another width than the padding in some batch, and so have no entry per token."""
         self._fits: int | None = None
         self._is_given = cost is not None
         self._learned = LearnedCost(cost or Cost(), batches=None if learn is True else int(learn))
@@ -153,108 +130,72 @@ class Tokens(Split):
 
     @property
     def cost(self) -> Cost:
-        """Return the cost that the next batch is cut by: constants in seconds that were fitted, or the ones given."""
+        """The cost that the next batch is split by: the fitted one, in seconds, or the one given."""
         return self._learned.cost
 
     @property
     def learn(self) -> Learn | None:
-        """Fit the cost to the times of micro-batches that this split cut; None where it stays, and nobody need time them."""
         return self._learn if self._learned.is_learning else None
 
-    def learning(self) -> "Tokens":
-        """Return a split that learns its cost as long as training goes on, unless it was given one; itself if it learns."""
-        if self._is_given or self._learned.is_learning:
-            return self
-        other = copy.copy(self)
-        other._learned = LearnedCost(self.cost)
-        return other
+    def _learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
+        if ran.cut is not None:
+            shapes = zip(ran.cut.rows, ran.cut.lengths, seconds, strict=True)
+            self._learned.observe((len(rows), length, took) for rows, length, took in shapes if took is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learnt of costs and of what fits, as plain values."""
+        """Return the fitted cost and the size that fits in memory, as plain values."""
         return {"fits": self._fits, "learned": self._learned.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Cut as the split that `state` was taken from; a cost that is given stays as given."""
+        """Restore the result of `state_dict()`, except that a cost given to this split stays.
+
+        Args:
+            state: What `state_dict()` returned.
+
+        Raises:
+            SplitError: If it is something else.
+        """
         if not self._is_given:
             self._learned.load_state_dict(state["learned"])
         self._fits = state["fits"]
 
+    def learning(self) -> "Tokens":
+        """Return a split that learns its cost all through training; itself if it learns or was given a cost."""
+        is_fixed = self._is_given or self._learned.is_learning
+        return self if is_fixed else self._with(_learned=LearnedCost(self.cost))
+
+    def with_budget(self, budget: int) -> "Tokens":
+        """Return the same split with another budget; the two share what they learn."""
+        return self._with(budget=budget, _fits=None)
+
+    def resized(self, size: int) -> "Tokens":
+        return self._with(_fits=size)
+
+    def _with(self, **changed: Any) -> "Tokens":
+        other = copy.copy(self)
+        vars(other).update(changed)
+        return other
+
+    def shrink(self, ran: MicroBatches) -> "Tokens | None":
+        if ran.cut is None or ran.cut.largest <= ran.together * max(ran.cut.lengths):
+            return None
+        return self.resized(max(ran.cut.largest // 2, ran.together * max(ran.cut.lengths)))
+
     def cut(self, batch: Batch) -> MicroBatches:
-        """Cut `batch` into micro-batches, longest rows first."""
         rows = self.measure(batch)
         if self._fits is None:
             return self.cut_to(self.budget, batch, rows)
         together = 1 if self.groups is None else len(groups_of(self.groups, batch, len(rows.lengths))[0])
         return self.cut_to(max(self._fits, min(together * max(rows.lengths), self.budget)), batch, rows)
 
-    def with_budget(self, budget: int) -> "Tokens":
-        """Return the same split under another budget; what is learned is shared."""
-        other = copy.copy(self)
-        other.budget, other._fits = budget, None
-        return other
-
-    def resized(self, size: int) -> "Tokens":
-        """Return the same split with micro-batches of at most `size` tokens; what is learned is shared."""
-        other = copy.copy(self)
-        other._fits = size
-        return other
-
-    def shrink(self, ran: MicroBatches) -> "Tokens | None":
-        """The same split with half of what the largest micro-batch held as its budget, but room for the longest row.
-
-        The new split shares what this one has learned. None where the longest row fills a micro-batch by itself.
-        """
-        if ran.cut is None or ran.cut.largest <= ran.together * max(ran.cut.lengths):
-            return None
-        return self.resized(max(ran.cut.largest // 2, ran.together * max(ran.cut.lengths)))
-
-    def measure(self, batch: Batch) -> RowLengths:
-        """Measure each row, rounded up to `round_to`."""
-        rows = self._measured(batch)
-        if self.round_to == 1:
-            return rows
-        rounded = [-(-length // self.round_to) * self.round_to for length in rows.lengths]
-        return replace(rows, lengths=[length if self.collate else min(length, rows.width) for length in rounded])
-
-    def _measured(self, batch: Batch) -> RowLengths:
-        if self.collate is not None:
-            lengths = [int((self.length or sample_length)(sample)) for sample in samples_of(batch, "Tokens")]
-            return RowLengths(lengths=lengths, width=max(lengths))
-        rows_to_cut(batch)
-        rows = self._padded_lengths(batch)
-        known = paths_per_token(batch, width=rows.width, keep=self.keep, is_masked=self.length is None)
-        return replace(rows, dims=self._fields.find(batch, rows, known))
-
     def cut_to(self, budget: int, batch: Batch, rows: RowLengths) -> MicroBatches:
-        """Cut a batch that was measured under another budget."""
+        """Split a batch that was measured as `rows` under another budget."""
         if self.groups is not None:
-            return self._micro_batches(batch, *self._cut_groups(self.groups, budget, batch, rows))
-        return self._micro_batches(batch, best_cut(rows.lengths, budget, self.cost, slack=self.slack), rows, 1)
+            return self._cut_groups(self.groups, budget, batch, rows)
+        return self._micro_batches(batch, rows, best_cut(rows.lengths, budget, self.cost, slack=self.slack), 1)
 
-    def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
-        """Equal numbers of rows, or groups, as they came, as many as the largest micro-batch of `like` has room for.
-
-        The number depends on the longest row alone: stopping where the next row would not fit would sort rows after all.
-        """
-        rows = self.measure(batch)
-        groups = groups_of(self.groups or 1, batch, len(rows.lengths))
-        largest = 0 if like.cut is None else like.cut.largest
-        room = max(largest // max(rows.lengths) // like.together, 1)
-        stops = [0, *accumulate(near_equal(len(groups), room))]
-        parts = [sorted(row for group in groups[start:stop] for row in group) for start, stop in pairwise(stops)]
-        longest = [max(rows.lengths[row] for row in part) for part in parts]
-        cut = Cut(rows=tuple(map(tuple, parts)), lengths=tuple(longest))
-        return self._micro_batches(batch, cut, rows, like.together)
-
-    def _micro_batches(self, batch: Batch, cut: Cut, rows: RowLengths, together: int) -> MicroBatches:
-        if self.collate is not None:
-            parts = [collated(self.collate, [batch[row] for row in chosen]) for chosen in cut.rows]
-        else:
-            parts = _take_and_trim(batch, cut, rows)
-        return MicroBatches(parts, cut, together=together)
-
-    def _cut_groups(self, by: Groups, budget: int, batch: Batch, rows: RowLengths) -> tuple[Cut, RowLengths, int]:
-        """Cut whole groups: each is a row as long as its longest, that costs as much as all of its rows."""
+    def _cut_groups(self, by: Groups, budget: int, batch: Batch, rows: RowLengths) -> MicroBatches:
+        """Split like `best_cut`, where a group stands for one row as long as its longest that costs as much as all."""
         groups = groups_of(by, batch, len(rows.lengths))
         size = len(groups[0])
         if any(len(group) != size for group in groups):
@@ -273,7 +214,50 @@ class Tokens(Split):
         cost = Cost(fixed=fixed, per_token=size * per_token, per_square=size * per_square)
         cut = best_cut(longest, budget // size, cost, slack=self.slack)
         chosen = tuple(tuple(sorted(row for number in part for row in groups[number])) for part in cut.rows)
-        return Cut(rows=chosen, lengths=cut.lengths), rows, size
+        return self._micro_batches(batch, rows, Cut(rows=chosen, lengths=cut.lengths), size)
+
+    def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
+        # the number of rows depends on the longest row alone: stopping where the next does not fit would sort rows after all
+        rows = self.measure(batch)
+        groups = groups_of(self.groups or 1, batch, len(rows.lengths))
+        largest = 0 if like.cut is None else like.cut.largest
+        room = max(largest // max(rows.lengths) // like.together, 1)
+        stops = [0, *accumulate(near_equal(len(groups), room))]
+        parts = [sorted(row for group in groups[start:stop] for row in group) for start, stop in pairwise(stops)]
+        longest = [max(rows.lengths[row] for row in part) for part in parts]
+        return self._micro_batches(
+            batch, rows, Cut(rows=tuple(map(tuple, parts)), lengths=tuple(longest)), like.together
+        )
+
+    def _micro_batches(self, batch: Batch, rows: RowLengths, cut: Cut, together: int) -> MicroBatches:
+        both = zip(cut.rows, cut.lengths, strict=True)
+        return MicroBatches([self._take(batch, rows, *one) for one in both], cut, together=together)
+
+    def _take(self, batch: Batch, rows: RowLengths, chosen: Sequence[int], length: int) -> Batch:
+        count = len(rows.lengths)
+        if self.collate is not None:
+            return collated(self.collate, [batch[row] for row in chosen])
+        if length < rows.width:
+            # copied even where rows are neighbours, because models take .view() of their inputs
+            return take(narrow(batch, rows.columns(length), rows.dims), torch.tensor(chosen), count)
+        if len(chosen) == count:
+            return batch
+        is_run = chosen[-1] - chosen[0] + 1 == len(chosen)
+        return take(batch, slice(chosen[0], chosen[-1] + 1) if is_run else torch.tensor(chosen), count)
+
+    def measure(self, batch: Batch) -> RowLengths:
+        """Measure each row of a batch, rounded up to `round_to`."""
+        if self.collate is not None:
+            lengths = [int((self.length or sample_length)(sample)) for sample in samples_of(batch, "Tokens")]
+            rows = RowLengths(lengths=lengths, width=max(lengths))
+        else:
+            rows_to_cut(batch)
+            rows = self._padded_lengths(batch)
+            rows = replace(rows, dims=self._token_dims(batch, rows))
+        if self.round_to == 1:
+            return rows
+        rounded = [-(-length // self.round_to) * self.round_to for length in rows.lengths]
+        return replace(rows, lengths=[length if self.collate else min(length, rows.width) for length in rounded])
 
     def _padded_lengths(self, batch: Batch) -> RowLengths:
         if self.length is not None:
@@ -288,25 +272,33 @@ class Tokens(Split):
         rows = masked_lengths(batch, ignored=self.ignored, keep=self.keep)
         if rows.untrimmed is not None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"Tokens({self.budget}): {rows.untrimmed}", stacklevel=5)
+            warnings.warn(f"Tokens({self.budget}): {rows.untrimmed}", stacklevel=user_stacklevel())
         return rows
 
-    def _learn(self, ran: MicroBatches, seconds: Sequence[float | None]) -> None:
-        if ran.cut is not None:
-            shapes = zip(ran.cut.rows, ran.cut.lengths, seconds, strict=True)
-            self._learned.observe((len(rows), length, took) for rows, length, took in shapes if took is not None)
-
-
-def _take_and_trim(batch: Batch, cut: Cut, rows: RowLengths) -> list[Batch]:
-    count = len(rows.lengths)
-    parts = []
-    for chosen, length in zip(cut.rows, cut.lengths, strict=True):
-        is_run = chosen[-1] - chosen[0] + 1 == len(chosen)
-        if length < rows.width:
-            # copied even where rows are neighbours: models take .view() of what they are given
-            parts.append(take(narrow(batch, rows.columns(length), rows.dims), torch.tensor(chosen), count))
-        elif len(chosen) == count:
-            parts.append(batch)
-        else:
-            parts.append(take(batch, slice(chosen[0], chosen[-1] + 1) if is_run else torch.tensor(chosen), count))
-    return parts
+    def _token_dims(self, batch: Batch, rows: RowLengths) -> PaddedDims:
+        """Find the fields with an entry per token, which are trimmed. The width of the padding alone is no proof of one."""
+        width, count = rows.width, len(rows.lengths)
+        columns = list(columns_of(batch, count, self.keep))
+        wide = padded_dims(batch, width=width, count=count, keep=self.keep)
+        self._own_width |= {path for path, _ in columns if path not in wide}
+        missing = self.per_token - {name_of(path) for path in wide}
+        if missing:
+            raise SplitError(
+                f"Tokens(per_token=...) names {min(missing)!r}, and the batch has no such field whose dim 1 is {width} wide, "
+                "as its padding is. Give a field per token its rows in dim 0 and its tokens in dim 1, or leave the name out."
+            )
+        known = {path for path, _ in targets_of(batch, width, count, self.keep)}
+        if self.length is not None:  # without a mask the first field of two dims says what the width is
+            known.update([path for path, value in columns if value.shape[1] == width][:1])
+        found = {}
+        for path, dims in wide.items():
+            name = name_of(path)
+            if name in self.per_token | _TOKEN_NAMES or path in known or "attention" in name:
+                found[path] = dims
+            elif path not in self._own_width and min(rows.lengths) < width:
+                raise SplitError(
+                    f"batch{path} is {width} wide, as the padding of this batch is, and nothing says whether it has an entry "
+                    "per token: trimming it with the padding may cut off what counts. Name it in "
+                    f"Tokens(per_token=[{name!r}]) if it has, or in Tokens(keep=[{name!r}]) if it has not."
+                )
+        return found
