@@ -1,11 +1,11 @@
 """Replace the computation inside BatchNorm and InstanceNorm layers.
 
-A layer's own `forward` runs as always; only the call of `F.batch_norm`, or `F.instance_norm`, inside it is computed otherwise,
-for as long as the block lasts. So subclasses, momentum and counters stay the layer's business.
+A layer's own `forward` runs as always. Only its call of `F.batch_norm` or `F.instance_norm` is replaced, so that subclasses,
+momentum and counters keep working.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core import BatchNormLayer, InstanceNormLayer, NormLayer
+from anybatch.core import BatchNormLayer, NormLayer
 
 Layers = Mapping[str, NormLayer]
-"""BatchNorm layers, or InstanceNorm layers, by their names in the model."""
+"""BatchNorm or InstanceNorm layers by their names in the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Call:
     """Arguments of a layer's call of `F.batch_norm`, with its names and defaults."""
 
     is_averaged: ClassVar[bool] = False
-    """True where running statistics follow the mean over rows of each row's own statistics."""
+    """True if running statistics follow the mean over rows of each row's own statistics."""
 
     input: Tensor
     running_mean: Tensor | None
@@ -42,21 +42,21 @@ class Call:
         return self.input.numel() // max(self.input.shape[1], 1)
 
     def as_asked(self) -> Tensor:
-        """Compute what the layer asked for."""
         return self.with_running(self.running_mean, self.running_var, self.momentum)
 
     def with_running(self, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
-        """Compute the same, with other running statistics to write to."""
+        """Make the call with other running statistics."""
         return F.batch_norm(self.input, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
 
 
 class InstanceCall(Call):
-    """Arguments of `F.instance_norm`: `training` is `use_input_stats`. Each row has its own statistics; `count` is the rows."""
+    """Arguments of `F.instance_norm`; `training` is `use_input_stats`. Each row has its own statistics."""
 
     is_averaged = True
 
     @property
     def count(self) -> int:
+        """Number of rows."""
         return self.input.shape[0]
 
     def with_running(self, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
@@ -68,38 +68,36 @@ _CALLS: Mapping[Any, type[Call]] = {F.batch_norm: Call, F.instance_norm: Instanc
 
 
 def batch_norms(model: nn.Module) -> dict[str, BatchNormLayer]:
-    """Find every BatchNorm layer of the model, by name."""
+    """Find the BatchNorm layers of the model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BatchNormLayer)}
 
 
-def instance_norms(model: nn.Module) -> dict[str, NormLayer]:
-    """Find every InstanceNorm layer of the model that keeps running statistics, by name."""
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, InstanceNormLayer))
-    return {name: layer for name, layer in found if layer.track_running_stats}
-
-
 def uses_batch_statistics(layer: NormLayer) -> bool:
-    """True of a layer whose rows look at each other: in training, or without running statistics to use instead."""
+    """True if rows depend on each other: in training, or without running statistics."""
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
 @contextmanager
 def replaced(layers: Layers, compute: Compute) -> Iterator[None]:
-    """Let `compute(name, layer, call)` stand for `F.batch_norm` in the forward of these layers."""
-    before: list[tuple[NormLayer, Any]] = []
-    try:
+    """Call `compute(name, layer, call)` instead of `F.batch_norm` in the forward of these layers."""
+    with ExitStack() as stack:
         for name, layer in layers.items():
-            before.append((layer, layer.__dict__.get("forward")))
-            # SyncBatchNorm's own forward would talk to other ranks, and refuses the CPU
+            # SyncBatchNorm's own forward would call collectives, and refuses the CPU
             own = partial(BatchNormLayer.forward, layer) if type(layer) is nn.SyncBatchNorm else layer.forward
-            layer.__dict__["forward"] = partial(_forward, own, partial(compute, name, layer))
+            stack.enter_context(overridden(layer, "forward", partial(_forward, own, partial(compute, name, layer))))
+        yield
+
+
+@contextmanager
+def overridden(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of one instance in this block."""
+    before = {name: vars(owner)[name]} if name in vars(owner) else {}
+    vars(owner)[name] = value
+    try:
         yield
     finally:
-        for layer, forward in before:
-            if forward is None:
-                layer.__dict__.pop("forward", None)
-            else:
-                layer.__dict__["forward"] = forward
+        vars(owner).pop(name, None)
+        vars(owner).update(before)
 
 
 def _forward(own: Callable[..., Tensor], compute: Callable[[Call], Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -108,7 +106,7 @@ def _forward(own: Callable[..., Tensor], compute: Callable[[Call], Tensor], *arg
 
 
 class _Intercept(TorchFunctionMode):
-    """Answers `F.batch_norm` and `F.instance_norm` in training by `compute`."""
+    """Function mode that calls `compute` for `F.batch_norm` and `F.instance_norm` in training."""
 
     def __init__(self, compute: Callable[[Call], Tensor]) -> None:
         super().__init__()

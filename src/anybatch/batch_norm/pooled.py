@@ -1,9 +1,9 @@
-"""BatchNorm over the whole batch, each micro-batch in its own forward: the statistics meet, and stay in the graph."""
+"""BatchNorm over the whole batch: micro-batches in lockstep share their statistics, which stay in the graph."""
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,84 +11,85 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import checkpoint
 
-from anybatch.batch_norm.layers import Call, Layers, replaced
+from anybatch.batch_norm.layers import Call
 from anybatch.batch_norm.lockstep import Lockstep
-from anybatch.batch_norm.statistics import MeanAndVariance, of_every_rank, pool, pool_over_ranks, update_running
+from anybatch.batch_norm.statistics import (
+    MeanAndVariance,
+    of_every_rank,
+    own_statistics,
+    pool,
+    pool_over_ranks,
+    update_running,
+)
 from anybatch.core import NormLayer, Ranks, is_in_backward, is_low
 from anybatch.errors import BatchError, UpdateError
 
 
-@contextmanager
-def pooled(
-    layers: Layers,
-    lockstep: Lockstep[Any],
-    accepts: Callable[[tuple[Tensor, Tensor]], bool],
-    not_finite: set[int],
-    *,
-    ranks: Ranks,
-    num_own: int,
-) -> Iterator[None]:
-    """Let the layers normalise by mean and variance over all micro-batches of `lockstep`, on all ranks.
+@dataclass(slots=True)
+class PooledStatistics:
+    """Computes norm layers by mean and variance over all micro-batches of `lockstep`, on all ranks.
 
-    Micro-batches from number `num_own` on are borrowed from another rank, and have no part in the statistics. Running
-    statistics get the one update of the big batch. `not_finite` collects the micro-batches whose own statistics `accepts`
-    refuses at the first layer that met any: after it everybody's are spoilt. Once the forwards have ended the layers are as
-    they always are, but refuse to run inside backward.
+    Micro-batches from number `num_own` on are borrowed from another rank and do not count. Running statistics get one update.
+    After the forwards the layers work as usual, but refuse to run inside backward.
     """
-    exchange = _Exchange(ranks)
 
-    def averaged(name: str, call: Call) -> Tensor:
-        """Normalise every row of InstanceNorm by its own statistics; the running ones get the mean over all rows, once."""
-        assert call.running_mean is not None
-        assert call.running_var is not None
-        mean, var = torch.zeros_like(call.running_mean), torch.zeros_like(call.running_var)
-        output = call.with_running(mean, var, 1.0)  # momentum 1: what is written is these rows' own
-        rows = call.count if lockstep.current < num_own else 0
-        own = MeanAndVariance(rows, mean, var, call.momentum, is_averaged=True)
-        place = f"InstanceNorm {name!r}"
-        lockstep.meet(place, own, lambda parts: update_running(call, *pool_over_ranks(ranks, [_pool_own(parts)])))
-        return output
+    lockstep: Lockstep[Any]
+    accepts: Callable[[tuple[Tensor, Tensor]], bool]
+    ranks: Ranks
+    num_own: int
+    not_finite: set[int] = field(default_factory=set)
+    """Micro-batches at fault at the first layer with statistics that `accepts` refuses; later layers are only affected."""
+    _chain: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    """Links the exchanges between ranks, so that their backwards run in the reverse order on every rank."""
 
-    def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
-        if lockstep.is_over or lockstep.current == lockstep.numbers[0]:
+    def compute(self, name: str, layer: NormLayer, call: Call) -> Tensor:
+        if self.lockstep.is_over or self.lockstep.current == self.lockstep.numbers[0]:
             _check_not_repeated(name)
-        if lockstep.is_over:
+        if self.lockstep.is_over:
             return call.as_asked()  # a loss over the representations of all rows
-        if call.is_averaged:
-            return averaged(name, call)
-        own_mean, own_var = _Moments.apply(call.input)  # type: ignore[no-untyped-call, unused-ignore]
+        if call.is_averaged:  # InstanceNorm: only its running statistics depend on the other micro-batches
+            output, own = own_statistics(call)
+            self._meet(f"InstanceNorm {name!r}", own, lambda parts: self._update_average(call, parts))
+            return output
+        mean, var = _Moments.apply(call.input)  # type: ignore[no-untyped-call, unused-ignore]
+        own = MeanAndVariance(call.count, mean, var, call.momentum)
+        together = self._meet(f"BatchNorm {name!r}", own, lambda parts: self._update(name, layer, call, parts))
+        weight, bias = (one if one is None else one.to(together.mean.dtype) for one in (call.weight, call.bias))
+        return _Normalise.apply(call.input, together.mean, together.var, weight, bias, call.eps)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
-        def meet(parts: list[MeanAndVariance]) -> MeanAndVariance:
-            together = exchange.pool(parts)
-            if not not_finite and not accepts((together.mean, together.var)):
-                both = zip(lockstep.numbers, parts, strict=True)
-                not_finite.update(number for number, part in both if not accepts((part.mean, part.var)))
-            if together.count == 1:
-                raise BatchError(
-                    f"BatchNorm {name!r} got one value per channel in the whole batch: it has no variance. Give more rows."
-                )
-            update_running(call, together)
-            if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
-                layer.num_batches_tracked.sub_(len(parts) - 1)  # every micro-batch has counted the one batch
-            return together
+    def _meet(
+        self, place: str, own: MeanAndVariance, pool: Callable[[list[MeanAndVariance]], MeanAndVariance]
+    ) -> MeanAndVariance:
+        return self.lockstep.meet(place, own if self.lockstep.current < self.num_own else replace(own, count=0), pool)
 
-        is_own = lockstep.current < num_own
-        own = MeanAndVariance(call.count if is_own else 0, own_mean, own_var, call.momentum)
-        together = lockstep.meet(f"BatchNorm {name!r}", own, meet)
-        weight, bias = (
-            None if affine is None else affine.to(together.mean.dtype) for affine in (call.weight, call.bias)
-        )
-        output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call, unused-ignore]
-            call.input, together.mean, together.var, weight, bias, call.eps
-        )
-        return output
+    def _update_average(self, call: Call, parts: list[MeanAndVariance]) -> MeanAndVariance:
+        (together,) = pool_over_ranks(self.ranks, [pool(parts)])
+        update_running(call, together)
+        return together
 
-    with replaced(layers, compute):
-        yield
+    def _update(self, name: str, layer: NormLayer, call: Call, parts: list[MeanAndVariance]) -> MeanAndVariance:
+        together = self._pool(parts)
+        if not self.not_finite and not self.accepts((together.mean, together.var)):
+            both = zip(self.lockstep.numbers, parts, strict=True)
+            self.not_finite.update(number for number, part in both if not self.accepts((part.mean, part.var)))
+        if together.count == 1:
+            raise BatchError(
+                f"BatchNorm {name!r} got one value per channel in the whole batch: it has no variance. Give more rows."
+            )
+        update_running(call, together)
+        if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.sub_(len(parts) - 1)  # every micro-batch has counted the one batch
+        return together
 
-
-def _pool_own(parts: list[MeanAndVariance]) -> MeanAndVariance:
-    return pool(parts) if any(part.count for part in parts) else parts[0]
+    def _pool(self, parts: list[MeanAndVariance]) -> MeanAndVariance:
+        own = pool(parts)
+        if self.ranks.size == 1:
+            return own
+        every = [gathered for (gathered,) in of_every_rank(self.ranks, [own])]
+        every[self.ranks.rank] = own  # with its graph
+        together = pool(every)  # in the order of the ranks, so that all have the same bits
+        mean, var, self._chain = _SumGradients.apply(together.mean, together.var, self._chain, self.ranks)  # type: ignore[no-untyped-call, unused-ignore]
+        return replace(together, mean=mean, var=var)
 
 
 def _check_not_repeated(name: str) -> None:
@@ -102,29 +103,8 @@ def _check_not_repeated(name: str) -> None:
         )
 
 
-class _Exchange:
-    """Statistics of all ranks, and their gradients summed over all ranks on the way back.
-
-    Each exchange hangs on the one before it, so that on every rank the sums come in the reverse order of the forward.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._chain = torch.zeros((), requires_grad=True)
-
-    def pool(self, parts: list[MeanAndVariance]) -> MeanAndVariance:
-        if self._ranks.size == 1:
-            return pool(parts)
-        own = _pool_own(parts)
-        every = [told for (told,) in of_every_rank(self._ranks, [own])]
-        every[self._ranks.rank] = own  # with its graph
-        together = pool(every)  # in the order of the ranks, so that all have the same to the bit
-        mean, var, self._chain = _SumGradients.apply(together.mean, together.var, self._chain, self._ranks)  # type: ignore[no-untyped-call, unused-ignore]
-        return MeanAndVariance(together.count, mean, var, together.momentum)
-
-
 class _SumGradients(torch.autograd.Function):
-    """Statistics as they are; their gradients are what every rank's rows have of them, added up."""
+    """The identity; its backward sums the gradients of the statistics over ranks."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, var: Tensor, chain: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,8 +119,8 @@ class _SumGradients(torch.autograd.Function):
         return both[0], both[1], grad_chain, None
 
 
-# Autograd could do both of these from var_mean and y = a x + c: that takes 5 to 12 times as long as torch's own BatchNorm in
-# forward on a CPU, twice in backward, and loses digits where |mean| is much larger than the deviation.
+# Autograd through var_mean and y = a x + c would replace the two functions below. It takes 5 to 12 times as long as torch's own
+# BatchNorm in forward on a CPU, twice as long in backward, and loses digits where |mean| is much larger than the deviation.
 
 
 class _Moments(torch.autograd.Function):
@@ -162,14 +142,14 @@ class _Moments(torch.autograd.Function):
         count = x.numel() / x.shape[1]
         slope = 2 * grad_var / count
         offset = grad_mean / count - slope * mean
-        # slope * x + offset per channel, by the kernel that does just this in one pass
+        # slope * x + offset per channel, by a kernel that computes it in one pass
         neutral = torch.zeros_like(mean), torch.ones_like(mean)
         grad: Tensor = torch.native_batch_norm(x, slope, offset, *neutral, False, 0.0, 0.0)[0]
         return grad
 
 
 class _Normalise(torch.autograd.Function):
-    """`(x - mean) / sqrt(var + eps) * weight + bias`, with gradients by mean and variance too."""
+    """`(x - mean) / sqrt(var + eps) * weight + bias`, differentiable by mean and variance too."""
 
     @staticmethod
     def forward(

@@ -1,32 +1,42 @@
-"""Spectral norm: a power iteration that steps in every forward, and is to step once per batch, however it is cut."""
+"""Spectral norm: its power iteration advances in every forward, and has to advance once per batch."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from anybatch.batch_norm.layers import overridden
 from anybatch.core import NOTHING, PassHook, SpectralNormWeight, buffers_of, is_in_backward, pre_hooks_of
 from anybatch.errors import UpdateError
 
 
 @dataclass(frozen=True, slots=True)
 class SpectralLayer:
-    """A weight under spectral norm, as a parametrization or by the hook of before."""
+    """A weight under spectral norm, as a parametrization or by the older hook."""
 
     owner: Any
-    """The parametrization, or the hook."""
+    """The parametrization or the hook."""
     method: str
-    """Its method that steps."""
+    """Its method that advances the iteration."""
     slots: tuple[tuple[nn.Module, str], ...]
-    """Module and name of the two vectors of the power iteration."""
+    """Module and name of the two vectors of the iteration."""
 
-    def vectors(self) -> list[Tensor]:
+    def snapshot(self) -> Callable[[], None]:
+        """Copy the vectors; return a function that restores them."""
         held = [buffers_of(module).get(name) for module, name in self.slots]
-        return [vector for vector in held if vector is not None]
+        copies = [(vector, vector.detach().clone()) for vector in held if vector is not None]
+
+        @torch.no_grad()
+        def restore() -> None:
+            for vector, was in copies:
+                vector.copy_(was)
+
+        return restore
 
 
 def spectral_norms(model: nn.Module) -> tuple[SpectralLayer, ...]:
@@ -43,75 +53,49 @@ def spectral_norms(model: nn.Module) -> tuple[SpectralLayer, ...]:
 
 
 class Rewound(PassHook):
-    """The iterations depend on the weights alone, so from the same start each micro-batch takes the same steps.
+    """Restores the vectors before each micro-batch.
 
-    After the last one they are where one forward of the whole batch leaves them.
+    The iteration depends on the weights alone, so that each micro-batch takes the same steps, and the last one leaves the
+    vectors where one forward of the whole batch would.
     """
 
     def __init__(self, layers: Sequence[SpectralLayer]) -> None:
         self._layers = layers
-        self._start = [_Moment.of(layer) for layer in layers]
+        self._restores = [layer.snapshot() for layer in layers]
         self._is_in_lockstep = False
 
     def around_forward(self, micro_batch: int) -> AbstractContextManager[object]:
-        for moment in () if self._is_in_lockstep else self._start:
-            moment.put_back()
+        for restore in () if self._is_in_lockstep else self._restores:
+            restore()
         return NOTHING
 
     @contextmanager
     def in_lockstep(self, current: Callable[[], int]) -> Iterator[None]:
-        """Rewind each call to where the first forward made the same call: forwards take turns in mid-way."""
-        turns = [_Turns(layer, getattr(layer.owner, layer.method), current) for layer in self._layers]
-        before = [layer.owner.__dict__.get(layer.method) for layer in self._layers]
+        """Rewind each call to where the first forward made the same call, because forwards take turns."""
         self._is_in_lockstep = True
-        try:
-            for layer, turn in zip(self._layers, turns, strict=True):
-                layer.owner.__dict__[layer.method] = turn
+        with ExitStack() as stack:
+            for layer in self._layers:
+                stack.enter_context(overridden(layer.owner, layer.method, _in_turns(layer, current)))
             yield
-        finally:
-            for layer, method in zip(self._layers, before, strict=True):
-                del layer.owner.__dict__[layer.method]
-                if method is not None:
-                    layer.owner.__dict__[layer.method] = method
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """The vectors of one layer as they were."""
+def _in_turns(layer: SpectralLayer, current: Callable[[], int]) -> Callable[..., Any]:
+    """Wrap the layer's method: call n of any forward starts where call n of the first one did."""
+    own = getattr(layer.owner, layer.method)
+    num_calls: Counter[int] = Counter()
+    restores: list[Callable[[], None]] = []
 
-    vectors: list[Tensor]
-    copies: list[Tensor]
-
-    @classmethod
-    def of(cls, layer: SpectralLayer) -> "_Moment":
-        vectors = layer.vectors()
-        return cls(vectors, [vector.detach().clone() for vector in vectors])
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for vector, was in zip(self.vectors, self.copies, strict=True):
-            vector.copy_(was)
-
-
-@dataclass(slots=True)
-class _Turns:
-    """One layer's calls, by forward: call number n of any forward starts where call number n of the first one did."""
-
-    layer: SpectralLayer
-    own: Callable[..., Any]
-    current: Callable[[], int]
-    calls: dict[int, int] = field(default_factory=dict)
-    moments: list[_Moment] = field(default_factory=list)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if is_in_backward():
             raise UpdateError(
                 "batch_norm='exact': a weight under spectral norm is inside a block under torch.utils.checkpoint, whose power "
                 "iteration would step again in backward, once per micro-batch. Leave this block without checkpointing."
             )
-        number = self.calls.get(self.current(), 0)
-        self.calls[self.current()] = number + 1
-        if number == len(self.moments):
-            self.moments.append(_Moment.of(self.layer))
-        self.moments[number].put_back()
-        return self.own(*args, **kwargs)
+        number = num_calls[current()]
+        num_calls[current()] += 1
+        if number == len(restores):
+            restores.append(layer.snapshot())
+        restores[number]()
+        return own(*args, **kwargs)
+
+    return call
