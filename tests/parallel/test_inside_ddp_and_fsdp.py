@@ -108,7 +108,7 @@ def test_used_parameters_are_found_anew_when_ddp_was_told_to_forget():
 
 def test_the_active_module_is_put_back():
     model = replicated()
-    with inside.active_ddp_put_back():
+    with inside.restoring_active_ddp():
         DistributedDataParallel._active_ddp_module = model
     assert DistributedDataParallel._active_ddp_module is None
 
@@ -153,7 +153,7 @@ def test_resharding_is_put_back_group_by_group():
     model = sharded()
     model[0].set_reshard_after_backward(False)
     before = [group.reshard_after_backward for group in inside.fsdp_groups([model])]
-    with inside.resharding_put_back([model]):
+    with inside.restoring_reshard([model]):
         model.set_reshard_after_backward(False)
         assert not any(group.reshard_after_backward for group in inside.fsdp_groups([model]))
     assert [group.reshard_after_backward for group in inside.fsdp_groups([model])] == before == [True, False]

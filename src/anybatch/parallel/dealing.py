@@ -1,10 +1,11 @@
-"""`GlobalBatches`: the same batches for any number of ranks, each dealt to them with no row twice and none dropped."""
+"""`GlobalBatches`: the same batches for any number of ranks, each row dealt to exactly one rank."""
 
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
-from heapq import heapify, heapreplace
+from functools import partial
+from heapq import heapreplace
 from typing import Any
 
 import torch
@@ -16,69 +17,37 @@ from anybatch.display import called
 from anybatch.errors import BatchError, CheckpointError
 from anybatch.ragged import Cost
 
-
-def deal_rows(count: int, ranks: int) -> list[tuple[int, ...]]:
-    """Row numbers for each rank: consecutive, near-equal in number, longer parts first.
-
-    >>> [len(rows) for rows in deal_rows(40, 3)], deal_rows(2, 3)
-    ([14, 13, 13], [(0,), (1,), ()])
-    """
-    shortest, num_longer = divmod(count, ranks)
-    starts = [rank * shortest + min(rank, num_longer) for rank in range(ranks + 1)]
-    return [tuple(range(start, stop)) for start, stop in itertools.pairwise(starts)]
-
-
-def deal_by_cost(lengths: Sequence[int], ranks: int, cost: Cost) -> list[tuple[int, ...]]:
-    """Row numbers for each rank, ascending, so that all ranks have rows of about the same cost.
-
-    Rows are dealt longest first, each to the rank whose rows cost least so far. Padding and fixed cost of a rank's own cut do
-    not become equal: trading rows until they were gained 0 to 5 %.
-
-    >>> deal_by_cost([9, 1, 1, 2, 5, 1], 2, Cost())
-    [(0,), (1, 2, 3, 4, 5)]
-    """
-    parts: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0.0, rank) for rank in range(ranks)]
-    heapify(loads)
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if lengths[row] < 1:
-            raise BatchError(
-                f"row {row} is {lengths[row]} tokens long; expected 1 or more. Drop the row, or mend lengths=."
-            )
-        load, rank = loads[0]
-        parts[rank].append(row)
-        heapreplace(loads, (load + cost.of_row(lengths[row]), rank))
-    return [tuple(sorted(part)) for part in parts]
-
-
 Order = Callable[[int], Sequence[int]]
-"""The rows of an epoch in the order they are learned from; a function of the epoch's number that all ranks agree on."""
+"""Function of the epoch that returns its rows in order, the same on all ranks."""
 
 State = dict[str, int]
 
 
-class DealtRows(list[int]):
-    """Rows of the dataset dealt to one rank; `row_numbers` are their places in the batch, which all of `batch` are."""
-
-    def __init__(self, batch: Sequence[int], row_numbers: tuple[int, ...]) -> None:
-        super().__init__(batch[row] for row in row_numbers)
-        self.row_numbers = row_numbers
-        self.num_rows = len(batch)
-        self.stand_in = batch[0]
-
-
 class GlobalBatches(Sampler[list[int]]):
-    """A batch sampler for torch's `DataLoader`: batches of `batch_size` rows over all ranks, the last as short as it is.
+    """Batch sampler for torch's `DataLoader`: batches of `batch_size` rows over all ranks; the last may be shorter.
 
-    Which rows make a batch is a function of `seed` and epoch alone (or of `order(epoch)`; with `shuffle=False`, rows as they
-    lie), so any number of ranks learns from the same batches. Each batch is dealt in near-equal numbers of rows; with
-    `lengths`, one per row of the dataset or a function of the dataset that returns them, so that ranks have equal work by
-    `cost`. Every rank gets as many batches as any other: one with fewer rows than ranks is an empty list for some.
-    `loader()` makes the loader that knows what to do then, and tells which rows of the batch a rank has.
+    The rows of a batch depend on seed and epoch alone, so that any number of ranks learns from the same batches. Every rank
+    gets the same number of batches; a batch with fewer rows than ranks is an empty list for some. `loader()` makes a loader
+    that handles this and says which rows of the batch a rank has.
 
-    Each pass is the next epoch; `set_epoch` names one. `state_dict` says where the last pass is, on whatever rank, and
-    `load_state_dict` starts the next one there, on any number of ranks. Workers of a plain `DataLoader` fetch ahead of the
-    training: there, resume with torchdata's `StatefulDataLoader`, which keeps count of what was handed out.
+    Each iteration is the next epoch. `state_dict` holds the position of the last one, and `load_state_dict` starts the next one
+    there, on any number of ranks. Workers of a plain `DataLoader` fetch ahead of training; to resume with workers, use
+    torchdata's `StatefulDataLoader`, which counts the batches it handed out.
+
+    Args:
+        dataset: Dataset with a length.
+        batch_size: Rows per batch, over all ranks.
+        rank: This process; that of torch.distributed by default.
+        ranks: Number of processes; that of torch.distributed, or 1, by default.
+        seed: Seed of the order of rows.
+        shuffle: Draw a new order in each epoch; else rows come in the order of the dataset.
+        order: Function of the epoch that returns its rows in order, instead of `shuffle` and `seed`.
+        lengths: Length of each row of the dataset, or a function of the dataset that returns them. Rows are then dealt so that
+            ranks have equal work; by default, near-equal numbers of rows.
+        cost: Cost of a row by its length.
+
+    Raises:
+        BatchError: If an argument is out of range.
 
     >>> [[len(rows) for rows in GlobalBatches(range(104), 64, rank=rank, ranks=3)] for rank in range(3)]
     [[22, 14], [21, 13], [21, 13]]
@@ -116,7 +85,7 @@ class GlobalBatches(Sampler[list[int]]):
         return called("GlobalBatches", f"{len(self.dataset)} rows", **given)
 
     def __len__(self) -> int:
-        """Batches per epoch, the same on every rank."""
+        """Return the number of batches per epoch, the same on every rank."""
         count = len(self.dataset) if self.order is None else len(self.order(self.epoch))
         return -(-count // self.batch_size)
 
@@ -126,15 +95,26 @@ class GlobalBatches(Sampler[list[int]]):
         return self._last
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass this epoch, from its first batch."""
+        """Start the next iteration at the first batch of this epoch.
+
+        Args:
+            epoch: Number of the epoch.
+        """
         self.epoch, self._begin, self._last = epoch, 0, None
 
     def state_dict(self) -> State:
-        """Say where the last pass is: the number of ranks and this one's number are no part of it."""
+        """Return the position of the last iteration; it does not depend on the ranks."""
         return self._state(self.epoch, self._begin) if self._last is None else self._last.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Start the next pass where `state` was taken."""
+        """Start the next iteration at a saved position.
+
+        Args:
+            state: What `state_dict()` returned, on any rank.
+
+        Raises:
+            CheckpointError: If it was saved with another dataset, batch size or seed.
+        """
         self.epoch, self._begin = self._position(state)
         self._last = None
 
@@ -145,14 +125,20 @@ class GlobalBatches(Sampler[list[int]]):
         loader: Callable[..., Any] = DataLoader,
         **options: Any,
     ) -> Any:
-        """Make a loader of `Dealt`: this rank's part of each batch, and which rows of the batch it is.
+        """Make a loader of `Dealt`: this rank's part of each batch, with the numbers of its rows in the batch.
 
-        `loader` is torch's `DataLoader` or torchdata's `StatefulDataLoader`; `options` go to it.
+        Args:
+            collate_fn: Makes a batch of a list of samples.
+            loader: torch's `DataLoader` or torchdata's `StatefulDataLoader`.
+            **options: Further arguments of the loader.
+
+        Returns:
+            What `loader` returns.
         """
-        return loader(_Numbered(self.dataset), batch_sampler=self, collate_fn=_Collate(collate_fn), **options)
+        return loader(_Numbered(self.dataset), batch_sampler=self, collate_fn=partial(_collate, collate_fn), **options)
 
     def rows_of(self, epoch: int) -> list[int]:
-        """List the rows of the dataset in the order that `epoch` learns from them."""
+        """List the rows of the dataset in the order of `epoch`."""
         if self.order is not None:
             return [int(row) for row in self.order(epoch)]
         if not self.shuffle:
@@ -161,7 +147,7 @@ class GlobalBatches(Sampler[list[int]]):
         return torch.randperm(len(self.dataset), generator=generator).tolist()
 
     def deal(self, batch: Sequence[int]) -> list[tuple[int, ...]]:
-        """Say which rows of `batch`, given as rows of the dataset, each rank gets."""
+        """List, by rank, the places in `batch`, a list of rows of the dataset, that each rank gets."""
         if self.lengths is None:
             return deal_rows(len(batch), self.ranks)
         return deal_by_cost([self.lengths[row] for row in batch], self.ranks, self.cost)
@@ -180,62 +166,8 @@ class GlobalBatches(Sampler[list[int]]):
         return state["epoch"], state["batch"]
 
 
-class _EpochPass(Iterator[list[int]]):
-    """One rank's way through one epoch. torchdata asks it for its state each time it has handed out a batch."""
-
-    def __init__(self, batches: GlobalBatches, epoch: int, batch: int) -> None:
-        self._batches = batches
-        self._go_to(epoch, batch)
-
-    def __next__(self) -> DealtRows:
-        batches, size = self._batches, self._batches.batch_size
-        batch = self._rows[self._batch * size : (self._batch + 1) * size]
-        if not batch:
-            if batches._last is self and batches.epoch == self._epoch:
-                batches.set_epoch(self._epoch + 1)
-            raise StopIteration
-        self._batch += 1
-        return DealtRows(batch, batches.deal(batch)[batches.rank])
-
-    def state_dict(self) -> State:
-        return self._batches._state(self._epoch, self._batch)
-
-    def load_state_dict(self, state: State) -> None:
-        self._go_to(*self._batches._position(state))
-
-    def _go_to(self, epoch: int, batch: int) -> None:
-        self._epoch, self._batch = epoch, batch
-        self._rows = self._batches.rows_of(epoch)
-
-
-class _Numbered:
-    """The dataset, fetched by `DealtRows`; samples go to `_Collate` with their row numbers."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, deal: DealtRows) -> Dealt:
-        wanted = list(deal) or [deal.stand_in]
-        fetch = getattr(self.dataset, "__getitems__", None)
-        samples = [self.dataset[row] for row in wanted] if fetch is None else fetch(wanted)
-        return Dealt(samples, deal.row_numbers, deal.num_rows)
-
-
-class _Collate:
-    """A collate function, on the samples of a `Dealt`. A class, so that spawned workers can be sent it."""
-
-    def __init__(self, collate: Callable[[list[Any]], Batch]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Dealt) -> Dealt:
-        return replace(samples, batch=self.collate(samples.batch))
-
-
 def _place(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    """Return this rank and how many there are: as given, else as torch.distributed has it, else one process."""
+    """Return (rank, number of ranks): as given, else from torch.distributed, else of one process."""
     is_running = dist.is_available() and dist.is_initialized()
     ranks = ranks if ranks is not None else dist.get_world_size() if is_running else 1
     rank = rank if rank is not None else dist.get_rank() if is_running else 0
@@ -259,10 +191,107 @@ def _lengths(lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None, dat
     return numbers
 
 
-def repeated_rows(loader: Any) -> int:
-    """Count the rows of its dataset that a loader, or its sampler, deals twice in every epoch over all ranks.
+class _EpochPass(Iterator[list[int]]):
+    """One rank's iteration over one epoch. torchdata saves its state after each batch."""
 
-    Only torch's `DistributedSampler` is known to; every other is taken to deal each row once.
+    def __init__(self, batches: GlobalBatches, epoch: int, batch: int) -> None:
+        self._batches = batches
+        self._go_to(epoch, batch)
+
+    def __next__(self) -> "DealtRows":
+        batches, size = self._batches, self._batches.batch_size
+        batch = self._rows[self._batch * size : (self._batch + 1) * size]
+        if not batch:
+            if batches._last is self and batches.epoch == self._epoch:
+                batches.set_epoch(self._epoch + 1)
+            raise StopIteration
+        self._batch += 1
+        return DealtRows(batch, batches.deal(batch)[batches.rank])
+
+    def state_dict(self) -> State:
+        return self._batches._state(self._epoch, self._batch)
+
+    def load_state_dict(self, state: State) -> None:
+        self._go_to(*self._batches._position(state))
+
+    def _go_to(self, epoch: int, batch: int) -> None:
+        self._epoch, self._batch = epoch, batch
+        self._rows = self._batches.rows_of(epoch)
+
+
+class DealtRows(list[int]):
+    """Rows of the dataset dealt to one rank; `row_numbers` are their places in `batch`."""
+
+    def __init__(self, batch: Sequence[int], row_numbers: tuple[int, ...]) -> None:
+        super().__init__(batch[row] for row in row_numbers)
+        self.row_numbers = row_numbers
+        self.num_rows = len(batch)
+        self.stand_in = batch[0]
+
+
+class _Numbered:
+    """The dataset indexed by `DealtRows`; returns samples with their row numbers."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, deal: DealtRows) -> Dealt:
+        wanted = list(deal) or [deal.stand_in]
+        fetch = getattr(self.dataset, "__getitems__", None)
+        samples = [self.dataset[row] for row in wanted] if fetch is None else fetch(wanted)
+        return Dealt(samples, deal.row_numbers, deal.num_rows)
+
+
+def _collate(collate: Callable[[list[Any]], Batch], samples: Dealt) -> Dealt:
+    return replace(samples, batch=collate(samples.batch))
+
+
+def deal_rows(count: int, ranks: int) -> list[tuple[int, ...]]:
+    """List the row numbers of each rank: consecutive, near-equal in number, longer parts first.
+
+    >>> [len(rows) for rows in deal_rows(40, 3)], deal_rows(2, 3)
+    ([14, 13, 13], [(0,), (1,), ()])
+    """
+    shortest, num_longer = divmod(count, ranks)
+    starts = [rank * shortest + min(rank, num_longer) for rank in range(ranks + 1)]
+    return [tuple(range(start, stop)) for start, stop in itertools.pairwise(starts)]
+
+
+def deal_by_cost(lengths: Sequence[int], ranks: int, cost: Cost) -> list[tuple[int, ...]]:
+    """List the row numbers of each rank, ascending, so that the rows of all ranks cost about the same.
+
+    Rows are dealt longest first, each to the rank with the least cost so far. Padding and fixed cost of each rank's own split
+    are ignored: exchanging rows to balance them too gained 0 to 5 %.
+
+    >>> deal_by_cost([9, 1, 1, 2, 5, 1], 2, Cost())
+    [(0,), (1, 2, 3, 4, 5)]
+    """
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0.0, rank) for rank in range(ranks)]  # a heap
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if lengths[row] < 1:
+            raise BatchError(
+                f"row {row} is {lengths[row]} tokens long; expected 1 or more. Drop the row, or mend lengths=."
+            )
+        load, rank = loads[0]
+        parts[rank].append(row)
+        heapreplace(loads, (load + cost.of_row(lengths[row]), rank))
+    return [tuple(sorted(part)) for part in parts]
+
+
+def repeated_rows(loader: Any) -> int:
+    """Count the rows that a loader deals twice in every epoch over all ranks.
+
+    Only torch's `DistributedSampler` is known to repeat rows; any other sampler counts 0.
+
+    Args:
+        loader: A loader, or its sampler.
+
+    Returns:
+        Number of repeated rows.
 
     >>> repeated_rows(DistributedSampler(range(1001), num_replicas=4, rank=0))
     3
@@ -274,7 +303,7 @@ def repeated_rows(loader: Any) -> int:
 
 
 def warn_of_repeated_rows(loader: Any, *, rank: int, ranks: int) -> None:
-    """Warn on the first of several ranks if the loader's sampler repeats rows, which then count twice in their updates."""
+    """Warn on rank 0 if the loader's sampler repeats rows, which then count twice in their updates."""
     repeated = repeated_rows(loader)
     if rank > 0 or ranks == 1 or not repeated:
         return

@@ -1,4 +1,4 @@
-"""Models sharded by `fully_shard`: each pass gathers parameters, or one batch does; gradients are reduced once, by FSDP2."""
+"""Models sharded by `fully_shard`: parameters gathered for each pass or for one batch; gradients reduced once, by FSDP2."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,19 +16,19 @@ from anybatch.parallel.torch_private_fsdp import (
     gather_for_batch,
     gathered_parameters,
     reduce_gathered,
-    resharding_put_back,
+    restoring_reshard,
     whole_parameters,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """The engine of modules sharded by `fully_shard`."""
+    """Parallelism of modules sharded by `fully_shard`."""
 
     roots: tuple[Any, ...]
     ranks: Ranks
     reshard: bool
-    """Parameters are freed after each backward pass, and gathered again for the next; else they stay until the last."""
+    """Free parameters after each backward pass and gather them again for the next; else they stay until the last."""
     needs_equal_passes: bool = True
     overwrites: bool = False
 
@@ -39,7 +39,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Averaged(Sync):
+class _FSDPSync(Sync):
     """FSDP2 averages over ranks, in the last backward pass or after it."""
 
     roots: tuple[Any, ...]
@@ -54,30 +54,30 @@ class _Averaged(Sync):
     def forward_only(self) -> Iterator[None]:
         try:
             yield
-        finally:  # else the next forward would find the weights of before the step
+        finally:  # else the next forward would use the weights from before the step
             reshard_all(self.roots)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average over ranks what `fully_shard` knows nothing of, such as a criterion's parameters."""
+        """Average over ranks the gradients of parameters that are not sharded, such as a criterion's."""
         inside = {parameter for root in self.roots for parameter in root.parameters()}
         sum_in_buckets(self.ranks, [p for p in parameters if p not in inside], divisor=self.factor)
 
     def reset(self) -> None:
-        """Free gathered parameters, and drop gradients that were added up and not reduced."""
+        """Free gathered parameters, and drop gradients that were accumulated and not reduced."""
         for root in self.roots:
             root.reset_iter_state()
         forget_gathered_gradients(self.roots)
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered(_Averaged):
-    """FSDP2 averages over ranks in the last backward pass; before it each rank adds up whole gradients of its own."""
+class Scattered(_FSDPSync):
+    """FSDP2 averages over ranks in the last backward pass; before it each rank accumulates unsharded gradients."""
 
     reshard: bool
 
     @contextmanager
     def around_pass(self, *, is_last: bool) -> Iterator[None]:
-        with resharding_put_back(self.roots):
+        with restoring_reshard(self.roots):
             for root in self.roots:
                 root.set_requires_gradient_sync(is_last)
                 root.set_is_last_backward(is_last)
@@ -91,20 +91,51 @@ class Scattered(_Averaged):
                     root.set_is_last_backward(True)
 
     def give_zeros(self, plan: BatchPlan, tools: Tools) -> None:
-        give_zeros(plan, tools)
+        """Give zeros, as the whole batch would, to parameters that only micro-batches without targets use.
+
+        A forward gathers the units that it runs through on all ranks at once, and rows of different ranks may run through
+        different units. So every rank runs every micro-batch that was left out on any rank.
+        """
+        bare = [p for p in tools.gradients.parameters if is_sharded(p) and p.grad is None]
+        if not plan.num_left_out or not bare:  # the same on all ranks
+            return
+        for lender, (count,) in enumerate(tools.ranks.gather([len(plan.left_out)])):
+            for number in range(int(count)):
+                lent = tools.ranks.lend(lambda: move(plan.cut[plan.left_out[number]], torch.device("cpu")), lender)  # noqa: B023
+                used = _used(lent, tools)
+                for parameter in bare:
+                    if parameter in used:
+                        parameter.grad = torch.zeros_like(parameter)
+        held = [parameter.grad for parameter in tools.gradients.parameters]
+        self.reset()  # drops the state of forwards that no backward follows, and since torch 2.15 gradients too
+        for parameter, gradient in zip(tools.gradients.parameters, held, strict=True):
+            parameter.grad = gradient
+
+
+def _used(lent: Batch, tools: Tools) -> set[nn.Parameter]:
+    """Find the sharded parameters in the graph of the loss of this micro-batch."""
+    forward = replace(tools.quiet_forward(), hooks=tuple(hook.for_lent(lent) for hook in tools.hooks))
+    for hook in tools.hooks:
+        hook.before_pass()
+    with tools.sync.forward_only():
+        loss, _ = loss_and_metrics(forward(lent))
+    for hook in tools.hooks:
+        hook.discard_pass()
+    leaves = {id(leaf) for leaf in leaves_of([loss])}
+    return {part for part, whole in whole_parameters(tools.forward.model) if id(whole) in leaves}
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered(_Averaged):
-    """Whole parameters lie on every rank from the first forward of a batch to its end, where FSDP2 averages and frees them.
+class Gathered(_FSDPSync):
+    """Unsharded parameters stay on every rank from the first forward of a batch to its end, where FSDP2 averages and frees.
 
-    Forward and backward send nothing in between, so ranks may run as many as they have. Whole gradients add up in the dtype
-    that they are reduced in.
+    There is no collective in between, so that ranks may run different numbers of passes. Unsharded gradients accumulate in the
+    dtype that they are reduced in.
     """
 
     @contextmanager
     def around_pass(self, *, is_last: bool) -> Iterator[None]:
-        """Surround all forwards and backwards of the batch. After an error in it `reset` frees the parameters."""
+        """Surround all forwards and backwards of the batch. After an error, `reset` frees the parameters."""
         for root in self.roots:
             root.set_requires_gradient_sync(True)
             root.set_is_last_backward(True)
@@ -125,43 +156,8 @@ class Gathered(_Averaged):
 
 
 def reshard_all(roots: Sequence[Any]) -> None:
-    """Free what a forward without a backward has gathered."""
+    """Free the parameters that a forward without a backward has gathered."""
     for root in roots:
         for module in root.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
-
-
-def give_zeros(plan: BatchPlan, tools: Tools) -> None:
-    """Give zeros, as the whole batch would, to sharded parameters that have no gradient and are in a graph left out.
-
-    A forward gathers the units that it runs through, on all ranks at once, and the rows of one rank may run through a unit that
-    no rows of another do. So every rank runs every micro-batch that was left out on any.
-    """
-    bare = [p for p in tools.gradients.parameters if is_sharded(p) and p.grad is None]
-    if not plan.num_left_out or not bare:  # so it is on all ranks
-        return
-    for lender, (count,) in enumerate(tools.ranks.gather([len(plan.left_out)])):
-        for number in range(int(count)):
-            lent = tools.ranks.lend(lambda: move(plan.cut[plan.left_out[number]], torch.device("cpu")), lender)  # noqa: B023
-            used = _used(lent, tools)
-            for parameter in bare:
-                if parameter in used:
-                    parameter.grad = torch.zeros_like(parameter)
-    held = [parameter.grad for parameter in tools.gradients.parameters]
-    tools.sync.reset()  # what a forward leaves for the backward that does not come; since torch 2.15, gradients too
-    for parameter, gradient in zip(tools.gradients.parameters, held, strict=True):
-        parameter.grad = gradient
-
-
-def _used(lent: Batch, tools: Tools) -> set[nn.Parameter]:
-    """Find the sharded parameters in the graph of the loss of this micro-batch."""
-    forward = replace(tools.quiet_forward(), hooks=tuple(hook.for_lent(lent) for hook in tools.hooks))
-    for hook in tools.hooks:
-        hook.before_pass()
-    with tools.sync.forward_only():
-        loss, _ = loss_and_metrics(forward(lent))
-    for hook in tools.hooks:
-        hook.discard_pass()
-    leaves = {id(leaf) for leaf in leaves_of([loss])}
-    return {part for part, whole in whole_parameters(tools.forward.model) if id(whole) in leaves}

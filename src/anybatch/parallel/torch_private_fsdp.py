@@ -12,12 +12,12 @@ from anybatch.core import demand
 
 
 def sharded_kind() -> type | None:
-    """Return FSDP2's mark on a module; None where its package was never imported, so that no module can have it."""
+    """Return FSDP2's class of sharded modules; None if its package was never imported, so that there are none."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
 def check_fsdp(root: nn.Module) -> None:
-    """Refuse a release of torch whose `fully_shard` lacks what we use of it."""
+    """Refuse a release of torch whose `fully_shard` lacks a name that we use."""
     wrapper = "fully_shard"
     for state in fsdp_states(root):
         demand(state, "_fsdp_param_groups", "_modules", "_training_state", "_lazy_init", wrapper=wrapper)
@@ -36,19 +36,19 @@ def fsdp_state(module: Any) -> Any:
 
 
 def fsdp_states(root: nn.Module) -> list[Any]:
-    """Return the states of a root, the first, and of every unit below it."""
+    """List the states of a root, which comes first, and of every unit below it."""
     kind = sharded_kind()
     modules = [module for module in root.modules() if kind is not None and isinstance(module, kind)]
     return list(dict.fromkeys(fsdp_state(module) for module in modules))
 
 
 def fsdp_groups(roots: Sequence[nn.Module]) -> list[Any]:
-    """List every group of parameters that `fully_shard` gathers and reduces at once, in these roots and below."""
+    """List the groups of parameters that `fully_shard` gathers and reduces together, in these roots and below."""
     return [group for root in roots for state in fsdp_states(root) for group in state._fsdp_param_groups]
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[tuple[tuple[int, ...], Any, Any, Any]]:
-    """Yield the whole shape, DTensor, mesh and precision policy of every parameter that `fully_shard` took."""
+    """Yield the unsharded shape, DTensor, mesh and precision policy of every sharded parameter."""
     for group in fsdp_groups([root]):
         for taken in group.fsdp_params:
             yield tuple(taken._orig_size), taken.sharded_param, group.mesh_info.mesh, taken.mp_policy
@@ -61,7 +61,7 @@ def flat_group(mesh: Any) -> Any:
 
 
 @contextmanager
-def resharding_put_back(roots: Sequence[nn.Module]) -> Iterator[None]:
+def restoring_reshard(roots: Sequence[nn.Module]) -> Iterator[None]:
     """Restore each group's `reshard_after_backward` after the block."""
     before = [(group, group.reshard_after_backward) for group in fsdp_groups(roots)]
     try:
@@ -72,26 +72,26 @@ def resharding_put_back(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def gather_for_batch(root: Any) -> None:
-    """Gather the whole parameters of a root and of all units below it, on every rank."""
+    """Gather the parameters of a root and of all units below it, on every rank."""
     fsdp_state(root)._lazy_init()  # as its first forward would
     for state in fsdp_states(root):
         state._modules[0].unshard()
 
 
 def gathered_parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Parameter, torch.dtype | None]]:
-    """List the whole parameters that lie on every rank, and the dtype in which each gradient is reduced; None for its own."""
+    """List (unsharded parameter, dtype in which its gradient is reduced; None for its own)."""
     return [(taken.unsharded_param, taken.reduce_dtype) for group in fsdp_groups(roots) for taken in group.fsdp_params]
 
 
 def whole_parameters(root: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Pair this rank's part of each parameter gathered before with the whole, which is the leaf in a forward's graph."""
+    """List (shard, unsharded parameter) of all that were gathered before; the latter is the leaf in a forward's graph."""
     every = [taken for group in fsdp_groups([root]) for taken in group.fsdp_params]
     return [(taken.sharded_param, taken._unsharded_param) for taken in every if hasattr(taken, "_unsharded_param")]
 
 
 @contextmanager
 def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Let hooks of `fully_shard` only cast: they know one forward, and the second to end would free a unit."""
+    """Reduce the forward hooks of `fully_shard` to casts: of several forwards, the first to end would free a unit."""
     states = [state for root in roots for state in fsdp_states(root)]
     for state in states:
         state._training_state = type(state._training_state)["PRE_BACKWARD"]
@@ -103,19 +103,21 @@ def forwards_as_repeats(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def reduce_gathered(root: Any) -> None:
-    """Average over ranks what lies in the whole parameters' gradients, and free the parameters: the end of a backward pass."""
+    """Average the unsharded gradients over ranks and free the parameters, as at the end of a backward pass."""
     state = fsdp_state(root)
     context = state._state_ctx
-    if hasattr(context, "manual_backward_finalization_active"):  # since torch 2.15 the begin of a backward pass sets it
+    if hasattr(context, "manual_backward_finalization_active"):  # since torch 2.15 a backward pass sets it at its begin
         context.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
 
 
 def forget_gathered_gradients(roots: Sequence[nn.Module]) -> None:
-    """Drop the whole gradients that were added up and not yet reduced."""
+    """Drop the unsharded gradients that were accumulated and not yet reduced."""
     for group in fsdp_groups(roots):
         for parameter in group.fsdp_params:
             if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
-                parameter.unsharded_accumulated_grad = None  # since torch 2.15 it is the gradient below
-            if hasattr(parameter, "_unsharded_param"):  # gathered once, at least
+                parameter.unsharded_accumulated_grad = (
+                    None  # since torch 2.15 this is a property that reads the gradient below
+                )
+            if hasattr(parameter, "_unsharded_param"):  # gathered at least once
                 parameter._unsharded_param.grad = None

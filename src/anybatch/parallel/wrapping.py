@@ -1,4 +1,4 @@
-"""How a model is wrapped for many ranks, and what is refused of it by name."""
+"""How a model is wrapped for several ranks, and which wrappings are refused."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core import ALONE, LOW_PRECISION, Parallelism, Ranks, inside_compiled
 from anybatch.errors import ParallelError
-from anybatch.parallel.ddp import Replicated
+from anybatch.parallel.ddp import Replicated, ddp_name
 from anybatch.parallel.fsdp import Sharded
 from anybatch.parallel.torch_private_ddp import check_ddp
 from anybatch.parallel.torch_private_fsdp import check_fsdp, flat_group, sharded_kind, sharded_parameters
 
 
 def parallelism_for(model: nn.Module, *, reshard: bool) -> Parallelism:
-    """Choose what synchronises the gradients of `model`."""
+    """Choose how the gradients of `model` are synchronised."""
     ranks = Ranks.of(model)
     wrapping = wrapping_of(model)
     if wrapping.sharded:
@@ -28,7 +28,7 @@ def parallelism_for(model: nn.Module, *, reshard: bool) -> Parallelism:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """The parts of a model that torch synchronises over ranks: DDP modules, or the roots of `fully_shard`; not both."""
+    """The parts of a model that torch synchronises over ranks: DDP modules or roots of `fully_shard`, not both."""
 
     replicated: tuple[DistributedDataParallel, ...] = ()
     sharded: tuple[Any, ...] = ()
@@ -37,7 +37,7 @@ class Wrapping:
 
 
 def wrapping_of(model: nn.Module) -> Wrapping:
-    """Find DDP modules and FSDP2 roots in `model`, itself among them."""
+    """Find the outermost DDP modules and FSDP2 roots in `model`."""
     modules = list(_outermost(model))
     if not modules:
         return Wrapping()
@@ -64,7 +64,7 @@ def wrapping_of(model: nn.Module) -> Wrapping:
 
 
 def peeled(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model, and what is inside each `torch.compile` and `DistributedDataParallel`, the innermost last."""
+    """Yield the model, and the module inside each `torch.compile` and `DistributedDataParallel`, the innermost last."""
     inside: nn.Module | None = model
     while inside is not None:
         yield inside
@@ -78,12 +78,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def unreplicated(model: nn.Module) -> nn.Module:
-    """Return the outermost module that is not `DistributedDataParallel`, compiled where it was."""
+    """Return the outermost module that is not `DistributedDataParallel`; it may be compiled."""
     return next(module for module in peeled(model) if not isinstance(module, DistributedDataParallel))
 
 
 def check_ranks(model: nn.Module, ranks: Ranks, num_expected: int) -> None:
-    """Refuse a model that is not spread over all ranks of its framework: gradients would not meet."""
+    """Refuse a model that is not spread over all ranks of its framework."""
     if ranks.size != num_expected:
         raise ParallelError(
             f"{type(model).__name__} is spread over {ranks.size} of {num_expected} ranks, so that gradients would not meet. "
@@ -115,21 +115,21 @@ def _members(group: Any) -> tuple[int, ...]:
 
 def _check_replicated(module: DistributedDataParallel) -> None:
     check_ddp(module)
-    name = f"DistributedDataParallel({type(module.module).__name__})"
     if module.static_graph:
         raise ParallelError(
-            f"{name} was made with static_graph=True, with which torch cannot leave a backward pass unsynchronised. Make it "
-            "with static_graph=False; find_unused_parameters=True serves graphs that leave parameters out."
+            f"{ddp_name(module)} was made with static_graph=True, with which torch cannot leave a backward pass "
+            "unsynchronised. Make it with static_graph=False; find_unused_parameters=True serves graphs that leave parameters "
+            "out."
         )
     if module.mixed_precision is not None:
         raise ParallelError(
-            f"{name} was made with mixed_precision=, whose gradients are summed in low precision. Use autocast= of Update or "
-            "Accumulator instead."
+            f"{ddp_name(module)} was made with mixed_precision=, whose gradients are summed in low precision. Use autocast= of "
+            "Update or Accumulator instead."
         )
 
 
 def _data_group(root: nn.Module) -> Any:
-    """Return the group of all ranks with different rows: the whole mesh, be it 1-D (FSDP) or 2-D (HSDP)."""
+    """Return the process group of all ranks with different rows: the whole mesh, 1-D (FSDP) or 2-D (HSDP)."""
     meshes = {mesh for _, _, mesh, _ in sharded_parameters(root)}
     if len(meshes) != 1:
         raise ParallelError(
