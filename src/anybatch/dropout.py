@@ -1,4 +1,4 @@
-"""`row_dropout`: dropout whose masks depend on the row of the batch, and on neither the cut nor the ranks."""
+"""`row_dropout`: dropout masks that depend on the row of the batch, and neither on the split nor on the ranks."""
 
 import traceback
 from collections import Counter
@@ -29,120 +29,43 @@ from anybatch.core import (
 )
 from anybatch.errors import DropoutError
 
-_WORD = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15
-"""2**64 over the golden ratio: the increment of splitmix64."""
-
-
-def key_of(*numbers: int) -> int:
-    """Mix whole numbers, whose order counts, into 64 bits."""
-    key = 0
-    for number in numbers:
-        key = (key ^ number) + _STEP & _WORD
-        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-        key = (key ^ key >> 27) * 0x94D049BB133111EB & _WORD
-        key ^= key >> 31
-    return key
-
-
-def keep_mask(key: int, row_numbers: Tensor, shape: Sequence[int], keep: float) -> Tensor:
-    """Draw True with probability `keep`, to 32 bits, for each of `shape` entries of each row.
-
-    An entry depends on the key, its row's number and its coordinates in the row, not on the number of rows or their padding.
-    """
-    if keep <= 0 or keep >= 1:
-        return torch.full((len(row_numbers), *shape), keep >= 1, device=row_numbers.device)
-    bits, second = (_scrambled(row_numbers, key_of(key, half)).reshape(-1, *[1] * len(shape)) for half in (0, 1))
-    for dim, size in enumerate(shape):  # a random number for each coordinate along a dim; their sums tell places apart
-        along = _scrambled(torch.arange(size, device=row_numbers.device), key_of(dim))
-        bits = bits + along.reshape(-1, *[1] * (len(shape) - 1 - dim))
-    # a hash of 32 bits with few passes over them (lowbias32); the second key makes it one of 64 bits by row
-    spare = torch.empty_like(bits)
-    _fold(bits, 16, spare).mul_(0x7FEB352D).bitwise_xor_(second)
-    _fold(bits, 15, spare).mul_(_signed(0x846CA68B))
-    _fold(bits, 16, spare)
-    return bits < _signed(round(keep * 2**32) + 2**31)
-
-
-def _scrambled(numbers: Tensor, key: int) -> Tensor:
-    """Take 32 bits of splitmix64 of each whole number."""
-    bits = numbers.to(torch.int64) * _signed(_STEP, 64) + _signed(key, 64)
-    bits = (bits ^ (bits >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9, 64)
-    bits = (bits ^ (bits >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB, 64)
-    return (bits >> 32).to(torch.int32)
-
-
-def _fold(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
-    """bits ^= bits >> shift, the shift without the sign, in place."""
-    torch.bitwise_right_shift(bits, shift, out=spare)
-    return bits.bitwise_xor_(spare.bitwise_and_(2 ** (32 - shift) - 1))
-
-
-def _signed(number: int, width: int = 32) -> int:
-    """Read these bits in two's complement."""
-    number &= 2**width - 1
-    return number - 2**width if number >= 2 ** (width - 1) else number
-
-
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
-
-
-class DrawFinder(TorchFunctionMode):
-    """Watches every torch function in its block; slow, for a block that runs once."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        super().__init__()
-        self._devices = tuple(devices)
-        self.found: str | None = None
-        """The function and where it was called; None while nobody drew."""
-
-    @disable_dynamo
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = random_state(self._devices) if self.found is None else None
-        result = func(*args, **(kwargs or {}))
-        if before is not None and not before.is_now():
-            self.found = f"{getattr(func, '__name__', func)} {_caller()}"
-        return result
-
-
-def _caller() -> str:
-    """Name the innermost line that is neither torch's nor ours."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((_TORCH, _OWN)):
-            return f"in {frame.name}, {Path(frame.filename).name}:{frame.lineno}"
-    return "somewhere in torch"
-
-
 Model = TypeVar("Model", bound=nn.Module)
 
 _FEATURE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
-"""Kinds that drop whole channels."""
+"""Layers that drop whole channels."""
 _ALPHA_KINDS = (nn.AlphaDropout, nn.FeatureAlphaDropout)
-"""Kinds that keep mean and variance (SELU)."""
+"""Layers that keep mean and variance (SELU)."""
 _KINDS = (nn.Dropout, nn.AlphaDropout, *_FEATURE)
-"""Kinds that are swapped."""
+"""Layers that are replaced."""
 _TransformerLayer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 _ALPHA = -1.7580993408473766
-"""SELU's limit on the left; an alpha dropout puts it where others put 0."""
+"""SELU's limit on the left, which alpha dropout writes instead of 0."""
 
 
 def row_dropout(model: Model, *, seed: int = 0, strict: bool = True) -> Model:
-    """Swap the model's dropout layers, in place, for ones whose masks do not depend on the cut or the ranks.
+    """Replace the model's dropout layers, in place, by ones with masks that do not depend on the split or the ranks.
 
-    A mask is a hash of (seed, update, layer, row of the batch, place in the row). So micro-batches of 64, 16 or 1 rows, rows
-    sorted by length, two ranks or four, an out-of-memory retry, the second forward of a coupled loss and a resumed run all
-    drop the same. The update's number is part of the model's `state_dict`; `Accumulator` and `Update` count it up, once per
-    batch, and say which rows a micro-batch holds. On several ranks these are as `Dealt` says (`GlobalBatches(...).loader()`
-    yields it); of plain batches, rank 0's rows come first, then rank 1's, and so on.
+    A mask is a hash of (seed, update, layer, row of the batch, place in the row). So any size of micro-batches, rows sorted by
+    length, any number of ranks, an out-of-memory retry, the second forward of a coupled loss and a resumed run drop the same
+    values. `Accumulator` and `Update` count the updates, and the model's `state_dict` holds their number. On several ranks a
+    `Dealt` batch says which rows a rank has (`GlobalBatches(...).loader()` yields it); in plain batches, rank 0's rows come
+    first, then rank 1's, and so on.
 
-    Dim 0 of what a layer is given must be the rows; a multiple of their number is read as rows times something
-    (`x.flatten(0, 1)`), which is wrong for two batches stacked with `torch.cat`. Rows padded on the left and cut by `Tokens`
-    have their places counted from where the padding was cut.
+    Dim 0 of a layer's input must be the rows. A multiple of their number is read as rows times something (`x.flatten(0, 1)`),
+    which is wrong for two batches joined by `torch.cat`. In rows padded on the left that `Tokens` has trimmed, places count
+    from where the padding was cut off.
 
-    Swapped are nn.Dropout, Dropout1d, 2d, 3d, AlphaDropout and FeatureAlphaDropout. Recurrent layers and attention with a
-    dropout of their own are refused here by name. Functions (`F.dropout`, `scaled_dot_product_attention(dropout_p=)`) are seen
-    when a micro-batch runs: a forward that moves torch's generators raises, unless `strict=False`, and then the law ends there.
+    Args:
+        model: Model with nn.Dropout, Dropout1d, 2d, 3d, AlphaDropout or FeatureAlphaDropout layers.
+        seed: Seed of the masks.
+        strict: Raise an error in an update if the forward draws random numbers elsewhere (`F.dropout`,
+            `scaled_dot_product_attention(dropout_p=)`), which then depend on the split.
+
+    Returns:
+        The model; its replacement if it is a dropout layer itself.
+
+    Raises:
+        DropoutError: If the model has no dropout layer, or one that cannot be replaced, such as that of a recurrent layer.
 
     >>> model = row_dropout(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1)))
     >>> model[1]
@@ -151,9 +74,7 @@ def row_dropout(model: Model, *, seed: int = 0, strict: bool = True) -> Model:
     _check(model)
     masks = Masks(seed=seed, strict=strict)
     stock = [(name, module) for name, module in model.named_modules() if type(module) in _KINDS]
-    swapped = {
-        module: RowDropout(module, masks, number=number, name=name) for number, (name, module) in enumerate(stock)
-    }
+    swapped = {one: RowDropout(one, masks, number=number, name=name) for number, (name, one) in enumerate(stock)}
     if not swapped:
         raise DropoutError(
             f"this {type(model).__name__} has no dropout layer to swap. Use row_dropout for models with nn.Dropout modules; "
@@ -166,15 +87,35 @@ def row_dropout(model: Model, *, seed: int = 0, strict: bool = True) -> Model:
     return swapped.get(model, model)  # type: ignore[return-value]
 
 
+def _check(model: nn.Module) -> None:
+    """Refuse layers that draw their own masks, or have rows in another dim than 0."""
+    for name, module in model.named_modules():
+        kind, fix = type(module).__name__, ""
+        dropout = getattr(module, "dropout", 0)
+        has_own = isinstance(dropout, int | float) and dropout > 0
+        if isinstance(module, RowDropout):
+            fix = "was swapped already. Call row_dropout once, on the whole model"
+        elif isinstance(module, nn.RNNBase) and has_own and module.num_layers > 1:
+            fix = f"draws its own masks between layers. Use dropout=0 and {module.num_layers} layers with nn.Dropout between"
+        elif isinstance(module, nn.MultiheadAttention) and has_own:
+            fix = "draws its own masks on attention weights. Set its .dropout = 0.0, or write attention with an nn.Dropout"
+        elif isinstance(module, _TransformerLayer) and not module.self_attn.batch_first:
+            fix = "takes time first and rows second. Make it with batch_first=True"
+        elif isinstance(module, DropoutLayer) and type(module) not in _KINDS:
+            fix = "is a dropout of its own kind. Replace it by torch's"
+        if fix:
+            raise DropoutError(f"row_dropout cannot be exact here: {name or 'the model'} ({kind}) {fix}.")
+
+
 @dataclass(slots=True, eq=False)
 class RowsNow:
     """The rows of the micro-batch that is running."""
 
     numbers: tuple[int, ...]
     has_company: bool = False
-    """True where another micro-batch began before this one's forward had ended."""
+    """True if another micro-batch began before this one's forward had ended."""
     calls: Counter[int] = field(default_factory=Counter)
-    """How often each layer was called."""
+    """Number of calls of each layer."""
     tensors: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Tensor:
@@ -183,23 +124,27 @@ class RowsNow:
         return self.tensors[device]
 
 
+_ROWS: ContextVar[RowsNow | None] = ContextVar("anybatch_rows", default=None)
+"""The rows that run in this thread; micro-batches in lockstep have threads of their own."""
+
+
 @dataclass(slots=True, eq=False)
 class Masks:
-    """State that all swapped layers of one model share."""
+    """State that all replaced layers of one model share."""
 
     seed: int
     strict: bool
     update: int = 0
-    """Batches begun."""
+    """Number of batches begun."""
     last: RowsNow | None = None
-    """The rows that ran last: a checkpointed layer runs again for them, inside backward."""
+    """The rows that ran last, for which a checkpointed layer runs again inside backward."""
     running: list[RowsNow] = field(default_factory=list)
-    """Rows whose forward has not ended: several in lockstep."""
+    """Rows whose forward has not ended; several in lockstep."""
     is_watched: bool = False
-    """True when a whole forward was watched, function by function, and drew nothing."""
+    """True once a whole forward was watched, function by function, and drew nothing."""
 
     def begin(self) -> None:
-        """Count a batch, before anything that may have to start again, so that it starts with the same masks."""
+        """Count a batch, before anything that may be retried, so that a retry has the same masks."""
         self.update += 1
 
     @contextmanager
@@ -228,12 +173,8 @@ class Masks:
         self.is_watched = True
 
 
-_ROWS: ContextVar[RowsNow | None] = ContextVar("anybatch_rows", default=None)
-"""By context, because micro-batches in lockstep run in threads."""
-
-
 class RowDropout(DropoutLayer):
-    """A dropout layer that was swapped by `row_dropout`."""
+    """The layer that `row_dropout` puts in the place of a dropout layer."""
 
     def __init__(self, stock: Any, masks: Masks, *, number: int, name: str) -> None:
         super().__init__(stock.p, stock.inplace)
@@ -244,7 +185,6 @@ class RowDropout(DropoutLayer):
         self.training = stock.training
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zero with probability p and scale the rest by 1 / (1 - p); in evaluation, nothing."""
         if not self.training or self.p == 0:
             return x
         keep = self._keep(x)
@@ -257,13 +197,13 @@ class RowDropout(DropoutLayer):
         return f"p={self.p}"
 
     def get_extra_state(self) -> Tensor:
-        """Return the number of the update, for `state_dict`: no buffer, which DDP would send around at each forward."""
+        """Return the number of the update, for `state_dict`. It is no buffer, which DDP would broadcast at each forward."""
         return torch.tensor(self.masks.update)
 
     def set_extra_state(self, state: Tensor) -> None:
         self.masks.update = int(state)
 
-    @disable_dynamo  # a compiled forward stops here: compiled in, every update's number would be compiled anew
+    @disable_dynamo  # compiled, it would be compiled again for the number of every update
     def _keep(self, x: Tensor) -> Tensor:
         rows, call = self._rows()
         count = len(rows.numbers)
@@ -280,7 +220,7 @@ class RowDropout(DropoutLayer):
         return keep.reshape(x.shape[0], *shape, *[1] * (x.dim() - 1 - len(shape)))
 
     def _rows(self) -> tuple[RowsNow, int]:
-        """Return the rows that are running, and how often this layer was called for them before."""
+        """Return the rows that are running, and the number of earlier calls of this layer for them."""
         rows, last = _ROWS.get(), self.masks.last
         if rows is not None:
             rows.calls[self.number] += 1
@@ -300,7 +240,7 @@ class RowDropout(DropoutLayer):
 
 
 def masks_of(model: nn.Module) -> Masks | None:
-    """Return what the swapped layers of `model` share; None where there are none."""
+    """Return the state that the replaced layers of `model` share; None if there are none."""
     return next((module.masks for module in model.modules() if isinstance(module, RowDropout)), None)
 
 
@@ -312,34 +252,14 @@ def rows_running(model: nn.Module, row_numbers: Iterable[int]) -> AbstractContex
 
 
 def count_update(model: nn.Module) -> None:
-    """Begin a batch, for a model with swapped layers."""
+    """Begin a batch, for a model with replaced layers."""
     if (masks := masks_of(model)) is not None:
         masks.begin()
 
 
-def _check(model: nn.Module) -> None:
-    """Refuse layers that would go on drawing their own masks, or have rows elsewhere than in dim 0."""
-    for name, module in model.named_modules():
-        kind, fix = type(module).__name__, ""
-        dropout = getattr(module, "dropout", 0)
-        has_own = isinstance(dropout, int | float) and dropout > 0
-        if isinstance(module, RowDropout):
-            fix = "was swapped already. Call row_dropout once, on the whole model"
-        elif isinstance(module, nn.RNNBase) and has_own and module.num_layers > 1:
-            fix = f"draws its own masks between layers. Use dropout=0 and {module.num_layers} layers with nn.Dropout between"
-        elif isinstance(module, nn.MultiheadAttention) and has_own:
-            fix = "draws its own masks on attention weights. Set its .dropout = 0.0, or write attention with an nn.Dropout"
-        elif isinstance(module, _TransformerLayer) and not module.self_attn.batch_first:
-            fix = "takes time first and rows second. Make it with batch_first=True"
-        elif isinstance(module, DropoutLayer) and type(module) not in _KINDS:
-            fix = "is a dropout of its own kind. Replace it by torch's"
-        if fix:
-            raise DropoutError(f"row_dropout cannot be exact here: {name or 'the model'} ({kind}) {fix}.")
-
-
 @dataclass(frozen=True)
 class NumberedRows(PassHook):
-    """The rows of each micro-batch of one batch, by their numbers in the whole of it."""
+    """Hook that gives each micro-batch the numbers of its rows in the whole batch."""
 
     masks: Masks
     row_numbers: tuple[tuple[int, ...], ...]
@@ -353,10 +273,10 @@ class NumberedRows(PassHook):
 
 
 def number_rows(masks: Masks, model: nn.Module, cut: MicroBatches, batch: Batch, ranks: Ranks) -> NumberedRows:
-    """Find out which rows of the whole batch each micro-batch holds.
+    """Return the hook for a batch that is split by `cut`.
 
-    On several ranks they are as `Dealt` says, else the ranks' rows follow one another, which takes a small collective. A
-    micro-batch that counts for nothing, because this rank has no row, may have any numbers.
+    Without a `Dealt` batch the rows of the ranks follow one another, which takes a small collective. The stand-in of a rank
+    without rows counts for nothing and may have any numbers.
     """
     own = [row for rows in cut.row_numbers for row in rows]
     if isinstance(batch, Dealt) and not batch.is_stand_in:
@@ -368,3 +288,88 @@ def number_rows(masks: Masks, model: nn.Module, cut: MicroBatches, batch: Batch,
     placed = [tuple(numbers[row] for row in rows) for rows in cut.row_numbers]
     parts = tuple(rows or tuple(range(num_rows(part))) for rows, part in zip(placed, cut, strict=True))
     return NumberedRows(masks, parts, {parameter.device for parameter in model.parameters()})
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+
+
+class DrawFinder(TorchFunctionMode):
+    """Function mode that finds the first torch function that draws random numbers. It is slow."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        super().__init__()
+        self._devices = tuple(devices)
+        self.found: str | None = None
+        """The function and its caller; None if there was none."""
+
+    @disable_dynamo
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = random_state(self._devices) if self.found is None else None
+        result = func(*args, **(kwargs or {}))
+        if before is not None and not before.is_now():
+            self.found = f"{getattr(func, '__name__', func)} {_caller()}"
+        return result
+
+
+def _caller() -> str:
+    """Name the innermost line outside torch and this package."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((_TORCH, _OWN)):
+            return f"in {frame.name}, {Path(frame.filename).name}:{frame.lineno}"
+    return "somewhere in torch"
+
+
+_WORD = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15
+"""2**64 over the golden ratio: the increment of splitmix64."""
+
+
+def key_of(*numbers: int) -> int:
+    """Hash whole numbers, in this order, to 64 bits."""
+    key = 0
+    for number in numbers:
+        key = (key ^ number) + _STEP & _WORD
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & _WORD
+        key ^= key >> 31
+    return key
+
+
+def keep_mask(key: int, row_numbers: Tensor, shape: Sequence[int], keep: float) -> Tensor:
+    """Draw True with probability `keep`, to 32 bits, for each of `shape` entries of each row.
+
+    An entry depends on the key, its row's number and its place in the row, not on the number of rows or their padding.
+    """
+    if keep <= 0 or keep >= 1:
+        return torch.full((len(row_numbers), *shape), keep >= 1, device=row_numbers.device)
+    bits, second = (_scrambled(row_numbers, key_of(key, half)).reshape(-1, *[1] * len(shape)) for half in (0, 1))
+    for dim, size in enumerate(shape):  # sums of one random number per coordinate distinguish places
+        along = _scrambled(torch.arange(size, device=row_numbers.device), key_of(dim))
+        bits = bits + along.reshape(-1, *[1] * (len(shape) - 1 - dim))
+    # lowbias32, a 32-bit hash of few operations; the second key makes it one of 64 bits by row
+    spare = torch.empty_like(bits)
+    _fold(bits, 16, spare).mul_(0x7FEB352D).bitwise_xor_(second)
+    _fold(bits, 15, spare).mul_(_signed(0x846CA68B))
+    _fold(bits, 16, spare)
+    return bits < _signed(round(keep * 2**32) + 2**31)
+
+
+def _scrambled(numbers: Tensor, key: int) -> Tensor:
+    """Return 32 bits of splitmix64 of each number."""
+    bits = numbers.to(torch.int64) * _signed(_STEP, 64) + _signed(key, 64)
+    bits = (bits ^ (bits >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9, 64)
+    bits = (bits ^ (bits >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB, 64)
+    return (bits >> 32).to(torch.int32)
+
+
+def _fold(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
+    """Compute bits ^= bits >> shift in place, with an unsigned shift."""
+    torch.bitwise_right_shift(bits, shift, out=spare)
+    return bits.bitwise_xor_(spare.bitwise_and_(2 ** (32 - shift) - 1))
+
+
+def _signed(number: int, width: int = 32) -> int:
+    """Read these bits in two's complement."""
+    number &= 2**width - 1
+    return number - 2**width if number >= 2 ** (width - 1) else number
