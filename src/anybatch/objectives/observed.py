@@ -1,8 +1,6 @@
 """`observed(loss)`: units read off a loss while it runs, from the means it takes.
 
-`ObservedMeans` is the function mode that sees them, by the table in `anybatch.core.criteria`. `huggingface()` checks its own
-count against it, `observed(loss)` weights every micro-batch by it, and `learned(loss)` uses the first batch to find out how
-to count units ahead of later ones.
+`ObservedMeans`, a function mode, sees them by the table in `anybatch.core.criteria`. `huggingface()` uses it as a check.
 """
 
 import inspect

@@ -102,9 +102,7 @@ class Reduced(_DDPSync):
             _check_reduced(module, is_called=module in called)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average over ranks the gradients of parameters outside DDP's modules, such as a criterion's."""
-        inside = {parameter for module in self.modules for parameter in module.parameters()}
-        sum_in_buckets(self.ranks, [p for p in parameters if p not in inside], divisor=self.factor)
+        average_outside(self.modules, self.ranks, parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +123,12 @@ class Bucketed(_DDPSync):
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         sum_in_buckets(self.ranks, parameters)
         self.reset()
+
+
+def average_outside(modules: Sequence[nn.Module], ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
+    """Average over ranks the gradients of parameters outside `modules`, such as a criterion's."""
+    inside = {parameter for module in modules for parameter in module.parameters()}
+    sum_in_buckets(ranks, [p for p in parameters if p not in inside], divisor=float(ranks.size))
 
 
 @torch.no_grad()

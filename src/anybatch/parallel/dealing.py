@@ -75,7 +75,13 @@ class GlobalBatches(Sampler[list[int]]):
         self.shuffle = shuffle
         self.order = order
         self.cost = cost or Cost()
-        self.lengths = _lengths(lengths, dataset)
+        lengths = lengths(dataset) if callable(lengths) else lengths
+        self.lengths = None if lengths is None else [int(length) for length in lengths]
+        if self.lengths is not None and len(self.lengths) != len(dataset):
+            raise BatchError(
+                f"lengths= has {len(self.lengths)} entries for {len(dataset)} rows; give one length per row of the dataset, or "
+                "a function of the dataset that returns them."
+            )
         self.epoch = 0
         self._begin = 0
         self._last: _EpochPass | None = None
@@ -85,7 +91,6 @@ class GlobalBatches(Sampler[list[int]]):
         return called("GlobalBatches", f"{len(self.dataset)} rows", **given)
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch, the same on every rank."""
         count = len(self.dataset) if self.order is None else len(self.order(self.epoch))
         return -(-count // self.batch_size)
 
@@ -177,18 +182,6 @@ def _place(rank: int | None, ranks: int | None) -> tuple[int, int]:
             "torch.distributed.init_process_group was called."
         )
     return rank, ranks
-
-
-def _lengths(lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None, dataset: Any) -> list[int] | None:
-    if lengths is None:
-        return None
-    numbers = [int(length) for length in (lengths(dataset) if callable(lengths) else lengths)]
-    if len(numbers) != len(dataset):
-        raise BatchError(
-            f"lengths= has {len(numbers)} entries for {len(dataset)} rows; give one length per row of the dataset, or a "
-            "function of the dataset that returns them."
-        )
-    return numbers
 
 
 class _EpochPass(Iterator[list[int]]):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from anybatch.core import Batch, BatchPlan, Needs, Ranks, Sync, Tools, is_sharded, leaves_of, loss_and_metrics, move
-from anybatch.parallel.ddp import sum_in_buckets
+from anybatch.parallel.ddp import average_outside
 from anybatch.parallel.torch_private_fsdp import (
     forget_gathered_gradients,
     forwards_as_repeats,
@@ -58,9 +58,7 @@ class _FSDPSync(Sync):
             reshard_all(self.roots)
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average over ranks the gradients of parameters that are not sharded, such as a criterion's."""
-        inside = {parameter for root in self.roots for parameter in root.parameters()}
-        sum_in_buckets(self.ranks, [p for p in parameters if p not in inside], divisor=self.factor)
+        average_outside(self.roots, self.ranks, parameters)
 
     def reset(self) -> None:
         """Free gathered parameters, and drop gradients that were accumulated and not reduced."""

@@ -53,9 +53,10 @@ def wrapping_of(model: nn.Module) -> Wrapping:
     for root in sharded:
         check_fsdp(root)
     groups = [module.process_group for module in replicated] or [_data_group(module) for module in sharded]
-    if any(_members(group) != _members(groups[0]) for group in groups):
+    members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+    if len(set(members)) > 1:
         raise ParallelError(
-            f"the parts of {type(model).__name__} are spread over different ranks ({[_members(g) for g in groups]}); a batch "
+            f"the parts of {type(model).__name__} are spread over different ranks ({members}); a batch "
             "has one set of ranks. Wrap all parts over the same process group or mesh."
         )
     for root in sharded:
@@ -107,10 +108,6 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
         return
     for child in model.children():
         yield from _outermost(child)
-
-
-def _members(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
 
 
 def _check_replicated(module: DistributedDataParallel) -> None:
