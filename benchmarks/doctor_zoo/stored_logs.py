@@ -5,7 +5,7 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-from anybatch.doctor.loops import Log, from_hex, read_logs
+from anybatch.doctor.log import Log, from_hex, read_logs
 
 STORED = Path(__file__).parent / "stored_logs.json.xz"
 PROBED, DIGITS = 4, 4
@@ -17,7 +17,7 @@ StoredLogs = list[list[dict[str, Any]]]
 
 def small_logs(folder: Path) -> StoredLogs:
     """Of one run."""
-    return [[_small(dict(line)) for line in log.lines] for log in read_logs(folder) if log.has_passes]
+    return [[_small(dict(line)) for line in log.events] for log in read_logs(folder) if log.has_passes]
 
 
 def _small(line: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ HARM = "a\x1b[31m b%\n::error::,<script>alert('x')</script>&.py"
 @pytest.fixture(scope="module")
 def log(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("log")
-    lines = _windows([[1.0] * 4] * 2, loss=math.nan).lines
+    lines = _windows([[1.0] * 4] * 2, loss=math.nan).events
     (folder / "0-1.doctor.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     return folder
 
@@ -34,7 +34,7 @@ def test_the_exit_code_follows_fail_on(fail_on, code, log):
 
 
 def test_a_log_without_errors_fails_on_notes_alone(tmp_path: Path):
-    lines = _windows([[0.25] * 4] * 2).lines
+    lines = _windows([[0.25] * 4] * 2).events
     (tmp_path / "0-1.doctor.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     codes = {
         level: run_anybatch("doctor", "--log", str(tmp_path), "--fail-on", level).returncode for level in SEVERITIES

@@ -7,7 +7,7 @@ import pytest
 
 from anybatch.doctor import as_github, as_sarif, describe, judge_folder
 from anybatch.doctor.judging import judge
-from anybatch.doctor.loops import Log
+from anybatch.doctor.log import Log
 
 PLACE = {"file": "/a/train.py", "line": 7, "function": "f", "via": "backward", "chain": "x"}
 
@@ -81,7 +81,7 @@ def test_a_factor_that_may_be_meant_is_a_note():
 
 
 def test_a_torn_or_foreign_log_is_read_as_far_as_it_goes(tmp_path: Path):
-    lines = [json.dumps(line) for line in _windows([[1.0] * 4] * 2).lines]
+    lines = [json.dumps(line) for line in _windows([[1.0] * 4] * 2).events]
     (tmp_path / "0-1.doctor.jsonl").write_text(
         "\n".join([*lines[:-1], "[1, 2]", "no json", '{"event": "unheard"}', lines[4][:20]])
     )

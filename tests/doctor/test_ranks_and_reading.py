@@ -6,7 +6,7 @@ import pytest
 
 from anybatch.doctor import describe
 from anybatch.doctor.judging import judge
-from anybatch.doctor.loops import Log
+from anybatch.doctor.log import Log
 from tests.doctor.test_judging import CLEARED, OPTIMIZER, PLACE, _pass, _step
 from tests.processes.forked import run_function
 

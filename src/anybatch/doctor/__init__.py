@@ -1,4 +1,7 @@
-"""Watching somebody else's training loop: recorder, log, loops, rules, findings. Only the recorder loads torch."""
+"""Watch somebody else's training loop and report its mistakes.
+
+recording -> log -> loops and updates -> judging and rules -> findings -> wording; only the recorder loads torch.
+"""
 
 from anybatch.doctor.finding import KINDS, SEVERITIES, Finding
 from anybatch.doctor.judging import Diagnosis, judge_folder

@@ -1,4 +1,4 @@
-"""The pytest fixture: `pytest_plugins = ["anybatch.doctor.doctor_fixture"]`, then `def test_loop(doctor): ...`."""
+"""A pytest fixture: `pytest_plugins = ["anybatch.doctor.doctor_fixture"]`, then `def test_loop(doctor): ...`."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from anybatch.doctor.watching import Doctor
 
 @pytest.fixture
 def doctor() -> Iterator[Doctor]:
-    """Watches the test; it fails at its end where the doctor found an error."""
+    """Watch the test, and fail it at its end if the doctor found an error."""
     with Doctor() as watching:
         yield watching
     watching.check()

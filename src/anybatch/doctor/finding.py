@@ -1,7 +1,7 @@
-"""Findings: what is wrong with a loop, at which line, with the numbers that show it and the fix."""
+"""Findings: the mistakes in a training loop, each with its line, the numbers that show it and the fix."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
@@ -10,30 +10,39 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A line of the user's code, the library function called there, and a hash of the calls that led to it."""
+    """A line of the user's code."""
 
     file: str = ""
     line: int = 0
     function: str = ""
-    via: str = ""
-    chain: str = ""
+    via: str = ""  # the library function called there
+    chain: str = ""  # hash of the calls that led there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, slow, or cannot be told."""
+    """One problem of a training loop, or something that cannot be decided from outside.
+
+    Attributes:
+        kind: Name of the problem, such as "not-divided"; the same in text, JSON and docs.
+        severity: "error": the update is not what one batch would give. "warning": slow, or depends on intent. "note":
+            advice, or something that cannot be decided.
+        file: Path of the user's file; empty if unknown.
+        line: Line in `file`; 0 if unknown.
+        message: One to three sentences with the measured numbers.
+        evidence: The numbers of the message, by name.
+        own_fix: The fix in the user's own loop; empty for notes without one.
+        anybatch_fix: The loop written with anybatch; empty where that is no fix.
+    """
 
     kind: str
     severity: Severity
-    """error: the update is not what one batch would give; warning: slow, or depends on intent; note: cannot be told."""
     file: str
     line: int
     message: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
     own_fix: str = ""
-    """The fix in the user's own loop."""
     anybatch_fix: str = ""
-    """The loop written with anybatch."""
 
     @property
     def fix(self) -> str:
@@ -41,7 +50,7 @@ class Finding:
         return f"{self.own_fix}\nor, with {self.anybatch_fix}" if self.anybatch_fix else self.own_fix
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the finding as `anybatch doctor --json` prints it."""
         names = ("kind", "severity", "file", "line", "message", "evidence", "fix")
         return {name: getattr(self, name) for name in names} | {"evidence": dict(self.evidence)}
 
@@ -56,15 +65,15 @@ def finding_at(
     num_micro_batches: int = 0,
     rows: int = 0,
 ) -> Finding:
-    """A finding with the fix of its kind; in the fix, a number that is not known stays a name or an example."""
-    numbers = {
-        "{n}": str(num_micro_batches) if num_micro_batches > 1 else "n",
-        "{rows}": str(rows or 16),
-        "{batch}": str(rows * num_micro_batches or 64),
-    }
+    """Return a finding with the fix of its kind; a number of 0 is unknown and replaced by a name or an example."""
     own, ours = FIXES[kind], WITH_ANYBATCH if FIXES[kind] and kind not in WITHOUT_ANYBATCH else ""
+    numbers = {
+        "{n}": num_micro_batches if num_micro_batches > 1 else "n",
+        "{rows}": rows or 16,
+        "{batch}": rows * num_micro_batches or 64,
+    }
     for name, number in numbers.items():
-        own, ours = own.replace(name, number), ours.replace(name, number)
+        own, ours = own.replace(name, str(number)), ours.replace(name, str(number))
     return Finding(
         kind=kind,
         severity=severity,
@@ -75,27 +84,6 @@ def finding_at(
         own_fix=own,
         anybatch_fix=ours,
     )
-
-
-def name_ranks(findings: list[tuple[int, Finding]]) -> list[Finding]:
-    """Add to each finding the ranks that have it; those of one process stay as they are."""
-    if len({rank for rank, _ in findings}) < 2:
-        return [one for _, one in findings]
-    ranks: dict[tuple[str, str, int], set[int]] = {}
-    for rank, one in findings:
-        ranks.setdefault((one.kind, one.file, one.line), set()).add(rank)
-    return [
-        replace(one, evidence={**one.evidence, "ranks": sorted(ranks[one.kind, one.file, one.line])})
-        for _, one in findings
-    ]
-
-
-def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Errors first, each kind and line once."""
-    first: dict[tuple[str, str, int], Finding] = {}
-    for finding in sorted(findings, key=lambda one: SEVERITIES.index(one.severity)):
-        first.setdefault((finding.kind, finding.file, finding.line), finding)
-    return tuple(first.values())
 
 
 _FLUSH = """    in_this_update = min({n}, len(loader) - i // {n} * {n})
@@ -158,18 +146,14 @@ FIXES = {
     "opaque-loss": "",
     "recorder-trouble": "",
 }
-"""The fix of every kind of finding, by kind."""
+"""Fix of each kind of finding."""
 KINDS = tuple(FIXES)
-"""Every kind, the same in text, JSON and docs."""
 WITH_ANYBATCH = """anybatch, where the loader yields the whole batch of {batch} rows:
     update = anybatch.Update(model, optimizer, anybatch.supervised(criterion), micro_batch={rows})
     for batch in loader:
         update(batch)"""
 WITHOUT_ANYBATCH = (
-    "negatives-missing",
-    "learning-rate",
-    "kept-graph",
-    "unowned-parameters",
-    "eval-left-on",
-    "loss-logged-divided",
+    *("negatives-missing", "learning-rate", "kept-graph"),
+    *("unowned-parameters", "eval-left-on", "loss-logged-divided"),
 )
+"""Kinds that `WITH_ANYBATCH` does not fix."""

@@ -1,33 +1,40 @@
-"""Logs in, a diagnosis out: the findings of all ranks put together, and the micro-batches of each update."""
+"""Judge logs: apply the rules to every loop, merge the findings of all ranks, and describe the updates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from anybatch.display import html_block, html_table, plural
-from anybatch.doctor.finding import SEVERITIES, Finding, in_order, name_ranks
-from anybatch.doctor.loops import HAPPENINGS, Log, OptimizerRun, WatchedLoop, read_logs
+from anybatch.doctor.finding import SEVERITIES, Finding
+from anybatch.doctor.log import Log, read_logs
+from anybatch.doctor.loops import ACTIONS, OptimizerRun, WatchedLoop
 from anybatch.doctor.rules import (
     logging_rules,
     loop_rules,
     lost_rules,
     model_rules,
     order_rules,
-    rank_rules,
     row_rules,
-    rules_across,
+    rules_across_ranks,
+    sync_rules,
     weight_rules,
 )
 from anybatch.doctor.updates import LoopUpdate
 
 SHOWN_EVENTS = 44
-"""Events of the time line."""
-PER_OPTIMIZER = (weight_rules, order_rules, rank_rules, model_rules, logging_rules)
+"""Events of the timeline."""
+RULES = (weight_rules, order_rules, sync_rules, model_rules, logging_rules)
+"""Rules on one optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Findings, and the loops that they were found in."""
+    """The result of watching a training loop.
+
+    Attributes:
+        findings: Problems, errors first; each kind is reported once per line.
+        loops: The watched processes, by rank; the internal record that the findings were made from.
+    """
 
     findings: tuple[Finding, ...]
     loops: tuple[WatchedLoop, ...]
@@ -37,30 +44,41 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         rows = [[each.severity, each.line, each.message, each.fix] for each in self.findings]
-        return html_block(
-            f"The doctor found {self._counts()}", html_table(["", "line", "what", "fix"], rows) if rows else ""
-        )
+        table = html_table(["", "line", "what", "fix"], rows) if rows else ""
+        return html_block(f"The doctor found {self._counts()}", table)
 
     def _counts(self) -> str:
         return ", ".join(plural(count, severity) for severity, count in self.num_findings.items())
 
     @property
     def num_findings(self) -> dict[str, int]:
-        """How many findings of each severity."""
+        """Number of findings by severity."""
         return {severity: sum(each.severity == severity for each in self.findings) for severity in SEVERITIES}
 
     @property
     def has_errors(self) -> bool:
-        """Some update is not what one batch would give."""
-        return any(finding.severity == "error" for finding in self.findings)
+        """True if some update is not what one batch would give."""
+        return self.num_findings["error"] > 0
 
     def at_least(self, severity: str) -> tuple[Finding, ...]:
-        """Findings that are as bad, or worse."""
+        """Return the findings of this severity and worse ones.
+
+        Args:
+            severity: "error", "warning" or "note"; any other word, such as "never", selects nothing.
+
+        Returns:
+            The findings, errors first.
+        """
         bad = SEVERITIES[: SEVERITIES.index(severity) + 1] if severity in SEVERITIES else ()
         return tuple(finding for finding in self.findings if finding.severity in bad)
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`: `findings`, and `updates` of rank 0."""
+        """Return what `anybatch doctor --json` prints.
+
+        Returns:
+            `findings` of all ranks; `updates`, `lost` (passes that no step used) and `timeline` of rank 0; and `ended`,
+            for each rank "finished", "updates", "error" or "killed".
+        """
         first = self.loops[:1]
         return {
             "findings": [finding.as_json() for finding in self.findings],
@@ -81,27 +99,40 @@ class Diagnosis:
 
 
 def judge_folder(folder: Path) -> Diagnosis:
-    """The logs of a run, of every process that trained."""
+    """Judge the logs of all processes of a run that trained."""
     return judge([log for log in read_logs(folder) if log.has_passes])
 
 
 def judge(logs: list[Log]) -> Diagnosis:
-    """Pure: the same logs give the same findings."""
+    """Judge the logs of one run; the same logs give the same findings."""
     loops = tuple(map(WatchedLoop, logs))
-    found = name_ranks([(loop.rank, finding) for loop in loops for finding in _findings_of(loop)])
-    return Diagnosis(in_order([*found, *rules_across(loops)]), loops)
+    found = [(loop.rank, finding) for loop in loops for finding in _findings_of(loop)]
+    ranks: dict[tuple[str, str, int], set[int]] = {}
+    for rank, one in found:
+        ranks.setdefault((one.kind, one.file, one.line), set()).add(rank)
+    findings = [one for _, one in found]
+    if len({rank for rank, _ in found}) > 1:
+        named = [sorted(ranks[one.kind, one.file, one.line]) for one in findings]
+        findings = [
+            replace(one, evidence={**one.evidence, "ranks": on}) for one, on in zip(findings, named, strict=True)
+        ]
+    findings = sorted([*findings, *rules_across_ranks(loops)], key=lambda one: SEVERITIES.index(one.severity))
+    first: dict[tuple[str, str, int], Finding] = {}
+    for one in findings:
+        first.setdefault((one.kind, one.file, one.line), one)
+    return Diagnosis(tuple(first.values()), loops)
 
 
 def _findings_of(loop: WatchedLoop) -> list[Finding]:
     runs = [OptimizerRun(loop, optimizer) for optimizer in sorted(loop.optimizers) if loop.updates_of(optimizer)]
-    found = [finding for run in runs for rule in PER_OPTIMIZER for finding in rule(run)]
+    found = [finding for run in runs for rule in RULES for finding in rule(run)]
     if runs:
         found += [*lost_rules(loop, runs), *row_rules(loop, runs)]
     return [*found, *loop_rules(loop, runs)]
 
 
 def describe_update(update: LoopUpdate) -> dict[str, Any]:
-    """Describe the micro-batches and events of an update, for JSON."""
+    """Return the micro-batches and actions of an update, for JSON."""
     parts, weighing = update.micro_batches, update.weighing
     unknown = (None,) * len(parts)
     shares, counts = (weighing.shares, weighing.counts) if weighing is not None else (unknown, unknown)
@@ -128,28 +159,28 @@ def describe_update(update: LoopUpdate) -> dict[str, Any]:
         ],
         "events": [
             {"what": one.kind, "line": one.spot.line, "seconds": one.seconds}
-            for one in update.happenings
-            if one.kind in HAPPENINGS
+            for one in update.actions
+            if one.kind in ACTIONS
         ],
     }
 
 
 def _timeline(loop: WatchedLoop) -> list[dict[str, Any]]:
-    """Everything in the order in which it came, of the first updates."""
+    """Return the first events in order; `lane` is the micro-batch within its update."""
     used: dict[int, tuple[int, float | None]] = {}
     for update in loop.updates:
         for lane, passes in enumerate(update.micro_batches):
             weight = update.weighing.shares[lane] if update.weighing is not None else None
             used |= {one.serial: (lane, weight) for one in passes}
-    happened: list[tuple[int, dict[str, Any]]] = [
-        (one.index, {"what": one.kind, "line": one.spot.line}) for one in loop.happenings if one.kind in HAPPENINGS
+    events: list[tuple[int, dict[str, Any]]] = [
+        (one.index, {"what": one.kind, "line": one.spot.line}) for one in loop.actions if one.kind in ACTIONS
     ]
-    happened += [(update.index, {"what": "step", "line": update.spot.line}) for update in loop.updates]
+    events += [(update.index, {"what": "step", "line": update.spot.line}) for update in loop.updates]
     lost_lane = 0
     for one in loop.passes:
         is_used = one.serial in used
         lane, weight = used.get(one.serial, (lost_lane, one.terms[0].weight if one.terms else None))
         lost_lane = 0 if is_used else lane + 1
         facts = {"line": one.spot.line, "lane": min(lane, 15), "weight": weight, "is_used": is_used}
-        happened.append((one.index, {"what": "backward", **facts}))
-    return [event for _, event in sorted(happened, key=lambda one: one[0])][:SHOWN_EVENTS]
+        events.append((one.index, {"what": "backward", **facts}))
+    return [event for _, event in sorted(events, key=lambda one: one[0])][:SHOWN_EVENTS]

@@ -8,18 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from anybatch.doctor.finding import Spot
+from anybatch.doctor.log import CRITERIA
 
-CRITERIA = (
-    *("NllLoss", "MseLoss", "BinaryCrossEntropy", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"),
-    *("MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss", "KlDiv"),
-)
-"""How the names of torch's autograd nodes begin that reduce a loss over its terms themselves."""
 Probe = Mapping[str, tuple[float, ...]]
-"""Some numbers of some gradients, by parameter."""
+"""A few elements of a few gradients, by parameter."""
 SAME = 0.02
-"""Relative difference below which two weights are the same."""
+"""Relative difference below which two weights are equal: rounding and half precision."""
 BY_HAND = 0.05
-"""Part of a gradient that no multiple of what backward brought explains, above which it was made by hand."""
+"""Relative residual, after scaling what backward produced, above which a gradient was written by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +23,10 @@ class LossTerm:
     """One mean or sum within a loss, and the weight that backward gave it."""
 
     role: str
-    kind: str
+    kind: str  # mean, sum or opaque
     weight: float
-    counts: tuple[float, ...]
-    """How many terms it took together; several where a sum may be counted in several ways."""
-    pairs: int = 0
-    """Rows of a square of logits whose targets are each row once: a contrastive loss."""
+    counts: tuple[float, ...]  # terms that it reduced; several candidates for a sum
+    pairs: int = 0  # rows of a square of logits with each row as target once: a contrastive loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +34,17 @@ class LossPass:
     """One call of backward."""
 
     serial: int
-    index: int
-    """Its place in the log."""
+    index: int  # position in the log
     seconds: float
     spot: Spot
     loss: float | None
     terms: tuple[LossTerm, ...]
     touched: frozenset[int]
-    batch: tuple[int, int, int] | None
-    """Loader, epoch and number of the batch that was fetched last."""
+    batch: tuple[int, int, int] | None  # loader, epoch and number of the batch fetched last
     rows: int | None
-    mark: float | None
-    """A number that tells the rows of one batch from those of another; of many ranks only."""
+    mark: float | None  # checksum of the batch, on several ranks only
     scale: float | None
-    sync: tuple[bool, bool] | None
-    """Whether ranks were to synchronise, as it stood at forward and at backward."""
+    sync: tuple[bool, bool] | None  # flag for gradient synchronisation, at forward and at backward
     probe: Probe = field(repr=False)
     is_retained: bool = False
     is_eval: bool = False
@@ -68,8 +58,8 @@ MicroBatchPasses = tuple[LossPass, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Happening:
-    """Anything that is neither a pass nor a step: clip, schedule, unscale, scaler-update, zero, cleared, modified."""
+class Action:
+    """Any other event between passes and steps: clip, schedule, unscale, scaler-update, zero, cleared, modified."""
 
     kind: str
     index: int
@@ -79,33 +69,37 @@ class Happening:
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostPass:
+    """A pass that no step used."""
+
+    loss_pass: LossPass
+    spot: Spot  # the line that cleared it, or that of the pass if it was left at the end
+    index: int
+    is_left: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopUpdate:
-    """One step of one optimizer, and what it was made of."""
+    """One step of one optimizer, and the passes it used."""
 
-    number: int
-    """1 for the first of this optimizer."""
+    number: int  # 1 for the first of this optimizer
     optimizer: int
     index: int
     seconds: float
     spot: Spot
-    passes: tuple[LossPass, ...]
-    """In the gradients for the first time."""
-    stale: tuple[int, ...]
-    """Passes that were stepped on before, and never cleared."""
-    happenings: tuple[Happening, ...]
-    """Since the step before of this optimizer."""
+    passes: tuple[LossPass, ...]  # in the gradients for the first time
+    stale: tuple[int, ...]  # passes that an earlier step used and nobody cleared
+    actions: tuple[Action, ...]  # since the optimizer's previous step
     lr: tuple[float, ...]
     probe: Probe = field(repr=False)
-    is_assigned: bool = False
-    """Somebody wrote to the gradients other than backward, clipping and unscaling."""
+    is_assigned: bool = False  # gradients were written other than by backward, clipping and unscaling
     is_in_scaler: bool = False
-    is_empty: bool = False
-    """No parameter had a gradient."""
+    is_empty: bool = False  # no parameter had a gradient
 
     @cached_property
     def micro_batches(self) -> tuple[MicroBatchPasses, ...]:
-        """Passes put together by micro-batch: several losses of one forward are one micro-batch."""
+        """Passes grouped by micro-batch: several losses of one forward are one micro-batch."""
         counts = Counter(one.spot.chain for one in self.passes)
         found: list[list[LossPass]] = []
         for one in self.passes:
@@ -117,17 +111,16 @@ class LoopUpdate:
 
     @cached_property
     def weighing(self) -> "Weighing | None":
-        """Weights of the micro-batches; None where no loss could be read, or where the gradients were made by hand."""
+        """Weights of the micro-batches; None if no loss could be read or the gradients were written by hand."""
         return _weigh(self)
 
     @property
     def is_whole(self) -> bool:
-        """The weights add up to 1: whatever the size of the update is, it is meant so."""
+        """True if the weights add up to 1, so that this size of the update is intended."""
         return self.weighing is not None and near(self.weighing.total, 1.0)
 
     @property
     def first_spot(self) -> Spot:
-        """Line of the first pass."""
         return self.passes[0].spot if self.passes else Spot()
 
     @property
@@ -137,20 +130,9 @@ class LoopUpdate:
         return len(epochs) > len({loader for loader, _ in epochs})
 
     def is_between(self, index: int) -> bool:
-        """True of a place in the log after the first micro-batch and before the last."""
+        """Return True if a position in the log lies after the first micro-batch and before the last."""
         parts = self.micro_batches
         return len(parts) > 1 and parts[0][-1].index < index < parts[-1][0].index
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """A pass that no step ever used."""
-
-    loss_pass: LossPass
-    spot: Spot
-    """The line that cleared it; that of the pass where it was left at the end."""
-    index: int
-    is_left: bool
 
 
 def _begins_micro_batch(one: LossPass, passes: list[LossPass], counts: Counter[str]) -> bool:
@@ -167,24 +149,18 @@ def _begins_micro_batch(one: LossPass, passes: list[LossPass], counts: Counter[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighing:
-    """The main loss of an update, micro-batch by micro-batch."""
+    """Weights of the main loss of an update, by micro-batch."""
 
     role: str
     kind: str
-    shares: tuple[float, ...]
-    """Weight of each micro-batch; they add up to 1 where the update is one batch's mean."""
-    counts: tuple[float, ...]
-    """Terms of each."""
-    ratio: float
-    """Factor that `.grad` was multiplied with by hand."""
-    all_terms: float = 0.0
-    """Sum of the weights of all readable losses."""
-    num_terms: int = 1
-    """Losses that were added up; with several, a factor may be meant."""
+    shares: tuple[float, ...]  # weight of each micro-batch; they add up to 1 if the update is one batch's mean
+    counts: tuple[float, ...]  # terms of each micro-batch
+    ratio: float  # factor applied to `.grad` by hand
+    all_terms: float = 0.0  # sum of the weights of all readable losses
+    num_terms: int = 1  # losses added up; with several, a factor may be intended
 
     @property
     def total(self) -> float:
-        """Sum of the weights."""
         return math.fsum(self.shares)
 
     @property
@@ -193,80 +169,64 @@ class Weighing:
         return tuple(share / count if count else 0.0 for share, count in zip(self.shares, self.counts, strict=True))
 
     @property
+    def is_constant(self) -> bool:
+        """True if all micro-batches have the same weight."""
+        return all(near(share, self.shares[0]) for share in self.shares)
+
+    @property
     def is_plain_sum(self) -> bool:
-        """Every term with weight 1: a sum that was meant as one."""
+        """True for a sum over terms of weight 1 each, which is intended."""
         return self.kind == "sum" and all(near(each, 1.0) for each in self.per_term)
 
     @property
     def is_equal_by_term(self) -> bool:
-        """Every term counted for the same."""
         counted = [each for each, count in zip(self.per_term, self.counts, strict=True) if count]
         return not counted or max(counted) - min(counted) <= SAME * max(map(abs, counted))
 
 
 def near(one: float, other: float) -> bool:
-    """The same up to rounding and half precision."""
     return abs(one - other) <= SAME * max(abs(one), abs(other))
 
 
 def _weigh(update: LoopUpdate) -> Weighing | None:
+    """Choose the main loss: one of torch's criteria before other means, then the largest weight."""
     parts = update.micro_batches
-    ratio = ratio_by_hand(update)
+    ratio = factor_by_hand(update)
     if not parts or ratio is None:
         return None
-    roles = [_roles(passes) for passes in parts]
-    common = [key for key in roles[0] if all(key in found for found in roles)]
-    readable = [key for key in common if all(found[key].kind != "opaque" and found[key].counts for found in roles)]
+    terms_of = [_terms_by_role(passes) for passes in parts]
+    common = [key for key in terms_of[0] if all(key in terms for terms in terms_of)]
+    readable = [key for key in common if all(terms[key].kind != "opaque" and terms[key].counts for terms in terms_of)]
     if not readable:
         return None
-    best = max(readable, key=lambda key: (key[1].startswith(CRITERIA), abs(_share(roles[0][key], 0))))
+    best = max(readable, key=lambda key: (key[1].startswith(CRITERIA), abs(_share(terms_of[0][key], 0))))
     scales = [passes[0].scale or 1.0 for passes in parts]
-    together = [key for key in readable if key[:2] == best[:2]]
-    first = [roles[0][key] for key in together]
+    alike = [key for key in readable if key[:2] == best[:2]]
+    first = [terms_of[0][key] for key in alike]
     is_perhaps_one_mean = all(term.kind == "mean" and near(term.weight, first[0].weight) for term in first)
     choices = []
-    for keys in {(best,), tuple(together)} if is_perhaps_one_mean else {(best,)}:
-        terms = [_merged([found[key] for key in keys]) for found in roles]
-        ways = min(len(term.counts) for term in terms) if terms[0].kind == "sum" else 1
-        for way in range(ways):
-            shares = (_share(term, way) / scale * ratio for term, scale in zip(terms, scales, strict=True))
+    for keys in {(best,), tuple(alike)} if is_perhaps_one_mean else {(best,)}:
+        merged = [_merged([terms[key] for key in keys]) for terms in terms_of]
+        for way in range(min(len(term.counts) for term in merged) if merged[0].kind == "sum" else 1):
+            shares = (_share(term, way) / scale * ratio for term, scale in zip(merged, scales, strict=True))
             choices.append(
                 Weighing(
                     role=best[1],
-                    kind=terms[0].kind,
+                    kind=merged[0].kind,
                     shares=tuple(shares),
-                    counts=tuple(term.counts[way] for term in terms),
+                    counts=tuple(term.counts[way] for term in merged),
                     ratio=ratio,
                     num_terms=len(common),
                 )
             )
-    whole = math.fsum(
-        _share(found[key], -1) / scale for found, scale in zip(roles, scales, strict=True) for key in readable
+    every = math.fsum(
+        _share(terms[key], -1) / scale for terms, scale in zip(terms_of, scales, strict=True) for key in readable
     )
-    return replace(min(choices, key=_distance), all_terms=whole * ratio)
+    return replace(min(choices, key=_distance), all_terms=every * ratio)
 
 
-def _merged(terms: Sequence[LossTerm]) -> LossTerm:
-    if len(terms) == 1:
-        return terms[0]
-    counts = (math.fsum(term.counts[0] for term in terms),)
-    return LossTerm(role=terms[0].role, kind="mean", weight=math.fsum(term.weight for term in terms), counts=counts)
-
-
-def _distance(one: Weighing) -> float:
-    """How far from one batch's mean, or from a forgotten division: sums may be counted in several ways."""
-    total = abs(one.total)
-    if not total or one.is_plain_sum:
-        return 0.0
-    return min(abs(math.log(total)), abs(math.log(total / len(one.shares))) + 0.1)
-
-
-def _share(term: LossTerm, choice: int) -> float:
-    return term.weight if term.kind != "sum" else term.weight * (term.counts[choice] if term.counts else 1.0)
-
-
-def _roles(passes: MicroBatchPasses) -> dict[tuple[int, str, int], LossTerm]:
-    """Terms by pass within the micro-batch, role, and number among those of that role."""
+def _terms_by_role(passes: MicroBatchPasses) -> dict[tuple[int, str, int], LossTerm]:
+    """Return terms by pass within the micro-batch, role, and number among those of that role."""
     found: dict[tuple[int, str, int], LossTerm] = {}
     for place, one in enumerate(passes):
         seen: Counter[str] = Counter()
@@ -276,32 +236,49 @@ def _roles(passes: MicroBatchPasses) -> dict[tuple[int, str, int], LossTerm]:
     return found
 
 
-def ratio_by_hand(update: LoopUpdate) -> float | None:
-    """Factor on the gradients besides clipping and unscaling; None where they are no multiple of what backward brought."""
+def _merged(terms: Sequence[LossTerm]) -> LossTerm:
+    if len(terms) == 1:
+        return terms[0]
+    counts = (math.fsum(term.counts[0] for term in terms),)
+    return LossTerm(role=terms[0].role, kind="mean", weight=math.fsum(term.weight for term in terms), counts=counts)
+
+
+def _share(term: LossTerm, way: int) -> float:
+    return term.weight if term.kind != "sum" else term.weight * (term.counts[way] if term.counts else 1.0)
+
+
+def _distance(one: Weighing) -> float:
+    """Return the distance to one batch's mean, or to a forgotten division; it chooses how a sum is counted."""
+    total = abs(one.total)
+    if not total or one.is_plain_sum:
+        return 0.0
+    return min(abs(math.log(total)), abs(math.log(total / len(one.shares))) + 0.1)
+
+
+def factor_by_hand(update: LoopUpdate) -> float | None:
+    """Return the factor on the gradients besides clipping and unscaling; None if they are no multiple of backward's."""
     if not update.is_assigned:
         return 1.0
     if update.stale or any(one.sync is not None for one in update.passes):
         return None
     arrived = _sum([(one.probe, 1.0 / (one.scale or 1.0)) for one in update.passes])
-    keys = [key for key in arrived if key in update.probe]
-    one = [value for key in keys for value in arrived[key]]
-    other = [value for key in keys for value in update.probe[key]]
-    squared = math.fsum(value * value for value in one)
+    pairs = [
+        pair for key in arrived if key in update.probe for pair in zip(arrived[key], update.probe[key], strict=True)
+    ]
+    squared = math.fsum(a * a for a, _ in pairs)
     if not squared:
         return None
-    ratio = math.fsum(a * b for a, b in zip(one, other, strict=True)) / squared
-    size = math.sqrt(math.fsum(value * value for value in other))
-    rest = math.sqrt(math.fsum((b - ratio * a) ** 2 for a, b in zip(one, other, strict=True)))
-    if not size or rest > BY_HAND * size:
-        return None
-    return ratio / _clip_factor(update)
+    ratio = math.fsum(a * b for a, b in pairs) / squared
+    size = math.sqrt(math.fsum(b * b for _, b in pairs))
+    rest = math.sqrt(math.fsum((b - ratio * a) ** 2 for a, b in pairs))
+    return None if not size or rest > BY_HAND * size else ratio / _clip_factor(update)
 
 
 def _clip_factor(update: LoopUpdate) -> float:
-    """By how much clipping made the gradients smaller, after the last pass."""
+    """Return the factor by which clipping after the last pass shrank the gradients."""
     last = update.passes[-1].index if update.passes else -1
     factor = 1.0
-    for one in update.happenings:
+    for one in update.actions:
         norm, limit = one.facts.get("norm"), one.facts.get("limit")
         if one.kind == "clip" and one.index > last and norm and limit and norm > limit:
             factor *= limit / norm
@@ -318,7 +295,7 @@ def _sum(parts: Sequence[tuple[Probe, float]]) -> dict[str, list[float]]:
 
 
 def gradient_error(update: LoopUpdate, weighing: Weighing) -> float | None:
-    """|what the step got - what one batch would give| / |what one batch would give|, on the probed numbers."""
+    """Return |gradient of the step - gradient of one batch| / |gradient of one batch| on the probed elements."""
     units = math.fsum(weighing.counts)
     if not units or not all(weighing.shares) or any(len(passes) != 1 for passes in update.micro_batches):
         return None

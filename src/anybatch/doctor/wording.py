@@ -1,4 +1,4 @@
-"""A diagnosis as text that a beginner understands, as SARIF 2.1.0 and as annotations of GitHub's actions."""
+"""A diagnosis as text, as SARIF 2.1.0 and as annotations of GitHub Actions."""
 
 import os
 import textwrap
@@ -13,8 +13,7 @@ from anybatch.doctor.loops import WatchedLoop
 
 WIDTH = 100
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-SHOWN = 3
-"""Updates that are described one by one."""
+SHOWN = 3  # updates described one by one
 ENDED = {
     "finished": "The script ran to its end",
     "updates": "The script was ended after the updates asked for",
@@ -24,36 +23,25 @@ ENDED = {
 
 
 def describe(diagnosis: Diagnosis) -> str:
-    """Describe the updates and the findings."""
+    """Return the updates and the findings as text for a terminal."""
     lines = [line for loop in diagnosis.loops[:1] for line in _seen(loop, len(diagnosis.loops))]
     for finding in diagnosis.findings:
         lines += ["", *_finding(finding)]
     with_anybatch = next((finding.anybatch_fix for finding in diagnosis.findings if finding.anybatch_fix), "")
     if with_anybatch:
         lines += ["", f"With {with_anybatch}"]
-    return _visible("\n".join([*lines, "", summary(diagnosis)]))
-
-
-def _visible(text: str) -> str:
-    """Names come from scripts and logs: what would steer a terminal is shown by its number."""
-    return "".join(letter if letter == "\n" or letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
-
-
-def summary(diagnosis: Diagnosis) -> str:
-    """The last line.
-
-    >>> summary(Diagnosis((), ()))
-    'no errors, no warnings, no notes'
-    """
     counts = diagnosis.num_findings.items()
-    return ", ".join(plural(count, severity) if count else f"no {severity}s" for severity, count in counts)
+    summary = ", ".join(plural(count, severity) if count else f"no {severity}s" for severity, count in counts)
+    text = "\n".join([*lines, "", summary])
+    # names come from scripts and logs, and must not control the terminal
+    return "".join(letter if letter == "\n" or letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def _finding(finding: Finding) -> list[str]:
     where = f"{_relative(finding.file)}:{finding.line}" if finding.file else ""
     ranks = finding.evidence.get("ranks", ())
-    whose = f"  (rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))})" if ranks else ""
-    head = f"{finding.severity:<8} {finding.kind}  {where}{whose}".rstrip()
+    on_ranks = f"  (rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))})" if ranks else ""
+    head = f"{finding.severity:<8} {finding.kind}  {where}{on_ranks}".rstrip()
     body = textwrap.wrap(finding.message, WIDTH - 9)
     fix = finding.own_fix.splitlines()
     marked = [f"fix: {fix[0]}", *(f"     {line}" for line in fix[1:])] if fix else []
@@ -61,14 +49,13 @@ def _finding(finding: Finding) -> list[str]:
 
 
 def _seen(loop: WatchedLoop, num_ranks: int) -> list[str]:
-    updates = loop.updates
     ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     lines = [
-        f"{ENDED.get(loop.reason, 'The script ended')}: {len(loop.passes)} backward passes and {len(updates)} "
+        f"{ENDED.get(loop.reason, 'The script ended')}: {len(loop.passes)} backward passes and {len(loop.updates)} "
         f"updates seen{ranks}.{_cut_short(loop)}",
         "An update is one optimizer.step(); the weights of the losses that it learns from should add up to 1.",
     ]
-    for update in map(describe_update, updates[:SHOWN]):
+    for update in map(describe_update, loop.updates[:SHOWN]):
         parts = update["micro_batches"]
         shares = ", ".join("?" if part["weight"] is None else f"{part['weight']:.3g}" for part in parts[:8])
         total = update["weights_add_up_to"]
@@ -80,7 +67,7 @@ def _seen(loop: WatchedLoop, num_ranks: int) -> list[str]:
 
 
 def _cut_short(loop: WatchedLoop) -> str:
-    """The epochs that `--short-epochs` ended."""
+    """Name the epochs that `--short-epochs` ended early."""
     whole = {epoch["loader"]: epoch.get("whole") or 0 for epoch in loop.epochs}
     cut = [end for end in loop.epoch_ends if end["fetched"] < whole.get(end["loader"], 0)]
     if not cut:
@@ -89,7 +76,7 @@ def _cut_short(loop: WatchedLoop) -> str:
 
 
 def _between(events: list[dict[str, object]]) -> str:
-    """Besides one clearing, which is as it should be."""
+    """List the actions within an update, without the one clearing that belongs there."""
     counts = Counter(str(event["what"]) for event in events)
     if counts["zero"] < 2:
         del counts["zero"]
@@ -98,7 +85,7 @@ def _between(events: list[dict[str, object]]) -> str:
 
 
 def as_sarif(diagnosis: Diagnosis, version: str) -> dict[str, Any]:
-    """One run with a rule per kind."""
+    """Return a SARIF log with one run and a rule per kind."""
     kinds = sorted({finding.kind for finding in diagnosis.findings})
     driver = {"name": "anybatch doctor", "version": version, "rules": [{"id": kind} for kind in kinds]}
     results = [_result(finding) for finding in diagnosis.findings]
@@ -119,7 +106,7 @@ def _result(finding: Finding) -> dict[str, Any]:
 
 
 def as_github(diagnosis: Diagnosis) -> str:
-    """A line per finding; what would end a command is escaped as GitHub has it."""
+    """Return one workflow command per finding, escaped as GitHub requires."""
     lines = []
     for finding in diagnosis.findings:
         level = {"error": "error", "warning": "warning", "note": "notice"}[finding.severity]

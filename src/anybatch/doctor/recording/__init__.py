@@ -1,4 +1,3 @@
-"""Watching a process that trains. torch is loaded when the watch begins, not before."""
+"""The recorder: patches torch in the process that trains, and writes a log."""
 
-from anybatch.doctor.recording.installing import TorchImported, begin_watching, end_watching, watch_until_exit
-from anybatch.doctor.recording.watch import Ending, Watch
+from anybatch.doctor.recording.installing import Ending, TorchImported, Watch, begin_watching, end_watching

@@ -1,4 +1,4 @@
-"""The state of the recorder: parameters and their gradients, the log, places in the user's code, replaced functions."""
+"""State of the recorder: parameters and their gradients, the log file, lines of the user's code, patched functions."""
 
 import json
 import linecache
@@ -9,7 +9,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import cache, wraps
 from pathlib import Path
@@ -19,59 +19,58 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import unserializable_hook
 
 from anybatch.core import version_of
 from anybatch.doctor.finding import Spot
-from anybatch.doctor.loops import SUFFIX, as_hex, packed
-from anybatch.doctor.recording.watch import Watch
+from anybatch.doctor.log import SUFFIX, as_hex, packed
+from anybatch.doctor.recording.installing import Watch
 
 FLUSHED = ("start", "step", "trouble")
-"""A script that is killed leaves what was seen until its last update."""
+"""Events after which the file is flushed, so that a killed script leaves a log up to its last update."""
 MOST_UNWRITTEN = 200
 PROBED, ELEMENTS = 2, 16
-"""Parameters of an optimizer, and numbers of each, whose gradients are written down."""
+"""Parameters of an optimizer, and elements of each, whose gradients are logged."""
 Signature = tuple[int, int] | None
 _encode = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
 
 
 class EventLog:
-    """Events of one process, and the state that they are told from. No method writes to a tensor."""
+    """Events of one process, and the state they are derived from. No method writes to a tensor."""
 
     def __init__(self, watch: Watch) -> None:
         Path(watch.folder).mkdir(parents=True, exist_ok=True)
-        self.watch, self.patches = watch, Patches()
+        self.watch = watch
+        self.patches = ExitStack()  # restores torch when closed
         name = f"{os.environ.get('RANK', '0')}-{os.getpid()}-{time.time_ns() % 10**9}{SUFFIX}"
         self._file = (Path(watch.folder) / name).open("w")
         self._began = time.perf_counter()
-        self.parameters: list[weakref.ref[Tensor]] = []
-        self._numbers: dict[int, int] = {}
-        self.signatures: list[Signature] = []
-        self.optimizers: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
-        self.probes: dict[int, tuple[int, int]] = {}
-        """By the number of a parameter: how many of its gradient's numbers are written down, and how far apart."""
-        self.arrived: dict[int, list[float]] = {}
-        self._places: dict[Spot, int] = {}
         self._unwritten: list[dict[str, Any]] = []
+        self._places: dict[Spot, int] = {}
+        self.parameters: list[weakref.ref[Tensor]] = []
+        self._numbers: dict[int, int] = {}  # of parameters, by id
+        self._signatures: list[Signature] = []
+        self._optimizers: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        self.owned: dict[int, list[int]] = {}  # numbers of an optimizer's parameters
+        self._owned_ids: dict[int, list[int]] = {}
+        self._probes: dict[int, tuple[int, int]] = {}  # by parameter: logged elements of its gradient, and their stride
+        self.arrived: dict[int, list[float]] = {}  # probed elements that the running backward pass has produced
+        self.current: dict[str, Any] = {}  # facts for the next backward event
         self.num_passes = self.num_updates = self.depth = 0
-        self.steps: dict[int, int] = {}
-        self.owned: dict[int, list[int]] = {}
-        """The parameters of an optimizer, by their numbers."""
-        self._own_ids: dict[int, list[int]] = {}
+        self.steps: dict[int, int] = {}  # by optimizer
         self.is_ended = self.is_broken = self.is_inside_scaler = False
         self.reason = "finished"
-        self.current: dict[str, Any] = {}
         self.write("start", rank=int(os.environ.get("RANK", 0)), world=int(os.environ.get("WORLD_SIZE", 1)))
 
     def write(self, event: str, place: Spot | None = None, **facts: Any) -> None:
-        """Note one event; what happened since the last update is one line of the file."""
+        """Add an event; the events of one update become one line of the file."""
         if self.is_ended or self._file.closed:
             return
         if place is not None:
-            number = self._places.get(place)
-            if number is None:
-                number = self._places[place] = len(self._places)
+            if place not in self._places:
+                self._places[place] = len(self._places)
                 self._unwritten.append({"event": "place", **asdict(place)})
-            facts["place"] = number
+            facts["place"] = self._places[place]
         facts["event"], facts["t"] = event, round(time.perf_counter() - self._began, 6)
         self._unwritten.append(facts)
         if event in FLUSHED or len(self._unwritten) >= MOST_UNWRITTEN:
@@ -83,19 +82,26 @@ class EventLog:
         self._unwritten = []
 
     def close(self, reason: str) -> None:
-        """The last line."""
-        self.look()
+        self.log_changes()
         self.write("end", reason=reason, place=here())
         self._flush()
         self.is_ended = True
         self._file.close()
 
+    def patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace `owner.name` by `make(owner.name)` until `patches` is closed."""
+        original, inherited = getattr(owner, name), object()
+        own = vars(owner).get(name, inherited)
+        replacement = make(original)
+        with suppress(AttributeError):
+            replacement = wraps(original)(replacement)
+        replacement.is_doctors = True
+        restore = (delattr, owner, name) if own is inherited else (setattr, owner, name, own)
+        self.patches.callback(*restore)
+        setattr(owner, name, replacement)
+
     def around(
-        self,
-        owner: Any,
-        name: str,
-        before: Callable[..., Any] | None = None,
-        after: Callable[..., Any] | None = None,
+        self, owner: Any, name: str, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
     ) -> None:
         """Call `before(*arguments)` and `after(result, *arguments)`, both safely, around `owner.name`."""
         begin = None if before is None else self.safely(before)
@@ -112,10 +118,10 @@ class EventLog:
 
             return replaced
 
-        self.patches.replace(owner, name, make)
+        self.patch(owner, name, make)
 
     def safely(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """`action`, which neither raises into the user's script nor runs once the recorder has failed or ended."""
+        """Wrap `action` so that it never raises into the user's script, and does not run after a failure or the end."""
 
         @wraps(action)
         def guarded(*arguments: Any, **named: Any) -> Any:
@@ -132,36 +138,29 @@ class EventLog:
         return guarded
 
     def number(self, parameter: Tensor) -> int:
-        """The number of a parameter, a new one at first sight."""
+        """Return the number of a parameter, a new one if it is not known."""
         found = self._numbers.get(id(parameter))
         if found is not None and self.parameters[found]() is parameter:
             return found
-        place = len(self.parameters)
-        self._numbers[id(parameter)] = place
+        self._numbers[id(parameter)] = len(self.parameters)
         self.parameters.append(weakref.ref(parameter))
-        self.signatures.append(_signature(parameter))
-        return place
+        self._signatures.append(_signature(parameter))
+        return len(self.parameters) - 1
 
     def optimizer(self, optimizer: Optimizer) -> int:
-        """The number of an optimizer; it is written down at first sight, and again where it has more parameters."""
+        """Return the number of an optimizer; log it if it is new or has other parameters than before."""
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        known = self.optimizers.get(id(optimizer))
-        is_known = known is not None and known[0]() is optimizer
-        number = known[1] if known is not None and is_known else len(self.optimizers)
-        ids = list(map(id, own))
-        if ids != self._own_ids.get(number):
-            if not is_known:
-                self.optimizers[id(optimizer)] = (weakref.ref(optimizer), number)
-            self._own_ids[number] = ids
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
+            known = (weakref.ref(optimizer), len(self._optimizers))
+            self._optimizers[id(optimizer)] = known
+        number, ids = known[1], list(map(id, own))
+        if ids != self._owned_ids.get(number):
+            self._owned_ids[number] = ids
             self.owned[number] = numbers = [self.number(parameter) for parameter in own]
             self._probe(own)
-            self.write(
-                "optimizer",
-                optimizer=number,
-                kind=type(optimizer).__name__,
-                parameters=packed(numbers),
-                place=here(),
-            )
+            kind = type(optimizer).__name__
+            self.write("optimizer", optimizer=number, kind=kind, parameters=packed(numbers), place=here())
         return number
 
     def _probe(self, parameters: list[Tensor]) -> None:
@@ -169,89 +168,75 @@ class EventLog:
         step = max(1, len(wanted) // PROBED)
         for parameter in wanted[::step][:PROBED]:
             number = self.number(parameter)
-            if number not in self.probes and parameter.numel():
-                stride = max(1, parameter.numel() // ELEMENTS)
-                self.probes[number] = (min(ELEMENTS, parameter.numel()), stride)
-                parameter.register_hook(_Arrival(self, number))
+            if number not in self._probes and parameter.numel():
+                self._probes[number] = (min(ELEMENTS, parameter.numel()), max(1, parameter.numel() // ELEMENTS))
+                parameter.register_hook(self._arrival_hook(number))
 
-    def probe_values(self, numbers: Iterable[int]) -> dict[str, str]:
-        """The probed numbers of the gradients as they are now."""
-        values = {}
-        for number in numbers:
-            parameter = self.parameters[number]() if number in self.probes else None
-            if parameter is not None and parameter.grad is not None and not parameter.grad.is_sparse:
-                values[str(number)] = as_hex(_probed(parameter.grad, self.probes[number]))
-        return values
+    def _arrival_hook(self, number: int) -> Callable[[Tensor], None]:
+        """Return a hook that notes what backward adds to a probed parameter's gradient."""
+        reference = weakref.ref(self)
+
+        def arrive(gradient: Tensor) -> None:
+            log = reference()
+            if log is None or log.is_ended or log.is_broken or gradient.is_sparse or type(gradient) is not Tensor:
+                return
+            taken = _probed(gradient, log._probes[number])
+            before = log.arrived.get(number)
+            log.arrived[number] = taken if before is None else [a + b for a, b in zip(before, taken, strict=True)]
+
+        return unserializable_hook(arrive)  # type: ignore[no-any-return]
 
     def take_arrived(self) -> dict[str, str]:
-        """The probed gradients of the pass that has just run."""
+        """Return the probed elements that the last backward pass produced."""
         arrived, self.arrived = self.arrived, {}
         return {str(number): as_hex(values) for number, values in arrived.items()}
 
-    def look(self, *, is_zeroed: bool = False, place: Spot | None = None) -> None:
-        """Compare every gradient with what it was, and write down what changed since."""
-        now = self._now()
-        changed = self._changed(now)
+    def probe_values(self, numbers: Iterable[int]) -> dict[str, str]:
+        """Return the probed elements of `.grad` as it is now."""
+        values = {}
+        for number in numbers:
+            parameter = self.parameters[number]() if number in self._probes else None
+            if parameter is not None and parameter.grad is not None and not parameter.grad.is_sparse:
+                values[str(number)] = as_hex(_probed(parameter.grad, self._probes[number]))
+        return values
+
+    def log_changes(self, *, is_zeroed: bool = False, place: Spot | None = None) -> None:
+        """Compare every gradient with its last signature, and log which were cleared, assigned or modified."""
+        before = self._signatures
+        changed = self.accept_changes()
         if not changed:
             return
         how: dict[str, list[int]] = {"cleared": [], "assigned": [], "modified": []}
         for number in changed:
-            before, after = self.signatures[number], now[number]
-            if after is None or is_zeroed or self._is_zero(number):
+            old, new = before[number], self._signatures[number]
+            if new is None or is_zeroed or self._is_zero(number):
                 how["cleared"].append(number)
             else:
-                how["assigned" if before is None or before[0] != after[0] else "modified"].append(number)
-        self.signatures = now
+                how["assigned" if old is None or old[0] != new[0] else "modified"].append(number)
         spot = place or here()
         if how["cleared"] and not is_zeroed:
-            spot = _cleared_above(spot)
+            spot = _clearing_line(spot)
         for name, numbers in how.items():
             if numbers:
                 self.write("changed", how=name, parameters=packed(numbers), place=spot)
+
+    def accept_changes(self) -> list[int]:
+        """Take the signatures of all gradients, and return the parameters that changed.
+
+        A collected parameter keeps its last signature: it was not zeroed.
+        """
+        before = self._signatures
+        now = [
+            old if (parameter := reference()) is None else _signature(parameter)
+            for reference, old in zip(self.parameters, before, strict=True)
+        ]
+        self._signatures = now
+        return [] if now == before else [number for number, one in enumerate(now) if one != before[number]]
 
     def _is_zero(self, number: int) -> bool:
         parameter = self.parameters[number]()
         gradient = None if parameter is None else parameter.grad
         return gradient is not None and not gradient.is_sparse and not bool(gradient.any())
-
-    def forget_changes(self) -> list[int]:
-        """Take the gradients as they are, and say which changed."""
-        now = self._now()
-        changed = self._changed(now)
-        self.signatures = now
-        return changed
-
-    def _changed(self, now: list[Signature]) -> list[int]:
-        before = self.signatures
-        return [] if now == before else [n for n, one in enumerate(now) if one != before[n]]
-
-    def _now(self) -> list[Signature]:
-        """A collected parameter keeps its last signature: it was not zeroed."""
-        return [
-            before
-            if (parameter := reference()) is None
-            else (id(gradient), version_of(gradient))
-            if type(gradient := parameter.grad) is Tensor
-            else _signature(parameter)
-            for reference, before in zip(self.parameters, self.signatures, strict=True)
-        ]
-
-
-class _Arrival:
-    """The hook on a probed parameter: notes what backward brings, and changes nothing."""
-
-    __torch_unserializable__ = True
-
-    def __init__(self, log: EventLog, number: int) -> None:
-        self._log, self._number = weakref.ref(log), number
-
-    def __call__(self, gradient: Tensor) -> None:
-        log = self._log()
-        if log is None or log.is_ended or log.is_broken or gradient.is_sparse or type(gradient) is not Tensor:
-            return
-        taken = _probed(gradient, log.probes[self._number])
-        before = log.arrived.get(self._number)
-        log.arrived[self._number] = taken if before is None else [a + b for a, b in zip(before, taken, strict=True)]
 
 
 def _probed(gradient: Tensor, probe: tuple[int, int]) -> list[float]:
@@ -261,13 +246,13 @@ def _probed(gradient: Tensor, probe: tuple[int, int]) -> list[float]:
 
 
 def _signature(parameter: Tensor) -> Signature:
-    gradient = parameter.grad
+    """Return the identity and version of a gradient; they change when it is written to."""
+    gradient: Any = parameter.grad
     if gradient is None:
         return None
-    local: Any = gradient
-    if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
-        local = local.to_local()  # a shard is written to, not its wrapper
-    return id(gradient), version_of(local)
+    if type(gradient) is Tensor or not hasattr(gradient, "to_local"):
+        return id(gradient), version_of(gradient)
+    return id(gradient), version_of(gradient.to_local())  # a shard is written to, not its wrapper
 
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
@@ -276,7 +261,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 @cache
 def _owner(filename: str) -> str:
-    """Tell the user's own code from anybatch ("ours") and from torch, installed packages and Python ("library")."""
+    """Return "user", "ours" for anybatch, or "library" for installed packages and Python."""
     if filename.startswith(_OURS):
         return "ours"
     is_installed = "site-packages" in filename or "dist-packages" in filename
@@ -284,7 +269,7 @@ def _owner(filename: str) -> str:
 
 
 def user_frames(most: int = 200) -> Iterator[FrameType]:
-    """The frames of the user's own code, innermost first."""
+    """Yield the frames of the user's code, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and most:
         if _owner(frame.f_code.co_filename) == "user":
@@ -295,16 +280,16 @@ def user_frames(most: int = 200) -> Iterator[FrameType]:
 _CLEARS = re.compile(r"\.grad\s*=\s*None|\.grad\.(zero_|detach_)\(|\.grad\.data\.zero_\(|\.grad\.fill_\(")
 
 
-def _cleared_above(place: Spot, most: int = 40) -> Spot:
-    """The line above that clears gradients by hand, which is seen only when backward comes; `place` where there is none."""
-    for line in range(place.line - 1, max(0, place.line - most), -1):
+def _clearing_line(place: Spot) -> Spot:
+    """Return the line above `place` that clears gradients by hand; `place` if there is none within 40 lines."""
+    for line in range(place.line - 1, max(0, place.line - 40), -1):
         if _CLEARS.search(linecache.getline(place.file, line)):
             return replace(place, line=line)
     return place
 
 
 def here() -> Spot:
-    """The innermost line of the user's, worked out once for a chain of calls: a loop comes by again and again."""
+    """Return the innermost line of the user's code; cached by the chain of calls, because loops repeat it."""
     via: CodeType | None = None
     codes: list[CodeType] = []
     lines: list[int] = []
@@ -326,7 +311,7 @@ def here() -> Spot:
 
 
 _KNOWN: dict[tuple[int, ...], tuple[Spot, object]] = {}
-"""By the identity of the code that led there, which is kept alive: to hash code takes longer than all else."""
+"""Spots by the ids of the code objects that led there, which are kept alive; hashing code objects is slow."""
 
 
 def _place(via: CodeType | None, codes: list[CodeType], lines: list[int]) -> Spot:
@@ -336,33 +321,3 @@ def _place(via: CodeType | None, codes: list[CodeType], lines: list[int]) -> Spo
     files = [code.co_filename for code in codes]
     mark = f"{zlib.crc32(repr(list(zip(files, lines, strict=True))).encode()):08x}"
     return Spot(os.path.abspath(files[0]), lines[0], codes[0].co_name, through, mark)
-
-
-class Patches:
-    """Replaced functions of torch, with their originals."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any, bool]] = []
-        self.handles: list[Any] = []
-
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """`owner.name` becomes `make(what it was)`."""
-        original = getattr(owner, name)
-        is_own = name in vars(owner)
-        replacement = make(original)
-        with suppress(AttributeError):
-            replacement = wraps(original)(replacement)
-        replacement.is_doctors = True
-        self._before.append((owner, name, vars(owner).get(name), is_own))
-        setattr(owner, name, replacement)
-
-    def undo(self) -> None:
-        """Everything as it was."""
-        for owner, name, original, is_own in reversed(self._before):
-            if is_own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
-        for handle in self.handles:
-            handle.remove()
-        self._before, self.handles = [], []

@@ -1,4 +1,4 @@
-"""Beginning and ending to watch a process, and the hook that begins as soon as torch is imported."""
+"""Options of the recorder, and when it starts and stops. torch is loaded when the watch begins, not before."""
 
 import atexit
 import importlib.abc
@@ -7,79 +7,86 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-from anybatch.doctor.recording.watch import VARIABLE, Watch
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.event_log import EventLog
 
+VARIABLE = "ANYBATCH_DOCTOR"
+"""Environment variable that carries the options to every process of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """Options of the recorder; 0 updates: do not end the script, 0 short_epochs: run whole epochs."""
+
+    folder: str
+    updates: int = 20
+    short_epochs: int = 13
+
+    def as_environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+class Ending(SystemExit):
+    """Raised in the script after the last update to watch: a clean exit that no `except Exception` catches."""
+
 
 def begin_watching(watch: Watch) -> "EventLog":
-    """Patch torch; `end_watching` puts everything back."""
+    """Patch torch; `end_watching` restores it."""
     from anybatch.doctor.recording.event_log import EventLog
-    from anybatch.doctor.recording.watch_backward import BackwardWatch, ReadingWatch
+    from anybatch.doctor.recording.watch_backward import BackwardWatch
     from anybatch.doctor.recording.watch_data import install_data_watch
     from anybatch.doctor.recording.watch_steps import install_step_watch
 
     log = EventLog(watch)
     install_step_watch(log)
-    BackwardWatch(log, ReadingWatch(log))
+    BackwardWatch(log)
     install_data_watch(log)
     return log
 
 
 def end_watching(log: "EventLog", reason: str = "") -> None:
-    """The log is closed and torch is as it was."""
-    log.patches.undo()
+    """Restore torch and close the log."""
+    log.patches.close()
     if not log.is_ended:
         log.close(reason or log.reason)
 
 
 def watch_until_exit() -> None:
-    """Watch this process as its environment says, until it exits; called once torch is loaded."""
+    """Watch this process with the options of its environment until it exits; torch must be loaded."""
     options = os.environ.get(VARIABLE)
     if not options:
         return
     log = begin_watching(Watch(**json.loads(options)))
 
     def leave() -> None:
-        failed = getattr(sys, "last_value", None)
-        end_watching(log, "error" if failed is not None and log.reason != "updates" else "")
+        has_failed = getattr(sys, "last_value", None) is not None
+        end_watching(log, "error" if has_failed and log.reason != "updates" else "")
 
     atexit.register(leave)
 
 
 class TorchImported(importlib.abc.MetaPathFinder):
-    """Runs `watch_until_exit` when `import torch` has ended, and steps aside."""
+    """Import hook that runs `watch_until_exit` after the first `import torch`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """torch's own specification, with a loader that calls us last."""
         if fullname != "torch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _WatchingLoader(spec.loader)
+        loader = None if spec is None else spec.loader
+        if loader is not None:
+            load = loader.exec_module
+
+            def load_and_watch(module: ModuleType) -> None:
+                del loader.exec_module
+                load(module)
+                watch_until_exit()
+
+            loader.exec_module = load_and_watch  # type: ignore[method-assign]
         return spec
-
-
-class _WatchingLoader(importlib.abc.Loader):
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)  # type: ignore[no-any-return]
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._inner
-        module.__loader__ = self._inner
-        self._inner.exec_module(module)
-        watch_until_exit()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)

@@ -1,7 +1,7 @@
-"""Terms of a loss: the nodes of its graph that reduce many numbers to one, and the weight that each gets.
+"""Terms of a loss: the nodes of its graph that reduce many numbers to one, and the weight of each.
 
-The gradient that arrives at such a node is the weight of its mean, or of its sum, in this update: 1/n, 1, scale/n, n_k/N. It is
-read by a hook in front of the node while backward runs; nothing lies on the forward path.
+The gradient that arrives at such a node is the weight of its mean or sum in this update: 1/n, 1, scale/n, n_k/N. A prehook
+on the node reads it while backward runs; nothing is added to the forward pass.
 """
 
 import math
@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from anybatch.core import SAVED, outputs_of
-from anybatch.doctor.updates import CRITERIA
+from anybatch.doctor.log import CRITERIA
 
 MOST_NODES = 400
-MEAN, SUM = 1, 2
-"""How torch's criteria number their reductions."""
+MEAN, SUM = 1, 2  # torch's numbers for reductions
 PASSED = ("View", "Reshape", "Neg", "Squeeze", "Unsqueeze", "ToCopy", "UnsafeView", "Sum", "Div")
 """Nodes between a sum and the mask that multiplied its terms."""
 
 
 def number_of(tensor: Tensor) -> float:
-    """The one number of a tensor, read past the watch on `float()` and `item()`, which is for the user's reads."""
+    """Return the one number of a tensor without `float()` or `item()`, which are patched to see the user's reads."""
     found: Any = tensor.tolist()
     while isinstance(found, list):
         (found,) = found
@@ -30,37 +29,32 @@ def number_of(tensor: Tensor) -> float:
 
 
 def saved_by(node: Any, name: str) -> Any:
-    """A value that a node of the graph keeps, such as "target"; None where it keeps nothing of that name."""
+    """Return a value that a node of the graph saved, such as "target"; None if it saved none of that name."""
     return getattr(node, SAVED + name, None)
 
 
 class TermHook:
-    """One such node of one loss, and the weight that it was given."""
+    """Prehook on a reducing node that reads the weight of its term."""
 
     def __init__(self, node: Any) -> None:
         self.node = node
-        self.weight: float | None = None
-        self.facts = _facts(node)
-        self.handle = node.register_prehook(self._arrive)
+        self._weight: float | None = None
+        self._facts = _facts(node)
+        self._handle = node.register_prehook(self._arrive)
 
     def _arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[0]
-        self.weight = None if gradient is None or gradient.numel() != 1 else number_of(gradient)
+        self._weight = None if gradient is None or gradient.numel() != 1 else number_of(gradient)
 
     def close(self) -> dict[str, Any] | None:
-        """Remove the hook. Returns the term for the log; None if no gradient came to the node."""
-        self.handle.remove()
+        """Remove the hook and return the term for the log; None if no gradient reached the node."""
+        self._handle.remove()
         self.node = None
-        return None if self.weight is None else {**self.facts, "weight": self.weight}
+        return None if self._weight is None else {**self._facts, "weight": self._weight}
 
 
-def watch_terms(loss: Tensor) -> list[TermHook]:
-    """Hooks on the terms of a loss that is one number."""
-    return [TermHook(node) for node in _reducing(loss.grad_fn)]
-
-
-def _reducing(root: Any) -> Iterator[Any]:
-    """From one number down to where many become one."""
+def reducing_nodes(root: Any) -> Iterator[Any]:
+    """Walk the scalar part of a graph down from the loss, and yield the nodes that reduce many numbers to one."""
     waiting: list[Any] = [root]
     seen: set[Any] = set()
     while waiting and len(seen) < MOST_NODES:
@@ -68,32 +62,29 @@ def _reducing(root: Any) -> Iterator[Any]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = node.name()
+        name, children = node.name(), _children(node)
         if name.startswith(CRITERIA) and saved_by(node, "reduction") in (MEAN, SUM):
             yield node
+        elif "AccumulateGrad" in name:
             continue
-        if "AccumulateGrad" in name:
-            continue
-        children = _children(node)
-        if not any(_num_out(child) > 1 for child in children):
+        elif not any(_num_out(child) > 1 for child in children):
             waiting += children
-        elif scalars := _stacked(node):
+        elif scalars := _stacked(children):
             waiting += scalars
-        elif not _is_of_weights(node):
+        elif not _is_penalty(node):
             yield node
 
 
-def _stacked(node: Any) -> list[Any]:
-    """The numbers of `torch.stack(losses).mean()`: each is a loss of its own."""
-    children = _children(node)
+def _stacked(children: list[Any]) -> list[Any]:
+    """Return the scalars of `torch.stack(losses).mean()`, each of which is a loss; else nothing."""
     if len(children) != 1 or not children[0].name().startswith(("Stack", "Cat")):
         return []
     parts = _children(children[0])
     return parts if all(_num_out(part) == 1 for part in parts) else []
 
 
-def _is_of_weights(node: Any) -> bool:
-    """A penalty on parameters has no rows: a chain that ends in a leaf after a few steps."""
+def _is_penalty(node: Any) -> bool:
+    """Return True if the node depends on one parameter alone, through at most five nodes."""
     for _ in range(5):
         children = _children(node)
         if len({id(child) for child in children}) != 1:
@@ -114,24 +105,23 @@ def _num_out(node: Any) -> int:
 
 
 def _facts(node: Any) -> dict[str, Any]:
-    name = node.name().partition("Backward")[0]
-    reduction = saved_by(node, "reduction")
+    name, reduction = node.name().partition("Backward")[0], saved_by(node, "reduction")
+    reduced = {"role": name, "kind": "sum" if reduction == SUM else "mean"}
     if name.startswith("NllLoss"):
-        return {"role": name, "kind": "sum" if reduction == SUM else "mean"} | _nll(node)
+        return {**reduced, **_nll(node)}
     if reduction in (MEAN, SUM):
-        shape = tuple(saved_by(node, "self").shape)
-        return {"role": name, "kind": "sum" if reduction == SUM else "mean", "counts": _counts(shape)}
+        return {**reduced, "counts": _counts(tuple(saved_by(node, "self").shape))}
     if name in ("Mean", "Sum", "NanSum", "Nansum"):
-        sizes = tuple(saved_by(node, "self_sym_sizes") or ())
-        share, marks = _kept(node)
-        is_mean = name == "Mean"
-        counts = [share] if share is not None and not is_mean else []
-        return {"role": name, "kind": "mean" if is_mean else "sum", "counts": counts + _counts(sizes), **marks}
+        masked, pairs = _masked(node)
+        counts = _counts(tuple(saved_by(node, "self_sym_sizes") or ()))
+        if name == "Mean":
+            return {"role": name, "kind": "mean", "counts": counts, **pairs}
+        return {"role": name, "kind": "sum", "counts": counts if masked is None else [masked, *counts], **pairs}
     return {"role": name, "kind": "opaque", "counts": []}
 
 
 def _counts(sizes: tuple[int, ...]) -> list[float]:
-    """All numbers, and the rows: a sum over both is divided by the one or the other."""
+    """Return the number of elements and of rows: a sum over both may be divided by either."""
     return list(dict.fromkeys([float(math.prod(sizes)), float(sizes[0]) if sizes else 1.0]))
 
 
@@ -140,7 +130,7 @@ def _nll(node: Any) -> dict[str, Any]:
     units = number_of(total) if total is not None and total.numel() else 0.0
     counted, ignored = units, saved_by(node, "ignore_index")
     if not units or saved_by(node, "weight") is not None:
-        ignored -= 2**64 if ignored >= 2**63 else 0  # the graph keeps -100 as a number without a sign
+        ignored -= 2**64 if ignored >= 2**63 else 0  # the graph saves -100 as an unsigned number
         counted = number_of((target != ignored).sum())
     rows = int(target.shape[0]) if target.dim() else 1
     is_square = rows > 1 and tuple(saved_by(node, "self").shape) == (rows, rows)
@@ -149,14 +139,8 @@ def _nll(node: Any) -> dict[str, Any]:
     return {"counts": counts, "pairs": rows} if is_pairs else {"counts": counts}
 
 
-def _is_mask(tensor: Any) -> bool:
-    """True of weights from outside, none below 0."""
-    is_given = isinstance(tensor, Tensor) and not tensor.requires_grad and tensor.numel() > 1
-    return is_given and bool((tensor >= 0).all())
-
-
-def _kept(node: Any) -> tuple[float | None, dict[str, Any]]:
-    """How many terms of a sum count: what a mask or weights multiplied it with, or what a criterion ignored."""
+def _masked(node: Any) -> tuple[float | None, dict[str, Any]]:
+    """Return the number of terms of a sum left by the mask or criterion before it; and `pairs` of a contrastive loss."""
     for _ in range(6):
         children = _children(node)
         if not children:
@@ -164,11 +148,12 @@ def _kept(node: Any) -> tuple[float | None, dict[str, Any]]:
         node = children[0]
         name = node.name()
         if name.startswith("NllLoss"):
-            facts = _nll(node)  # of one loss per row: its sum of weights is 0
+            facts = _nll(node)  # reduction="none": its sum of weights is 0
             return facts.pop("counts")[0], facts
         if name.startswith("MulBackward"):
             for mask in (saved_by(node, "other"), saved_by(node, "self")):
-                if _is_mask(mask):
+                is_given = isinstance(mask, Tensor) and not mask.requires_grad and mask.numel() > 1
+                if is_given and bool((mask >= 0).all()):
                     return number_of(mask.sum()), {}
         elif not name.startswith(PASSED):
             break

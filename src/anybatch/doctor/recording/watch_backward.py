@@ -1,4 +1,4 @@
-"""Backward passes: what each is made of, which gradients it touched, what it left alive, what is read off its loss."""
+"""Record backward passes: their terms, the gradients they touched, graphs that stay alive, reads of the loss."""
 
 import linecache
 import re
@@ -15,22 +15,18 @@ from torch import Tensor, nn
 
 from anybatch.core import leaves_of
 from anybatch.doctor.finding import Spot
-from anybatch.doctor.loops import packed
+from anybatch.doctor.log import packed
 from anybatch.doctor.recording.event_log import EventLog, here, user_frames
-from anybatch.doctor.recording.loss_terms import watch_terms
-from anybatch.doctor.recording.watch import Ending
+from anybatch.doctor.recording.installing import Ending
+from anybatch.doctor.recording.loss_terms import TermHook, reducing_nodes
 
 WALKED = 2
-"""Backward passes of a place in the code whose whole graph is walked for its leaves."""
+"""Passes per line of code with a walk over the whole graph to find its leaves."""
 OF_THE_BATCH = ("batch", "rows", "mark", "is_eval")
 OF_ONE_PASS = ("scale", "norms", "norm_forwards")
-"""Facts that hold for all passes of a batch, and facts that hold for the next pass only."""
-KEPT = 6
-"""Report a leak above this many live graphs."""
-MOST_READS = 8
-"""Numbers read since the last backward pass that may turn out to be its loss."""
-MOST_USES = 12
-MOST_NAMES = 400
+"""Facts in `EventLog.current` for all passes of a batch, and for the next pass only."""
+MOST_ALIVE = 6  # graphs; more are a leak
+MOST_READS, MOST_USES, MOST_NAMES = 8, 12, 400
 STEPS = re.compile(
     r"accum|grad(ient)?_acc|^acc_?steps|^n_?acc|^accum|^ga_steps|num_micro|n_micro|micro_batches|^n_accum", re.I
 )
@@ -42,13 +38,13 @@ _GROWS = re.compile(r"^\s*([\w.]+)(?:\[[^]]*\])?\s*\+?=[^=]")
 
 
 class ReadingWatch:
-    """Replaces `Tensor.item` and `float()`; a loss is known by where it lies and by its value."""
+    """Patches `Tensor.item` and `float()` to find reads of the loss, known by its address and value."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
-        self._reads: dict[int, tuple[float, Spot]] = {}
+        self._reads: dict[int, tuple[float, Spot]] = {}  # since the last pass; one may turn out to be its loss
         self._last: tuple[int, float, weakref.ref[Tensor]] | None = None
-        self._told: set[Spot] = set()
+        self._logged: set[Spot] = set()
         note = log.safely(self._note)
 
         def make(original: Any) -> Any:
@@ -61,28 +57,28 @@ class ReadingWatch:
             return read
 
         for name in ("item", "__float__"):
-            log.patches.replace(Tensor, name, make)
+            log.patch(Tensor, name, make)
 
     def _note(self, tensor: Tensor, value: float) -> None:
         where, last = tensor.data_ptr(), self._last
         if last is not None and last[:2] == (where, value) and last[2]() is not None:
-            self._tell(here())
+            self._log_read(here())
         elif len(self._reads) < MOST_READS:
             self._reads[where] = (value, here())
 
     def backward_of(self, loss: Tensor, value: float) -> None:
-        """This loss was given to backward: reads before and after it are of what backward was given."""
+        """Note a loss that backward was given; log reads of it before and after."""
         where = loss.data_ptr()
         before = self._reads.get(where)
         self._reads = {}
         self._last = (where, value, weakref.ref(loss))
         if before is not None and before[0] == value:
-            self._tell(before[1])
+            self._log_read(before[1])
 
-    def _tell(self, place: Spot) -> None:
-        if place in self._told or place.via not in ("", "__format__"):
+    def _log_read(self, place: Spot) -> None:
+        if place in self._logged or place.via not in ("", "__format__"):
             return  # a library reads for itself
-        self._told.add(place)
+        self._logged.add(place)
         text = linecache.getline(place.file, place.line).strip()
         name = _GROWS.match(text)
         variable = "" if name is None else name[1]
@@ -90,34 +86,34 @@ class ReadingWatch:
 
 
 def _uses(name: str, place: Spot) -> list[str]:
-    """Other lines of the file with that variable."""
+    """Return the other lines of the file that use a variable."""
     lines = enumerate(linecache.getlines(place.file), start=1)
     word = re.compile(rf"(?<![\w.]){re.escape(name)}\b")
     return [line.strip() for number, line in lines if number != place.line and word.search(line)][:MOST_USES]
 
 
 class _Sentinel:
-    """Lives as long as the graph that it is tied to."""
+    """Object in the metadata of a node; dies with the graph."""
 
 
 class BackwardWatch:
-    """Replaces `torch.autograd.backward`, which `Tensor.backward` looks up when it is called."""
+    """Patches `torch.autograd.backward`, which `Tensor.backward` looks up at every call."""
 
-    def __init__(self, log: EventLog, reading: ReadingWatch) -> None:
-        self.log, self.reading = log, reading
+    def __init__(self, log: EventLog) -> None:
+        self.log, self.reading = log, ReadingWatch(log)
         self._alive: list[weakref.ref[_Sentinel]] = []
         self._walked: Counter[str] = Counter()
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Spot]] = {}
-        self._is_kept_told = self._is_intent_told = False
-        self._told_unowned: set[int] = set()
+        self._has_logged_kept = self._has_logged_intent = False
+        self._logged_unowned: set[int] = set()
         self._compared = (0, 0)
-        self._seen: dict[Any, tuple[str, list[str]]] = {}
+        self._touched_known: dict[Any, tuple[str, list[str]]] = {}
         begin, end = log.safely(self._begin), log.safely(self._end)
 
         def make(original: Any) -> Any:
             def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
                 if log.num_updates and log.reason == "updates" and not log.is_ended:
-                    raise Ending(0)  # the script caught the first one
+                    raise Ending(0)  # the script caught the first
                 if log.depth or log.is_ended or log.is_broken:
                     return original(tensors, *arguments, **named)
                 state = begin(tensors)
@@ -132,17 +128,18 @@ class BackwardWatch:
 
             return backward
 
-        log.patches.replace(torch.autograd, "backward", make)
+        log.patch(torch.autograd, "backward", make)
 
     def _begin(self, tensors: Any) -> Any:
         log, place = self.log, here()
-        log.look(place=place)
+        log.log_changes(place=place)
         log.arrived = {}
         (loss, *others) = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        hooks = watch_terms(loss) if not others and loss.numel() == 1 and loss.grad_fn is not None else []
+        has_terms = not others and loss.numel() == 1 and loss.grad_fn is not None
+        hooks = [TermHook(node) for node in reducing_nodes(loss.grad_fn)] if has_terms else []
         self._walk(loss, place)
-        if not self._is_intent_told:
-            self._is_intent_told = True
+        if not self._has_logged_intent:
+            self._has_logged_intent = True
             log.write("intent", None, **_intended(), **_rank())
         module = log.current["ddp"]() if "ddp" in log.current else None
         flag = None if module is None else bool(module.require_backward_grad_sync)  # as it stands when backward begins
@@ -155,11 +152,11 @@ class BackwardWatch:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
         nodes = [hook.node for hook in hooks][:4]
         terms = [term for term in (hook.close() for hook in hooks) if term is not None]
-        touched, dtypes = self._touched(log.forget_changes())
+        touched, dtypes = self._touched(log.accept_changes())
         current = log.current
         forward = current.pop("sync", current.get("fsdp"))
         value: Any = loss.tolist() if loss.dim() == 0 else None
-        event = {"serial": log.num_passes, "terms": terms, "touched": touched, "dtypes": dtypes}
+        event: dict[str, Any] = {"serial": log.num_passes, "terms": terms, "touched": touched, "dtypes": dtypes}
         event["probe"] = log.take_arrived()
         if value is not None:
             event["loss"] = value
@@ -174,19 +171,19 @@ class BackwardWatch:
         if value is not None:
             self.reading.backward_of(loss, value)
         self._note_alive(loss, place, nodes)
-        self._tell_unowned()
+        self._log_unowned()
 
     def _touched(self, numbers: list[int]) -> tuple[str, list[str]]:
-        """Numbers of parameters as the log has them, and the dtypes of their gradients: the same in most passes."""
+        """Return the parameters packed, and the dtypes of their gradients; cached, because most passes repeat."""
         if not numbers:
             return "", []
         first = self.log.parameters[numbers[0]]()
         key = (tuple(numbers), None if first is None or first.grad is None else first.grad.dtype)
-        if key not in self._seen:
+        if key not in self._touched_known:
             found = [self.log.parameters[number]() for number in numbers]
             dtypes = {p.grad.dtype for p in found if p is not None and p.grad is not None}
-            self._seen[key] = packed(numbers), sorted(str(dtype)[6:] for dtype in dtypes)
-        return self._seen[key]
+            self._touched_known[key] = packed(numbers), sorted(str(dtype)[6:] for dtype in dtypes)
+        return self._touched_known[key]
 
     def _note_alive(self, loss: Tensor, place: Spot, nodes: list[Any]) -> None:
         self._alive = [reference for reference in self._alive if reference() is not None]
@@ -195,8 +192,8 @@ class BackwardWatch:
             sentinel = _Sentinel()
             node.metadata["anybatch doctor"] = sentinel
             self._alive.append(weakref.ref(sentinel))
-        if len(self._alive) > KEPT and not self._is_kept_told:
-            self._is_kept_told = True
+        if len(self._alive) > MOST_ALIVE and not self._has_logged_kept:
+            self._has_logged_kept = True
             name, file, line = _keeper(loss)
             where = replace(place, file=file, line=line) if line else place
             self.log.write("kept", alive=len(self._alive), variable=name, place=where)
@@ -209,8 +206,8 @@ class BackwardWatch:
             if isinstance(leaf, nn.Parameter):
                 self._leaves.setdefault(id(leaf), (weakref.ref(leaf), place))
 
-    def _tell_unowned(self) -> None:
-        """Leaves of the graph that no optimizer has, once there were updates."""
+    def _log_unowned(self) -> None:
+        """Log leaves of the graph that no optimizer has, once there were updates."""
         log = self.log
         known = (len(self._leaves), len(log.parameters))
         if not log.num_updates or log.num_passes <= 3 or known == self._compared:
@@ -222,23 +219,23 @@ class BackwardWatch:
         lost = [
             (key, leaf, place)
             for key, (reference, place) in self._leaves.items()
-            if key not in self._told_unowned and (leaf := reference()) is not None and id(leaf) not in owned
+            if key not in self._logged_unowned and (leaf := reference()) is not None and id(leaf) not in owned
         ]
         if lost:
-            self._told_unowned |= {key for key, _, _ in lost}
+            self._logged_unowned |= {key for key, _, _ in lost}
             shapes = [list(leaf.shape) for _, leaf, _ in lost]
             log.write("unowned", shapes=shapes[:8], count=len(shapes), place=lost[0][2])
 
 
 def _rank() -> dict[str, int]:
-    """The rank, for a process whose environment does not say it, such as one that was spawned."""
+    """Return the rank from torch.distributed: a spawned process does not have it in its environment."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     return {"rank": dist.get_rank(), "world": dist.get_world_size()}
 
 
 def _intended() -> dict[str, dict[str, int]]:
-    """Guess the numbers of micro-batches and epochs from names of variables; lengths of lists, which may hold batches."""
+    """Guess the numbers of micro-batches and epochs from the names of variables, and return the lengths of lists."""
     steps: dict[str, int] = {}
     epochs: dict[str, int] = {}
     lengths: dict[str, int] = {}
@@ -264,7 +261,7 @@ def _numbers(frame: FrameType) -> Iterator[tuple[str, int]]:
 
 
 def _fields(value: Any) -> Iterator[tuple[str, int]]:
-    """Whole numbers in a dict, a namespace or a config object."""
+    """Yield the ints in a dict, a namespace or a config object."""
     fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
     if isinstance(fields, Mapping) and len(fields) <= MOST_NAMES:
         for name, inner in list(fields.items()):
@@ -273,7 +270,7 @@ def _fields(value: Any) -> Iterator[tuple[str, int]]:
 
 
 def _keeper(current: Tensor) -> tuple[str, str, int]:
-    """The variable of the user's that most likely keeps the graphs of earlier losses, and where it is added to."""
+    """Return the variable that holds most graphs of earlier losses, and the file and line on which it grows."""
     best, found = 0, ("", "", 0)
     for frame in user_frames():
         for name, value in [*frame.f_locals.items(), *frame.f_globals.items()][:MOST_NAMES]:
@@ -284,7 +281,7 @@ def _keeper(current: Tensor) -> tuple[str, str, int]:
 
 
 def _added_to(name: str, filename: str) -> tuple[str, int]:
-    """The line on which a variable grows; 0 where none looks like it."""
+    """Return the file and the line on which a variable grows; line 0 if there is none."""
     word = re.escape(name)
     grows = re.compile(
         rf"\b{word}\s*\+=|\b{word}\s*=[^=].*\b{word}\b|\b{word}(\[[^]]*\])?\.(append|extend|add|update|setdefault)\(|\b{word}\["

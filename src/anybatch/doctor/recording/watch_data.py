@@ -1,8 +1,8 @@
-"""Loaders and their epochs, BatchNorm, train and eval, DDP and FSDP2's switches."""
+"""Record loaders and their epochs, BatchNorm, train and eval mode, and the synchronisation switches of DDP and FSDP2."""
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -14,24 +14,24 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from anybatch.core import BatchNormLayer, DropoutLayer
+from anybatch.core import BatchNormLayer, DropoutLayer, tensors
 from anybatch.doctor.recording.event_log import EventLog, here
 from anybatch.parallel import sharded_kind
 
 CHANNELS = 8
-"""Channels of the first BatchNorm whose statistics are written down."""
+"""Channels of the first BatchNorm with logged statistics."""
 MARKED = 4096
-"""Numbers of a batch by which it is known again on another rank."""
+"""Elements of a batch in its checksum."""
 
 
 def install_data_watch(log: EventLog) -> None:
-    """From now on epochs and forwards are seen."""
-    _Loaders(log)
+    """Patch loaders, BatchNorm, `Module.train`, DDP and FSDP2."""
+    _LoaderWatch(log)
     _watch_norms(log)
     _watch_switches(log)
 
 
-class _Loaders:
+class _LoaderWatch:
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self.numbers: dict[int, tuple[Any, int, int]] = {}
@@ -45,8 +45,8 @@ class _Loaders:
                 if log.is_ended or log.is_broken:
                     return iterator
                 epoch = log.safely(self._begun)(loader)
-                is_stream = self._whole(loader) is None  # it may have no end, and whoever reads it may count on that
-                return Fetching(iterator, log, epoch, 0 if is_stream else short)
+                is_stream = self._whole(loader) is None  # it may be endless, and its reader may count on that
+                return WatchedIterator(iterator, log, epoch, 0 if is_stream else short)
 
             return begin
 
@@ -57,8 +57,8 @@ class _Loaders:
 
             return length
 
-        log.patches.replace(kind, "__iter__", make)
-        log.patches.replace(kind, "__len__", make_length)
+        log.patch(kind, "__iter__", make)
+        log.patch(kind, "__len__", make_length)
 
     def _begun(self, loader: Any) -> list[int]:
         known = self.numbers.get(id(loader))
@@ -71,7 +71,7 @@ class _Loaders:
         return [number, epoch + 1]
 
     def _whole(self, loader: Any) -> int | None:
-        """Its batches; None of a stream that does not say."""
+        """Return the number of batches; None for a stream without a length."""
         try:
             return int(self._length(loader))
         except TypeError:
@@ -79,27 +79,26 @@ class _Loaders:
 
 
 def _sampling(loader: Any) -> dict[str, Any]:
-    sampler = getattr(loader, "sampler", None)
     facts: dict[str, Any] = {"batch_size": loader.batch_size}
     try:
         facts["dataset"] = len(loader.dataset)
     except (TypeError, NotImplementedError):
         return facts
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     if isinstance(sampler, DistributedSampler):
         facts["dealt"] = sampler.total_size
     facts["is_plain"] = type(sampler) in (RandomSampler, SequentialSampler) and type(loader) is DataLoader
-    batches: Any = getattr(loader, "batch_sampler", None)
-    if type(batches).__name__ == "BatchSamplerShard":
+    if type(batches).__name__ == "BatchSamplerShard":  # Accelerate's
         facts |= {"is_even": bool(getattr(batches, "even_batches", False)), "is_plain": False}
     return facts
 
 
-class Fetching:
-    """A loader's iterator that tells which batch was fetched, and may end early."""
+class WatchedIterator:
+    """Iterator of a loader that notes which batch was fetched, and ends after `short` batches unless that is 0."""
 
     def __init__(self, inner: Any, log: EventLog, epoch: list[int] | None, short: int) -> None:
         self._inner, self._log, self._epoch, self._short, self._fetched = inner, log, epoch or [-1, 0], short, 0
-        self._is_dealt = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -120,36 +119,25 @@ class Fetching:
             number, epoch = self._epoch
             self._log.safely(self._log.write)("epoch-end", loader=number, number=epoch, fetched=self._fetched)
             raise
-        current = self._log.current
-        current["batch"] = [*self._epoch, self._fetched]
-        current["rows"] = _num_rows(batch)
-        if self._is_dealt:
-            current["mark"] = self._log.safely(_mark)(batch)
+        self._log.safely(self._note)(batch)
         self._fetched += 1
         return batch
 
-
-def _mark(batch: Any) -> float | None:
-    """A number that hardly two batches share, and the same rows always have."""
-    if isinstance(batch, Tensor):
-        flat = batch.detach().reshape(-1)[:MARKED].double()
-        return float((flat * torch.arange(1, len(flat) + 1, dtype=flat.dtype, device=flat.device)).sum())
-    return next((mark for mark in map(_mark, _inner(batch)) if mark is not None), None)
-
-
-def _num_rows(batch: Any) -> int | None:
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.dim() else None
-    return next((rows for rows in map(_num_rows, _inner(batch)) if rows is not None), None)
+    def _note(self, batch: Any) -> None:
+        current, found = self._log.current, list(tensors(batch))
+        current["batch"] = [*self._epoch, self._fetched]
+        current["rows"] = next((len(tensor) for tensor in found if tensor.dim()), None)
+        if self._has_ranks:
+            current["mark"] = _checksum(found[0]) if found else None
 
 
-def _inner(batch: Any) -> Iterable[Any]:
-    return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+def _checksum(tensor: Tensor) -> float:
+    flat = tensor.detach().reshape(-1)[:MARKED].double()
+    return float((flat * torch.arange(1, len(flat) + 1, dtype=flat.dtype, device=flat.device)).sum())
 
 
 def _watch_norms(log: EventLog) -> None:
-    measured: list[weakref.ref[Any]] = []
-    """The BatchNorm whose statistics are written down."""
+    measured: list[weakref.ref[Any]] = []  # the one layer with logged statistics
 
     def normalised(layer: Any, batch: Tensor, *_: Any, **__: Any) -> None:
         if not layer.training or not torch.is_tensor(batch) or log.depth:
@@ -172,35 +160,33 @@ def _watch_norms(log: EventLog) -> None:
 
 
 def _watch_switches(log: EventLog) -> None:
-    """Train and eval, and whether ranks synchronise."""
-
     def trained(_: Any, module: nn.Module, mode: bool = True, *__: Any, **___: Any) -> None:
         if here().function and _is_in_train():
             return
         if any(isinstance(child, DropoutLayer | BatchNormLayer) for child in module.modules()):
             log.current["is_eval"] = not mode
 
-    def spread(module: Any, *_: Any, **__: Any) -> None:
+    def ran_ddp(module: Any, *_: Any, **__: Any) -> None:
         if module.training:
             log.current["sync"] = bool(module.require_backward_grad_sync)
             log.current["ddp"] = weakref.ref(module)
 
-    def switched(_: Any, module: Any, flag: bool, *__: Any, **___: Any) -> None:
+    def switched_fsdp(_: Any, module: Any, flag: bool, *__: Any, **___: Any) -> None:
         log.current["fsdp"] = bool(flag)
 
     def watch_fsdp(*_: Any, **__: Any) -> None:
-        """FSDP2 is imported after torch, and before the optimizer is made."""
+        """Patch FSDP2, which is imported after torch and before the optimizer is made."""
         kind: Any = sharded_kind()
         if kind is not None and not hasattr(kind.set_requires_gradient_sync, "is_doctors"):
-            log.around(kind, "set_requires_gradient_sync", after=switched)
+            log.around(kind, "set_requires_gradient_sync", after=switched_fsdp)
 
     log.around(nn.Module, "train", after=trained)
-    log.around(DistributedDataParallel, "forward", before=spread)
+    log.around(DistributedDataParallel, "forward", before=ran_ddp)
     log.around(Optimizer, "__init__", after=watch_fsdp)
 
 
 def _is_in_train() -> bool:
-    """True if called by `Module.train`, which calls itself for every child."""
+    """Return True if called by `Module.train`, which calls itself for every child."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(24):
         if frame is None:

@@ -1,4 +1,4 @@
-"""Optimizers, clipping, schedulers and loss scalers."""
+"""Record optimizer steps, clipping, schedulers and loss scalers."""
 
 import math
 import sys
@@ -10,40 +10,39 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from anybatch.doctor.loops import packed
+from anybatch.doctor.log import packed
 from anybatch.doctor.recording.event_log import EventLog, here
-from anybatch.doctor.recording.watch import Ending
+from anybatch.doctor.recording.installing import Ending
 
 HORIZONS = ("T_max", "total_steps", "total_iters", "T_0")
-"""How torch's schedulers call the number of steps that they are made for."""
+"""Attributes of torch's schedulers with the number of steps that they are made for."""
 
 
 def install_step_watch(log: EventLog) -> None:
-    """From now on updates are seen."""
+    """Patch optimizers, clipping, schedulers and scalers."""
     _watch_optimizers(log)
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        for module in (nn.utils.clip_grad, nn.utils):
-            log.patches.replace(module, name, _clipping(log))
-    _Schedules(log)
+    _watch_clipping(log)
+    _ScheduleWatch(log)
     _watch_scalers(log)
+    _watch_scaled_steps(log)
 
 
 def _watch_optimizers(log: EventLog) -> None:
     def zeroed(*_: Any, **__: Any) -> None:
         place = here()
-        log.look(is_zeroed=True, place=place)
+        log.log_changes(is_zeroed=True, place=place)
         log.write("zero", place=place)
 
     def begin(optimizer: Optimizer) -> None:
         number = log.optimizer(optimizer)
-        log.look()
+        log.log_changes()
         log.write("step-begin", optimizer=number)
 
     def end(optimizer: Optimizer) -> None:
         number = log.optimizer(optimizer)
         own = log.owned[number]
         holding = [n for n in own if (p := log.parameters[n]()) is not None and p.grad is not None]
-        log.forget_changes()
+        log.accept_changes()
         log.write(
             "step",
             optimizer=number,
@@ -59,7 +58,6 @@ def _watch_optimizers(log: EventLog) -> None:
     safe_begin, safe_end = log.safely(begin), log.safely(end)
 
     def end_script_too(optimizer: Optimizer, *_: Any) -> None:
-        """Once the updates asked for are seen."""
         safe_end(optimizer)
         if 0 < log.watch.updates <= log.num_updates and not log.is_ended and not log.is_broken:
             log.reason = "updates"
@@ -67,44 +65,43 @@ def _watch_optimizers(log: EventLog) -> None:
 
     log.around(Optimizer, "__init__", after=lambda _, optimizer, *__, **___: log.optimizer(optimizer))
     for owner in (Optimizer, nn.Module):
-        log.around(owner, "zero_grad", lambda *_, **__: log.look(), zeroed)
-    log.patches.handles += [
-        register_optimizer_step_pre_hook(lambda one, *_: safe_begin(one)),
-        register_optimizer_step_post_hook(end_script_too),
-    ]
+        log.around(owner, "zero_grad", lambda *_, **__: log.log_changes(), zeroed)
+    log.patches.callback(register_optimizer_step_pre_hook(lambda one, *_: safe_begin(one)).remove)
+    log.patches.callback(register_optimizer_step_post_hook(end_script_too).remove)
 
 
-def _clipping(log: EventLog) -> Any:
+def _watch_clipping(log: EventLog) -> None:
+    def clipped(result: Any, parameters: list[Tensor], limit: float) -> None:
+        log.accept_changes()
+        numbers = [log.number(p) for p in parameters if isinstance(p, Tensor) and p.requires_grad]
+        norm = float(result) if isinstance(result, Tensor) and result.numel() == 1 else None
+        log.write(
+            "clip",
+            parameters=packed(numbers),
+            limit=float(limit) if math.isfinite(limit) else None,
+            norm=norm if norm is not None and math.isfinite(norm) else None,
+            place=here(),
+        )
+
     def make(original: Any) -> Any:
         def clip(*arguments: Any, **named: Any) -> Any:
             given = arguments[0] if arguments else named.pop("parameters")
-            parameters = [given] if isinstance(given, Tensor) else list(given)  # a generator is read once
-            log.safely(log.look)()
+            parameters = [given] if isinstance(given, Tensor) else list(given)  # a generator can be read once
+            log.safely(log.log_changes)()
             result = original(parameters, *arguments[1:], **named)
             limit = arguments[1] if len(arguments) > 1 else named.get("max_norm", named.get("clip_value", math.inf))
             log.safely(clipped)(result, parameters, limit)
             return result
 
-        def clipped(result: Any, parameters: list[Tensor], limit: float) -> None:
-            log.forget_changes()
-            numbers = [log.number(p) for p in parameters if isinstance(p, Tensor) and p.requires_grad]
-            norm = float(result) if isinstance(result, Tensor) and result.numel() == 1 else None
-            limit = float(limit)
-            log.write(
-                "clip",
-                parameters=packed(numbers),
-                limit=limit if math.isfinite(limit) else None,
-                norm=norm if norm is not None and math.isfinite(norm) else None,
-                place=here(),
-            )
-
         return clip
 
-    return make
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        for module in (nn.utils.clip_grad, nn.utils):
+            log.patch(module, name, make)
 
 
-class _Schedules:
-    """Steps of schedulers, without the first that each makes of itself and those that one makes of another."""
+class _ScheduleWatch:
+    """Records steps of schedulers, except the one in a constructor and those that one scheduler makes of another."""
 
     def __init__(self, log: EventLog) -> None:
         self.log, self.depth = log, 0
@@ -112,13 +109,13 @@ class _Schedules:
         kinds = {kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)}
         for kind in kinds:
             if issubclass(kind, lr_scheduler.LRScheduler):
-                log.patches.replace(kind, "step", self._make)
-        log.around(lr_scheduler.LRScheduler, "__init__", self._notice)
+                log.patch(kind, "step", self._make)
+        log.around(lr_scheduler.LRScheduler, "__init__", self._patch_subclass)
 
-    def _notice(self, scheduler: Any, *_: Any, **__: Any) -> None:
+    def _patch_subclass(self, scheduler: Any, *_: Any, **__: Any) -> None:
         kind = type(scheduler)
         if "step" in vars(kind) and not hasattr(kind.step, "is_doctors"):
-            self.log.patches.replace(kind, "step", self._make)
+            self.log.patch(kind, "step", self._make)
 
     def _make(self, original: Any) -> Any:
         def step(scheduler: Any, *arguments: Any, **named: Any) -> Any:
@@ -127,7 +124,7 @@ class _Schedules:
                 result = original(scheduler, *arguments, **named)
             finally:
                 self.depth -= 1
-            if not self.depth and not _is_first():
+            if not self.depth and not _is_in_constructor():
                 self.log.safely(self._stepped)(scheduler)
             return result
 
@@ -150,7 +147,7 @@ class _Schedules:
 
 
 def _horizon(scheduler: Any) -> int | None:
-    """The number of steps that a scheduler was made for, where it says so; transformers' keep theirs in a partial."""
+    """Return the number of steps that a scheduler was made for, if it has that; transformers' keep it in a partial."""
     said = [getattr(scheduler, name, None) for name in HORIZONS]
     for function in getattr(scheduler, "lr_lambdas", []):
         said.append((getattr(function, "keywords", None) or {}).get("num_training_steps"))
@@ -164,8 +161,7 @@ def _horizon(scheduler: Any) -> int | None:
     return sum(known) if hasattr(scheduler, "_milestones") else max(known)
 
 
-def _is_first() -> bool:
-    """True within the constructor of a scheduler of torch."""
+def _is_in_constructor() -> bool:
     frame = sys._getframe(2)
     for _ in range(8):
         if frame.f_code.co_name == "__init__" and frame.f_code.co_filename == lr_scheduler.__file__:
@@ -182,7 +178,7 @@ def _watch_scalers(log: EventLog) -> None:
             log.current["scale"] = float(scaler.get_scale())
 
     def unscaled(_: Any, scaler: Any, optimizer: Optimizer) -> None:
-        log.forget_changes()
+        log.accept_changes()
         if scaler.is_enabled():
             log.write("unscale", optimizer=log.optimizer(optimizer), place=here())
 
@@ -191,19 +187,18 @@ def _watch_scalers(log: EventLog) -> None:
             log.write("scaler-update", scale=float(scaler.get_scale()), place=here())
 
     log.around(GradScaler, "scale", after=scaled)
-    log.around(GradScaler, "unscale_", lambda *_, **__: log.look(), unscaled)
+    log.around(GradScaler, "unscale_", lambda *_, **__: log.log_changes(), unscaled)
     log.around(GradScaler, "update", after=updated)
-    log.patches.replace(GradScaler, "step", _scaler_step(log))
 
 
-def _scaler_step(log: EventLog) -> Any:
+def _watch_scaled_steps(log: EventLog) -> None:
     def skipped(optimizer: Optimizer) -> None:
-        log.forget_changes()
+        log.accept_changes()
         log.write("skipped", optimizer=log.optimizer(optimizer), place=here())
 
     def make(original: Any) -> Any:
         def step(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-            log.safely(log.look)()
+            log.safely(log.log_changes)()
             log.is_inside_scaler = scaler.is_enabled()
             before = sum(log.steps.values())
             try:
@@ -216,4 +211,4 @@ def _scaler_step(log: EventLog) -> Any:
 
         return step
 
-    return make
+    log.patch(GradScaler, "step", make)

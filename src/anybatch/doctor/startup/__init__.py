@@ -1,1 +1,1 @@
-"""The folder that is put on PYTHONPATH: its `sitecustomize` is the first thing that every watched process runs."""
+"""Folder for PYTHONPATH: its `sitecustomize` runs first in every watched process."""

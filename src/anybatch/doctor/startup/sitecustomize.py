@@ -9,16 +9,15 @@ from pathlib import Path
 def _begin() -> None:
     if not os.environ.get("ANYBATCH_DOCTOR"):
         return
-    source = str(Path(__file__).parents[3])
     if importlib.util.find_spec("anybatch") is None:
-        sys.path.append(source)
+        sys.path.append(str(Path(__file__).parents[3]))
     from anybatch.doctor.recording import TorchImported
 
     sys.meta_path.insert(0, TorchImported())
 
 
-def _hand_on() -> None:
-    """Run the `sitecustomize` that would have run without us."""
+def _run_replaced_file() -> None:
+    """Run the user's own `sitecustomize`, which this one hides."""
     own = Path(__file__).resolve().parent
     for folder in sys.path:
         other = Path(folder or ".") / "sitecustomize.py"
@@ -30,4 +29,4 @@ def _hand_on() -> None:
 
 
 _begin()
-_hand_on()
+_run_replaced_file()

@@ -1,4 +1,4 @@
-"""Rules on the model and its numbers: BatchNorm, negatives, precision, graphs; and notes on what cannot be told."""
+"""Rules on the model and its numbers: BatchNorm, negatives, precision, kept graphs, and notes on unreadable losses."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,56 +8,55 @@ from typing import Any
 
 from anybatch.display import plural
 from anybatch.doctor.finding import Finding, Severity, finding_at
-from anybatch.doctor.loops import OptimizerRun, WatchedLoop, spot_of
+from anybatch.doctor.log import Event
+from anybatch.doctor.loops import OptimizerRun, WatchedLoop
 from anybatch.doctor.updates import LoopUpdate, LossPass
 
 LOW = ("bfloat16", "float16")
-SMALLEST = 5e-3
-"""Error of a 16-bit sum above which it is an error."""
+LARGEST_SUM_ERROR = 5e-3
+"""Relative error of a 16-bit sum above which it is an error, not a warning."""
 
 
 def model_rules(run: OptimizerRun) -> Iterator[Finding]:
-    """Per optimizer."""
+    """Apply the rules on one optimizer."""
     accumulated = [update for update in run.updates if len(update.micro_batches) > 1]
     if accumulated:
         update = accumulated[-1]
         yield from _batch_norm(run, update, [passes[0] for passes in update.micro_batches])
         yield from _negatives(run, update)
-        yield from _low_precision(run, accumulated)
+        yield from _low_precision(run, max(accumulated, key=lambda one: len(one.passes)))
         yield from _learning_rate(run, update)
-    yield from _untold(run)
+    yield from _unreadable(run)
 
 
 def loop_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:
-    """Rules on the whole loop."""
-    for line in loop.others.get("kept", ()):
-        name = line.get("variable")
+    """Apply the rules on the whole loop."""
+    for event in loop.events["kept"]:
+        name = event.get("variable")
         who = f"`{name}` keeps" if name else "something keeps"
         text = (
-            f"{who} the graphs of earlier losses alive: {line.get('alive')} of them by now, and each is memory that is "
+            f"{who} the graphs of earlier losses alive: {event.get('alive')} of them by now, and each is memory that is "
             "never freed."
         )
-        yield _of_line("kept-graph", "warning", line, text)
-    for line in loop.others.get("unowned", ()):
-        shapes = "; ".join("x".join(map(str, shape)) or "1" for shape in line.get("shapes", [])[:4])
+        yield _of_event(event, "kept-graph", "warning", text)
+    for event in loop.events["unowned"]:
+        shapes = "; ".join("x".join(map(str, shape)) or "1" for shape in event.get("shapes", [])[:4])
         text = (
-            f"{plural(int(line.get('count', 1)), 'parameter')} of the loss ({shapes}) are in no optimizer: they get "
+            f"{plural(int(event.get('count', 1)), 'parameter')} of the loss ({shapes}) are in no optimizer: they get "
             "gradients and never change."
         )
-        yield _of_line("unowned-parameters", "warning", line, text)
-    for line in loop.others.get("trouble", ()):
-        text = (
-            f"The recorder failed and stopped watching: {line.get('error')} (in {line.get('within')}, line "
-            f"{line.get('line')})."
-        )
-        yield _of_line("recorder-trouble", "note", line, text)
+        yield _of_event(event, "unowned-parameters", "warning", text)
+    for event in loop.events["trouble"]:
+        where = f"(in {event.get('within')}, line {event.get('line')})"
+        text = f"The recorder failed and stopped watching: {event.get('error')} {where}."
+        yield _of_event(event, "recorder-trouble", "note", text)
     yield from _eval(loop)
     yield from _windows(runs)
 
 
-def _of_line(kind: str, severity: Severity, line: Mapping[str, Any], text: str) -> Finding:
-    facts = {key: line[key] for key in ("alive", "variable", "count", "shapes", "error") if key in line}
-    return finding_at(spot_of(line.get("place")), kind, severity, text, facts)
+def _of_event(event: Event, kind: str, severity: Severity, text: str) -> Finding:
+    facts: Event = {key: event[key] for key in ("alive", "variable", "count", "shapes", "error") if key in event}
+    return finding_at(event["spot"], kind, severity, text, facts)
 
 
 def _batch_norm(run: OptimizerRun, update: LoopUpdate, passes: Sequence[LossPass]) -> Iterator[Finding]:
@@ -83,6 +82,7 @@ def _batch_norm(run: OptimizerRun, update: LoopUpdate, passes: Sequence[LossPass
 
 
 def _variance_error(norms: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean over channels of the micro-batches' mean relative deviation from the pooled variance."""
     counts = [norm["count"] for norm in norms]
     total = sum(counts)
     errors = []
@@ -111,22 +111,21 @@ def _negatives(run: OptimizerRun, update: LoopUpdate) -> Iterator[Finding]:
     yield run.finding("negatives-missing", "error", update.passes[0].spot, text, {"rows": pairs[0], "batch": rows})
 
 
-def _low_precision(run: OptimizerRun, updates: Sequence[LoopUpdate]) -> Iterator[Finding]:
-    update = max(updates, key=lambda one: len(one.passes))
-    low = [dtype for one in update.passes for dtype in one.dtypes if dtype in LOW]
-    if not low:
+def _low_precision(run: OptimizerRun, update: LoopUpdate) -> Iterator[Finding]:
+    dtype = next((dtype for one in update.passes for dtype in one.dtypes if dtype in LOW), None)
+    if dtype is None:
         return
-    error = None if update.is_assigned or update.stale else _sum_error(update)
-    n, dtype = len(update.passes), low[0]
+    n, error = len(update.passes), _sum_error(update)
     told = "" if error is None else f": the sum is {100 * error:.2g} % off (measured)"
-    severity: Severity = "error" if error is not None and error > SMALLEST else "warning"
-    facts = {"dtype": dtype, "error": error, "micro_batches": n}
+    severity: Severity = "error" if error is not None and error > LARGEST_SUM_ERROR else "warning"
     text = f"{n} micro-batches are added up in {dtype}{told}."
+    facts = {"dtype": dtype, "error": error, "micro_batches": n}
     yield run.finding("low-precision-sum", severity, update.first_spot, text, facts)
 
 
 def _sum_error(update: LoopUpdate) -> float | None:
-    is_changed = any(one.kind in ("clip", "unscale") for one in update.happenings)
+    """Return the relative error of `.grad` as the sum of the passes; None if something else changed it."""
+    is_changed = update.is_assigned or update.stale or any(one.kind in ("clip", "unscale") for one in update.actions)
     if is_changed or any(one.sync is not None for one in update.passes):
         return None
     squared = size = 0.0
@@ -138,11 +137,11 @@ def _sum_error(update: LoopUpdate) -> float | None:
 
 
 def _learning_rate(run: OptimizerRun, update: LoopUpdate) -> Iterator[Finding]:
-    optimizer = run.loop.optimizers.get(run.optimizer, {})
-    kind = str(optimizer.get("kind", ""))
+    optimizer = run.loop.optimizers[run.optimizer]
     rate, n = (update.lr or (0.0,))[0], run.size
     if n < 2 or not rate or not run.is_usually_whole:
-        return  # one that is not divided has a larger step already
+        return  # a loss that is not divided makes the step larger already
+    kind = str(optimizer.get("kind", ""))
     is_adam = "adam" in kind.lower()
     rule, better = ("the square-root rule", rate * math.sqrt(n)) if is_adam else ("the linear rule", rate * n)
     rows = f" of {run.rows} rows" if run.rows else ""
@@ -152,20 +151,17 @@ def _learning_rate(run: OptimizerRun, update: LoopUpdate) -> Iterator[Finding]:
         "warm-up. Advice, not an error."
     )
     facts = {"lr": rate, "suggested": better, "micro_batches": n}
-    found = run.finding("learning-rate", "note", spot_of(optimizer.get("place")), text, facts)
+    found = run.finding("learning-rate", "note", optimizer["spot"], text, facts)
     yield replace(found, own_fix=found.own_fix.replace(")", ', rule="sqrt")')) if is_adam else found
 
 
-def _untold(run: OptimizerRun) -> Iterator[Finding]:
-    steps = run.loop.updates_of(run.optimizer)
-    if not steps:
-        return
+def _unreadable(run: OptimizerRun) -> Iterator[Finding]:
     if run.is_by_hand:
         text = (
             "The gradients of this optimizer are written by hand: they are no multiple of what backward brought. "
             "What one batch would give cannot be told."
         )
-        yield run.finding("by-hand", "note", steps[-1].spot, text, {"updates": len(steps)})
+        yield run.finding("by-hand", "note", run.steps[-1].spot, text, {"updates": len(run.steps)})
         return
     opaque = [update for update in run.updates if update.weighing is None and update.passes]
     if opaque and 2 * len(opaque) > len(run.updates):

@@ -2,27 +2,33 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 from anybatch.display import plural
 from anybatch.doctor.finding import Finding, Severity, Spot, finding_at
+from anybatch.doctor.log import Event
 from anybatch.doctor.loops import OptimizerRun, WatchedLoop
-from anybatch.doctor.updates import Happening, LoopUpdate, LossPass
+from anybatch.doctor.updates import Action, LoopUpdate, LossPass
 
 
 def order_rules(run: OptimizerRun) -> Iterator[Finding]:
-    """Per optimizer."""
+    """Apply the rules on clipping, loss scalers and schedules."""
     yield from _clipping(run)
-    yield from _scaling(run)
-    yield from _schedules(run)
+    for update in run.updates:
+        yield from _scaling(run, update)
+    schedules: dict[int, list[Action]] = defaultdict(list)
+    for one in run.loop.actions:
+        if one.kind == "schedule" and one.facts.get("optimizer") == run.optimizer:
+            schedules[int(one.facts.get("scheduler", 0))].append(one)
+    for steps in schedules.values():
+        yield from _schedule(run, steps)
 
 
 def _clipping(run: OptimizerRun) -> Iterator[Finding]:
-    clips = run.clips()
     for update in run.updates:
-        for clip in clips:
+        for clip in run.clips:
             if update.is_between(clip.index) and not run.is_by_hand:
                 text = (
                     f"Gradients are clipped to {clip.facts['limit']:g} between the micro-batches of update {update.number}: "
@@ -30,16 +36,16 @@ def _clipping(run: OptimizerRun) -> Iterator[Finding]:
                 )
                 facts = {"limit": clip.facts["limit"], "norm": clip.facts.get("norm")}
                 yield run.finding("clip-early", "error", clip.spot, text, facts)
-        yield from _clip_scaled(run, update, clips)
-    yield from _clip_late(run, clips)
+        yield from _clip_scaled(run, update)
+    yield from _clip_late(run)
 
 
-def _clip_scaled(run: OptimizerRun, update: LoopUpdate, clips: list[Happening]) -> Iterator[Finding]:
+def _clip_scaled(run: OptimizerRun, update: LoopUpdate) -> Iterator[Finding]:
     scales = [one.scale for one in update.passes if one.scale not in (None, 1.0)]
     if not scales:
         return
-    first = min((one.index for one in update.happenings if _unscales(one, run)), default=update.index)
-    for clip in clips:
+    first = min((one.index for one in update.actions if _unscales(one, run)), default=update.index)
+    for clip in run.clips:
         if update.passes[0].index < clip.index < update.index and clip.index < first:
             text = (
                 f"Gradients are clipped to {clip.facts['limit']:g} while they are still multiplied with the loss scale "
@@ -49,69 +55,59 @@ def _clip_scaled(run: OptimizerRun, update: LoopUpdate, clips: list[Happening]) 
             yield run.finding("clip-scaled", "error", clip.spot, text, facts)
 
 
-def _unscales(one: Happening, run: OptimizerRun) -> bool:
+def _unscales(one: Action, run: OptimizerRun) -> bool:
     return one.kind == "unscale" and one.facts.get("optimizer") == run.optimizer
 
 
-def _clip_late(run: OptimizerRun, clips: list[Happening]) -> Iterator[Finding]:
-    """After a step, before anything new came."""
-    touching = sorted(one.index for one in run.loop.passes if one.touched & run.numbers)
-    steps = [update.index for update in run.loop.updates_of(run.optimizer)]
+def _clip_late(run: OptimizerRun) -> Iterator[Finding]:
+    """Find clips between a step and the next pass."""
+    touching = [one.index for one in run.loop.passes if one.touched & run.parameters]
     late = []
-    for clip in clips:
-        step = max((index for index in steps if index < clip.index), default=None)
+    for clip in run.clips:
+        step = max((update.index for update in run.steps if update.index < clip.index), default=None)
         if step is not None and not any(step < index < clip.index for index in touching):
             late.append(clip)
-    if late and 2 * len(late) >= len(steps) - 1:
+    if late and 2 * len(late) >= len(run.steps) - 1:
         text = (
             f"Gradients are clipped to {late[0].facts['limit']:g} after the step that they were meant for: no update "
             "is clipped."
         )
-        yield run.finding("clip-after-step", "error", late[0].spot, text, {"clips": len(late), "steps": len(steps)})
+        facts = {"clips": len(late), "steps": len(run.steps)}
+        yield run.finding("clip-after-step", "error", late[0].spot, text, facts)
 
 
-def _scaling(run: OptimizerRun) -> Iterator[Finding]:
-    for update in run.updates:
-        scales = [one.scale for one in update.passes]
-        if all(scale is None for scale in scales):
+def _scaling(run: OptimizerRun, update: LoopUpdate) -> Iterator[Finding]:
+    scales = [one.scale for one in update.passes]
+    if all(scale is None for scale in scales):
+        return
+    for one in update.actions:
+        if not update.is_between(one.index):
             continue
-        for one in update.happenings:
-            if not update.is_between(one.index):
-                continue
-            if one.kind == "scaler-update":
-                text = (
-                    f"scaler.update() runs between the micro-batches of update {update.number}: parts of one sum may have "
-                    "different scales."
-                )
-                yield run.finding("scaler-misuse", "error", one.spot, text, {"scale": one.facts.get("scale")})
-            if _unscales(one, run):
-                text = (
-                    f"scaler.unscale_() runs between the micro-batches of update {update.number}: what comes after is added "
-                    f"with the scale {scales[-1]:g} to gradients without it."
-                )
-                yield run.finding("scaler-misuse", "error", one.spot, text, {"scale": scales[-1]})
-        if len(set(scales)) > 1:
-            text = f"The micro-batches of update {update.number} have different loss scales: {', '.join(map(str, scales[:6]))}."
-            yield run.finding("scaler-misuse", "error", update.passes[-1].spot, text, {"scales": scales[:8]})
-        unscaled = any(one.kind == "unscale" for one in update.happenings)
-        if not update.is_in_scaler and not unscaled and scales[-1] not in (None, 1.0):
+        if one.kind == "scaler-update":
             text = (
-                f"The optimizer steps on gradients that are multiplied with the loss scale {scales[-1]:g}: it was not "
-                "stepped by scaler.step()."
+                f"scaler.update() runs between the micro-batches of update {update.number}: parts of one sum may have "
+                "different scales."
             )
-            yield run.finding("scaler-misuse", "error", update.spot, text, {"scale": scales[-1]})
+            yield run.finding("scaler-misuse", "error", one.spot, text, {"scale": one.facts.get("scale")})
+        if _unscales(one, run):
+            text = (
+                f"scaler.unscale_() runs between the micro-batches of update {update.number}: what comes after is added "
+                f"with the scale {scales[-1]:g} to gradients without it."
+            )
+            yield run.finding("scaler-misuse", "error", one.spot, text, {"scale": scales[-1]})
+    if len(set(scales)) > 1:
+        text = f"The micro-batches of update {update.number} have different loss scales: {', '.join(map(str, scales[:6]))}."
+        yield run.finding("scaler-misuse", "error", update.passes[-1].spot, text, {"scales": scales[:8]})
+    is_unscaled = update.is_in_scaler or any(one.kind == "unscale" for one in update.actions)
+    if not is_unscaled and scales[-1] not in (None, 1.0):
+        text = (
+            f"The optimizer steps on gradients that are multiplied with the loss scale {scales[-1]:g}: it was not "
+            "stepped by scaler.step()."
+        )
+        yield run.finding("scaler-misuse", "error", update.spot, text, {"scale": scales[-1]})
 
 
-def _schedules(run: OptimizerRun) -> Iterator[Finding]:
-    groups: dict[int, list[Happening]] = defaultdict(list)
-    for one in run.loop.happenings:
-        if one.kind == "schedule" and one.facts.get("optimizer") == run.optimizer:
-            groups[int(one.facts.get("scheduler", 0))].append(one)
-    for steps in groups.values():
-        yield from _schedule(run, steps)
-
-
-def _schedule(run: OptimizerRun, steps: list[Happening]) -> Iterator[Finding]:
+def _schedule(run: OptimizerRun, steps: list[Action]) -> Iterator[Finding]:
     several = [update for update in run.updates if len(update.micro_batches) > 1]
     within = [update for update in several if any(update.is_between(one.index) for one in steps)]
     per_update = len(steps) / max(1, len(run.updates))
@@ -127,7 +123,7 @@ def _schedule(run: OptimizerRun, steps: list[Happening]) -> Iterator[Finding]:
     early = [u for u in stepped if any(u.passes[-1].index < one.index < u.index for one in steps)]
     first = run.updates[0].index if run.updates else -1
     ahead = sum(one.index < first for one in steps)
-    is_before_first = ahead == 1 and len(steps) > 1 and not run.loop.others.get("skipped")
+    is_before_first = ahead == 1 and len(steps) > 1 and not run.loop.events["skipped"]
     if run.updates and (2 * len(early) > len(run.updates) or is_before_first):
         text = (
             "The schedule is stepped before the optimizer: the first learning rate is never used, and every later "
@@ -144,7 +140,7 @@ def _schedule(run: OptimizerRun, steps: list[Happening]) -> Iterator[Finding]:
     yield from _horizon(run, steps, per_update)
 
 
-def _horizon(run: OptimizerRun, steps: list[Happening], per_update: float) -> Iterator[Finding]:
+def _horizon(run: OptimizerRun, steps: list[Action], per_update: float) -> Iterator[Finding]:
     horizon = steps[0].facts.get("horizon")
     if not isinstance(horizon, int) or run.size < 2 or not 0.7 < per_update < 1.4:
         return
@@ -156,7 +152,7 @@ def _horizon(run: OptimizerRun, steps: list[Happening], per_update: float) -> It
     meant = [(length, count) for length, count in pairs if abs(length * count - horizon) <= 0.02 * horizon]
     seen = [math.ceil(length / run.size) * count for length, count in meant]
     if len(steps) > max([1.1 * math.ceil(horizon / run.size), *seen]):
-        return  # it has gone further than it would if it were made for micro-batches
+        return  # it has made more steps than one made for micro-batches would
     finished = run.loop.reason == "finished" and abs(horizon / len(steps) / run.size - 1) < 0.25
     is_multiple = any(n > run.size and horizon % n == 0 and horizon // n <= 200 for n in whole)
     if not seen and not finished and not is_multiple:
@@ -180,8 +176,8 @@ def _rate_left(kind: str, by: str, part: float) -> str:
     return ""
 
 
-def rank_rules(run: OptimizerRun) -> Iterator[Finding]:
-    """DDP's and FSDP2's switches."""
+def sync_rules(run: OptimizerRun) -> Iterator[Finding]:
+    """Apply the rules on the gradient synchronisation of DDP and FSDP2."""
     for update in run.updates:
         told = [(one, one.sync) for one in update.passes if one.sync is not None]
         if not told:
@@ -212,16 +208,16 @@ def rank_rules(run: OptimizerRun) -> Iterator[Finding]:
 
 
 def row_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:
-    """Rows that count more than once."""
+    """Apply the rules on rows that count more than once, or never."""
     yield from _same_rows_again(runs)
     used = {one.batch[0] for one in loop.passes if one.batch is not None}
     for epoch in loop.epochs:
         if epoch["loader"] in used and loop.world > 1 and epoch["number"] <= 1:
-            yield from _dealt(epoch, epoch["spot"], loop.world)
+            yield from _sampler(epoch, loop.world)
 
 
-def rules_across(loops: Sequence[WatchedLoop]) -> Iterator[Finding]:
-    """Batches of one rank that are those of another: what no sampler says, such as a stream that nobody deals out."""
+def rules_across_ranks(loops: Sequence[WatchedLoop]) -> Iterator[Finding]:
+    """Find batches that two ranks share, such as those of a stream that is not split between them."""
     ranks = {loop.rank: _marks(loop) for loop in loops if any(one.sync is not None for one in loop.passes)}
     (first, own), *others = sorted(ranks.items()) or [(0, {})]
     for rank, theirs in others:
@@ -237,16 +233,18 @@ def rules_across(loops: Sequence[WatchedLoop]) -> Iterator[Finding]:
 
 
 def _marks(loop: WatchedLoop) -> dict[float, Spot]:
-    """The batches of the first epoch; none where they are not told apart."""
+    """Return the checksums of the first epoch's batches with the epoch's line; none if two batches share one."""
     begun = {(epoch["loader"], epoch["number"]): epoch["spot"] for epoch in loop.epochs}
     first = [one for one in loop.passes if one.mark is not None and one.batch is not None and one.batch[1] == 1]
     batches = {one.batch: one.mark for one in first}
-    is_told_apart = len(set(batches.values())) == len(batches)
-    return {one.mark: begun.get(one.batch[:2], one.spot) for one in first if one.mark and one.batch and is_told_apart}
+    if len(set(batches.values())) < len(batches):
+        return {}
+    return {one.mark: begun.get(one.batch[:2], one.spot) for one in first if one.mark and one.batch}
 
 
-def _dealt(epoch: Mapping[str, object], spot: Spot, world: int) -> Iterator[Finding]:
+def _sampler(epoch: Event, world: int) -> Iterator[Finding]:
     rows, dealt, batch = (epoch.get(name) for name in ("dataset", "dealt", "batch_size"))
+    spot: Spot = epoch["spot"]
     if not isinstance(rows, int):
         return
     if epoch.get("is_plain"):
@@ -281,7 +279,7 @@ def _same_rows_again(runs: list[OptimizerRun]) -> Iterator[Finding]:
             parts = update.micro_batches
             if len(parts) < 2 or any(len(passes) != 1 for passes in parts):
                 continue
-            gradients = [_unit(passes[0]) for passes in parts]
+            gradients = [_unweighted(passes[0]) for passes in parts]
             twice = len(gradients) - len(set(gradients))
             if all(gradients) and twice and any(gradients[0]):
                 text = (
@@ -294,14 +292,15 @@ def _same_rows_again(runs: list[OptimizerRun]) -> Iterator[Finding]:
 
 
 def _restarted(loop: WatchedLoop, passes: list[LossPass]) -> Spot | None:
-    """The line that begins the loader anew for every micro-batch: `next(iter(loader))`."""
+    """Return the line that restarts the loader for every micro-batch: `next(iter(loader))`."""
     batches = [one.batch for one in passes if one.batch is not None and one.batch[2] == 0]
     if len(set(batches)) != len(passes):
         return None
     return next((epoch["spot"] for epoch in loop.epochs if epoch["loader"] == batches[0][0]), None)
 
 
-def _unit(one: LossPass) -> tuple[float, ...]:
+def _unweighted(one: LossPass) -> tuple[float, ...]:
+    """Return the probed gradient of the loss before its weight, rounded; empty if it is zero."""
     weight = one.terms[0].weight if one.terms else 1.0
     flat = [value for key in sorted(one.probe) for value in one.probe[key]]
     return tuple(float(f"{value / weight:.5g}") for value in flat) if weight and any(flat) else ()

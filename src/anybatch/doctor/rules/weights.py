@@ -1,26 +1,27 @@
-"""Rules on weights: how an update is divided, what becomes of its tail, and which loss is logged."""
+"""Rules on weights: the division of a loss, unequal micro-batches, lost passes and tails, and the logged loss."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from anybatch.display import plural
 from anybatch.doctor.finding import Finding, Severity
-from anybatch.doctor.loops import OptimizerRun, WatchedLoop, spot_of
-from anybatch.doctor.updates import LoopUpdate, Lost, Weighing, gradient_error, near
+from anybatch.doctor.log import Event
+from anybatch.doctor.loops import OptimizerRun, WatchedLoop
+from anybatch.doctor.updates import LoopUpdate, LostPass, Weighing, gradient_error, near
 
 
 def weight_rules(run: OptimizerRun) -> Iterator[Finding]:
-    """Forgotten, doubled and other divisions; micro-batches of unequal size; steps on old gradients, updates of odd sizes."""
+    """Apply the rules on divisions, unequal micro-batches, old gradients and odd sizes of updates."""
     if run.is_by_hand:
         return
     if run.size == 1:
         yield from _stepped_every(run)
     first = run.updates[0] if run.is_off_by_one else None
     for update, weighing in run.weighed:
-        is_told = update.stale or update.number in run.robbed or update is first  # by other rules
-        if max(run.size, len(weighing.shares)) > 1 and not weighing.is_plain_sum and not is_told:
+        # stale, partly cleared and off-by-one updates have findings of their own
+        is_explained = update.stale or update.number in run.partly_cleared or update is first
+        if max(run.size, len(weighing.shares)) > 1 and not weighing.is_plain_sum and not is_explained:
             yield from _division(run, update, weighing)
     yield from _uneven(run)
     yield from _stale(run)
@@ -46,11 +47,9 @@ def _division(run: OptimizerRun, update: LoopUpdate, weighing: Weighing) -> Iter
     if near(total, 1.0) or not total:
         return
     told, facts = _measured(update, weighing)
-    spot = update.first_spot
+    spot, share, is_constant = update.first_spot, weighing.shares[0], weighing.is_constant
     start = f"The weights of update {update.number} add up to {total:.2f} over {plural(n, 'micro-batch')}"
-    share = weighing.shares[0]
-    is_constant = all(near(each, share) for each in weighing.shares)
-    # with several losses a factor may be meant, unless their sum says otherwise too
+    # with several losses a factor may be intended, unless their sum is off too
     is_surely_twice = weighing.num_terms == 1 or (n in run.loop.intended.values() and not near(weighing.all_terms, 1.0))
     if is_constant and near(share, 1.0):
         text = f"{start}: the loss is not divided, so the step is {n} times as large as that of one batch.{told}"
@@ -64,31 +63,19 @@ def _division(run: OptimizerRun, update: LoopUpdate, weighing: Weighing) -> Iter
         )
         yield run.tail_finding("other-divisor", spot, text, facts)
     elif n == run.size:
-        yield from _other(run, update, weighing, start, told, facts)
-
-
-def _other(
-    run: OptimizerRun, update: LoopUpdate, weighing: Weighing, start: str, told: str, facts: dict[str, object]
-) -> Iterator[Finding]:
-    spot, n = update.first_spot, len(weighing.shares)
-    divisor = 1.0 / weighing.shares[0] if weighing.shares[0] else 0.0
-    whole = round(divisor)
-    is_whole = whole >= 2 and abs(divisor - whole) < 0.01 * divisor
-    is_meant = (
-        whole in run.loop.intended.values()
-        or near(weighing.total, 1.0 / n**2)
-        or whole > 2 * n
-        or n in (whole - 1, whole + 1)
-    )
-    if is_whole and (is_meant or run.loop.intended) and weighing.num_terms == 1:
-        text = f"{start}: each loss is divided by {whole}, and there are {n} of them.{told}"
-        yield run.finding("other-divisor", "error", spot, text, facts)
-        return
-    text = (
-        f"{start}. If your loss has a factor of its own, such as 0.5 * loss, this is right; "
-        f"if not, the division is not by {n}. It cannot be told from outside."
-    )
-    yield run.finding("other-divisor", "note", spot, text, facts)
+        divisor = 1.0 / share if share else 0.0
+        whole = round(divisor)
+        is_whole = whole >= 2 and abs(divisor - whole) < 0.01 * divisor
+        is_likely = near(total, 1.0 / n**2) or whole > 2 * n or n in (whole - 1, whole + 1)
+        if is_whole and (is_likely or run.loop.intended) and weighing.num_terms == 1:
+            text = f"{start}: each loss is divided by {whole}, and there are {n} of them.{told}"
+            yield run.finding("other-divisor", "error", spot, text, facts)
+            return
+        text = (
+            f"{start}. If your loss has a factor of its own, such as 0.5 * loss, this is right; "
+            f"if not, the division is not by {n}. It cannot be told from outside."
+        )
+        yield run.finding("other-divisor", "note", spot, text, facts)
 
 
 def _stepped_every(run: OptimizerRun) -> Iterator[Finding]:
@@ -96,7 +83,7 @@ def _stepped_every(run: OptimizerRun) -> Iterator[Finding]:
     if not run.weighed or not meant or len(run.updates) < 2:
         return
     if sum(not one.is_left for one in run.loop.lost) >= len(run.updates):
-        return  # they are cleared, which is told elsewhere
+        return  # passes were cleared, which is a finding of its own
     update, weighing = run.weighed[-1]
     divisor = round(1.0 / weighing.total) if weighing.total else 0
     spot = update.spot
@@ -115,15 +102,10 @@ def _stepped_every(run: OptimizerRun) -> Iterator[Finding]:
 
 def _uneven(run: OptimizerRun) -> Iterator[Finding]:
     several = [(u, w) for u, w in run.weighed if len(w.shares) > 1 and not u.stale]
-    uneven = [
-        (update, weighing)
-        for update, weighing in several
-        if not weighing.is_equal_by_term and all(near(share, weighing.shares[0]) for share in weighing.shares)
-    ]
+    uneven = [(u, w) for u, w in several if w.is_constant and not w.is_equal_by_term]
     if not uneven:
         return
-    errors = [(gradient_error(u, w) or 0.0, u, w) for u, w in uneven]
-    _, update, weighing = max(errors, key=lambda one: one[0])
+    update, weighing = max(uneven, key=lambda one: gradient_error(*one) or 0.0)
     told, facts = _measured(update, weighing)
     counts = ", ".join(f"{count:,.4g}" for count in weighing.counts[:8])
     ratio = max(weighing.per_term) / max(min(weighing.per_term), 1e-30)
@@ -137,31 +119,31 @@ def _uneven(run: OptimizerRun) -> Iterator[Finding]:
 
 
 def lost_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:
-    """Passes that no optimizer used, of the whole loop."""
+    """Apply the rules on passes that no optimizer used."""
     if not loop.updates or any(run.is_by_hand for run in runs):
         return
     run = max(runs, key=lambda one: len(one.updates))
     used = Counter(one.spot.chain for update in loop.updates for one in update.passes)
     has_passes = any(update.passes for update in loop.updates)
     lost = [one for one in loop.lost if used[one.loss_pass.spot.chain] or not has_passes]
-    left, cleared = [one for one in lost if one.is_left], [one for one in lost if not one.is_left]
-    tails = [one for one in cleared if _is_tail(one, loop, run)]
-    early = [one for one in cleared if not _is_tail(one, loop, run)]
-    total = len(loop.passes)
+    left = [one for one in lost if one.is_left]
+    tails = [one for one in lost if not one.is_left and _is_tail(one, loop, run)]
+    early = [one for one in lost if not one.is_left and one not in tails]
     if early:
-        yield _cleared(run, early, total)
+        yield _cleared(run, early)
     elif tails:
         yield _dropped(run, tails)
-    if left and loop.reason == "finished" and not early and not tails:  # the last tail has the same cause as the others
+    elif left and loop.reason == "finished":  # else the last tail has the same cause as the others
         told = (
             f"{_rows(left)} never reached a step: {plural(len(left), 'micro-batch')} left in the gradients when the "
             "script ended."
         )
         spot = run.updates[-1].spot if run.updates else left[0].spot
-        yield run.tail_finding("left-at-end", spot, told, {"micro_batches": len(left), "of": total})
+        yield run.tail_finding("left-at-end", spot, told, {"micro_batches": len(left), "of": len(loop.passes)})
 
 
-def _cleared(run: OptimizerRun, lost: list[Lost], total: int) -> Finding:
+def _cleared(run: OptimizerRun, lost: list[LostPass]) -> Finding:
+    total = len(run.loop.passes)
     spot = Counter(one.spot for one in lost).most_common(1)[0][0]
     text = (
         f"{len(lost)} of {total} micro-batches were cleared before any step used them: gradients are zeroed between "
@@ -171,7 +153,7 @@ def _cleared(run: OptimizerRun, lost: list[Lost], total: int) -> Finding:
     return run.finding("cleared-before-use", "error", spot, text, {"lost": len(lost), "of": total})
 
 
-def _dropped(run: OptimizerRun, lost: list[Lost]) -> Finding:
+def _dropped(run: OptimizerRun, lost: list[LostPass]) -> Finding:
     spot = run.updates[0].spot if run.updates else lost[0].spot
     epochs = len({one.loss_pass.batch[:2] for one in lost if one.loss_pass.batch is not None}) or 1
     told, facts = _in_a_whole_epoch(run, lost[0])
@@ -184,8 +166,8 @@ def _dropped(run: OptimizerRun, lost: list[Lost]) -> Finding:
     return run.tail_finding("tail-dropped", spot, text, evidence)
 
 
-def _in_a_whole_epoch(run: OptimizerRun, lost: Lost) -> tuple[str, dict[str, int]]:
-    """The rows that a whole epoch would lose, from what its loader says; nothing where it does not say."""
+def _in_a_whole_epoch(run: OptimizerRun, lost: LostPass) -> tuple[str, dict[str, int]]:
+    """Compute the rows that a whole epoch loses, from the sizes that its loader reports; empty if it does not."""
     batch = lost.loss_pass.batch
     begun = [epoch for epoch in run.loop.epochs if batch and epoch["loader"] == batch[0]]
     rows, size, whole = (int((begun or [{}])[0].get(name) or 0) for name in ("dataset", "batch_size", "whole"))
@@ -197,16 +179,16 @@ def _in_a_whole_epoch(run: OptimizerRun, lost: Lost) -> tuple[str, dict[str, int
     return told, {"rows": missed, "of_rows": rows, "micro_batches": rest}
 
 
-def _rows(lost: list[Lost]) -> str:
+def _rows(lost: list[LostPass]) -> str:
     rows = sum(one.loss_pass.rows or 0 for one in lost)
     return f"{rows:,} rows" if rows else plural(len(lost), "micro-batch")
 
 
-def _is_tail(one: Lost, loop: WatchedLoop, run: OptimizerRun) -> bool:
-    """Cleared after its epoch had ended, and nothing of that epoch after it was used."""
+def _is_tail(one: LostPass, loop: WatchedLoop, run: OptimizerRun) -> bool:
+    """Return True if it was cleared after its epoch had ended, and no later pass of that epoch was used."""
     batch = one.loss_pass.batch
     if batch is None or batch[0] < 0:
-        clearings = Counter(h.spot.chain for h in loop.happenings if h.kind == "cleared")
+        clearings = Counter(h.spot.chain for h in loop.actions if h.kind == "cleared")
         usual = clearings.most_common(1)[0][0] if clearings else ""
         return run.size > 1 and one.spot.chain != usual
     ended = [e["index"] for e in loop.epoch_ends if (e["loader"], e["number"]) == batch[:2]]
@@ -219,11 +201,11 @@ def _is_tail(one: Lost, loop: WatchedLoop, run: OptimizerRun) -> bool:
 
 
 def _stale(run: OptimizerRun) -> Iterator[Finding]:
-    """Steps on gradients that were stepped on before."""
+    """Find steps that use old gradients again."""
     again = [update for update in run.updates if update.stale]
     if len(run.updates) < 3 or 2 * len(again) < len(run.updates) - 1:
         return
-    cleared = [h for u in run.updates for h in u.happenings if h.kind == "cleared" and h.parameters & run.numbers]
+    cleared = [h for u in run.updates for h in u.actions if h.kind == "cleared" and h.parameters & run.parameters]
     last = again[-1]
     facts = {"update": last.number, "old_micro_batches": len(last.stale), "new_micro_batches": len(last.passes)}
     if not cleared:
@@ -242,7 +224,7 @@ def _stale(run: OptimizerRun) -> Iterator[Finding]:
 
 
 def _sizes(run: OptimizerRun) -> Iterator[Finding]:
-    """Updates of another size than the rest."""
+    """Find updates of another size than the rest."""
     if run.size < 2 or len(run.updates) < 3 or any(update.stale for update in run.updates):
         return
     sizes = [len(update.micro_batches) for update in run.updates]
@@ -267,25 +249,25 @@ def _sizes(run: OptimizerRun) -> Iterator[Finding]:
 
 
 def logging_rules(run: OptimizerRun) -> Iterator[Finding]:
-    """Numbers read off the loss that backward was given, where that is 1/n of it and nobody multiplies it back."""
+    """Find reads of a loss that was divided for backward and is not multiplied again."""
     n = run.size
     divided = [w for _, w in run.weighed if w.kind == "mean" and w.num_terms == 1 and w.ratio == 1.0]
     if n < 2 or not any(len(w.shares) == n and all(near(share, 1 / n) for share in w.shares) for w in divided):
         return
-    for line in run.loop.others.get("read", ()):
-        if not _is_undone(line):
+    for event in run.loop.events["read"]:
+        if not _is_undone(event):
             text = (
                 f"The loss that is read here was divided by {n} for backward: what is logged is 1/{n} of the loss of a "
                 "micro-batch."
             )
-            yield run.finding("loss-logged-divided", "warning", spot_of(line.get("place")), text, {"divided_by": n})
+            yield run.finding("loss-logged-divided", "warning", event["spot"], text, {"divided_by": n})
 
 
-def _is_undone(line: Mapping[str, Any]) -> bool:
-    """Multiplied again, or added up: n parts of one mean are the mean, unless the sum is divided once more."""
-    text, name = str(line.get("text", "")), str(line.get("variable", ""))
-    uses = [str(use) for use in line.get("uses", ())]
-    if "*" in text or any("*" in use for use in uses):
+def _is_undone(event: Event) -> bool:
+    """Return True if the number is multiplied again, or added up: n parts of a mean are the mean, unless divided again."""
+    text, name = str(event.get("text", "")), str(event.get("variable", ""))
+    uses = [str(use) for use in event.get("uses", ())]
+    if any("*" in line for line in [text, *uses]):
         return True
     if not name or "+=" not in text:
         return False
