@@ -7,24 +7,12 @@ from typing import Any
 from anybatch.display import html_block, html_table, plural
 from anybatch.doctor.finding import SEVERITIES, Finding
 from anybatch.doctor.log import Log, read_logs
-from anybatch.doctor.loops import ACTIONS, OptimizerRun, WatchedLoop
-from anybatch.doctor.rules import (
-    logging_rules,
-    loop_rules,
-    lost_rules,
-    model_rules,
-    order_rules,
-    row_rules,
-    rules_across_ranks,
-    sync_rules,
-    weight_rules,
-)
+from anybatch.doctor.loops import ACTIONS, WatchedLoop
+from anybatch.doctor.rules import findings_of, rules_across_ranks
 from anybatch.doctor.updates import LoopUpdate
 
 SHOWN_EVENTS = 44
 """Events of the timeline."""
-RULES = (weight_rules, order_rules, sync_rules, model_rules, logging_rules)
-"""Rules on one optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +94,7 @@ def judge_folder(folder: Path) -> Diagnosis:
 def judge(logs: list[Log]) -> Diagnosis:
     """Judge the logs of one run; the same logs give the same findings."""
     loops = tuple(map(WatchedLoop, logs))
-    found = [(loop.rank, finding) for loop in loops for finding in _findings_of(loop)]
+    found = [(loop.rank, finding) for loop in loops for finding in findings_of(loop)]
     ranks: dict[tuple[str, str, int], set[int]] = {}
     for rank, one in found:
         ranks.setdefault((one.kind, one.file, one.line), set()).add(rank)
@@ -121,14 +109,6 @@ def judge(logs: list[Log]) -> Diagnosis:
     for one in findings:
         first.setdefault((one.kind, one.file, one.line), one)
     return Diagnosis(tuple(first.values()), loops)
-
-
-def _findings_of(loop: WatchedLoop) -> list[Finding]:
-    runs = [OptimizerRun(loop, optimizer) for optimizer in sorted(loop.optimizers) if loop.updates_of(optimizer)]
-    found = [finding for run in runs for rule in RULES for finding in rule(run)]
-    if runs:
-        found += [*lost_rules(loop, runs), *row_rules(loop, runs)]
-    return [*found, *loop_rules(loop, runs)]
 
 
 def describe_update(update: LoopUpdate) -> dict[str, Any]:

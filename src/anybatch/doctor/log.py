@@ -75,19 +75,15 @@ def spot_of(place: Any) -> Spot:
 
 
 def as_hex(values: list[float]) -> str:
-    """Write numbers to the last bit, faster than as decimals.
-
-    >>> as_hex([0.5])
-    '000000000000e03f'
-    """
+    """Write numbers to the last bit, faster than as decimals."""
     return array("d", values).tobytes().hex()
 
 
 def from_hex(text: str) -> tuple[float, ...]:
     """Read the numbers that `as_hex` wrote.
 
-    >>> from_hex(as_hex([0.1, -3.0]))
-    (0.1, -3.0)
+    >>> as_hex([0.5]), from_hex(as_hex([0.1, -3.0]))
+    ('000000000000e03f', (0.1, -3.0))
     """
     return tuple(array("d", bytes.fromhex(text)))
 
@@ -95,8 +91,8 @@ def from_hex(text: str) -> tuple[float, ...]:
 def packed(numbers: Iterable[int]) -> str:
     """Write a set of numbers as ranges.
 
-    >>> packed([3, 0, 1, 2, 7])
-    '0-3,7'
+    >>> packed([3, 0, 1, 2, 7]), sorted(unpacked("0-3,7"))
+    ('0-3,7', [0, 1, 2, 3, 7])
     """
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -108,11 +104,7 @@ def packed(numbers: Iterable[int]) -> str:
 
 
 def unpacked(text: str) -> frozenset[int]:
-    """Read the set of numbers that `packed` wrote.
-
-    >>> sorted(unpacked("0-3,7"))
-    [0, 1, 2, 3, 7]
-    """
+    """Read the set of numbers that `packed` wrote."""
     numbers: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

@@ -157,7 +157,7 @@ def _pass(event: Event) -> LossPass:
         index=event["index"],
         seconds=float(event.get("t", 0)),
         spot=event["spot"],
-        terms=tuple(_term(term) for term in event.get("terms", ())),
+        terms=tuple(LossTerm(**{**term, "counts": tuple(term["counts"])}) for term in event.get("terms", ())),
         touched=unpacked(event.get("touched", "")),
         batch=None if not batch else (batch[0], batch[1], batch[2]),
         sync=None if sync is None else (bool(sync[0]), bool(sync[1])),
@@ -167,16 +167,6 @@ def _pass(event: Event) -> LossPass:
         dtypes=tuple(event.get("dtypes", ())),
         norm_forwards=int(event.get("norm_forwards", 0)),
         **{name: event.get(name) for name in ("loss", "rows", "mark", "scale", "norms")},
-    )
-
-
-def _term(term: Mapping[str, Any]) -> LossTerm:
-    return LossTerm(
-        role=str(term["role"]),
-        kind=str(term["kind"]),
-        weight=float(term["weight"]),
-        counts=tuple(map(float, term.get("counts", ()))),
-        pairs=int(term.get("pairs", 0)),
     )
 
 

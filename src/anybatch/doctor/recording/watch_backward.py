@@ -27,12 +27,8 @@ OF_ONE_PASS = ("scale", "norms", "norm_forwards")
 """Facts in `EventLog.current` for all passes of a batch, and for the next pass only."""
 MOST_ALIVE = 6  # graphs; more are a leak
 MOST_READS, MOST_USES, MOST_NAMES = 8, 12, 400
-STEPS = re.compile(
-    r"accum|grad(ient)?_acc|^acc_?steps|^n_?acc|^accum|^ga_steps|num_micro|n_micro|micro_batches|^n_accum", re.I
-)
-NOT_STEPS = re.compile(
-    r"size|loss|total|count|step_?count|idx|index|rows|seen|num_accumulated|accumulated|correct", re.I
-)
+STEPS = re.compile(r"accum|grad(ient)?_acc|^acc_?steps|^n_?acc|^ga_steps|n(um)?_micro|micro_batches", re.I)
+NOT_STEPS = re.compile(r"size|loss|total|count|idx|index|rows|seen|accumulated|correct", re.I)
 EPOCHS = re.compile(r"^(num_?|n_?|max_?|total_?)?(train_?)?epochs?$|num_train_epochs|epochs_total", re.I)
 _GROWS = re.compile(r"^\s*([\w.]+)(?:\[[^]]*\])?\s*\+?=[^=]")
 
@@ -104,10 +100,9 @@ class BackwardWatch:
         self._alive: list[weakref.ref[_Sentinel]] = []
         self._walked: Counter[str] = Counter()
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Spot]] = {}
-        self._has_logged_kept = self._has_logged_intent = False
+        self._has_logged_kept = False
         self._logged_unowned: set[int] = set()
         self._compared = (0, 0)
-        self._touched_known: dict[Any, tuple[str, list[str]]] = {}
         begin, end = log.safely(self._begin), log.safely(self._end)
 
         def make(original: Any) -> Any:
@@ -137,12 +132,15 @@ class BackwardWatch:
         (loss, *others) = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         has_terms = not others and loss.numel() == 1 and loss.grad_fn is not None
         hooks = [TermHook(node) for node in reducing_nodes(loss.grad_fn)] if has_terms else []
-        self._walk(loss, place)
-        if not self._has_logged_intent:
-            self._has_logged_intent = True
+        if self._walked[place.chain] < WALKED:
+            self._walked[place.chain] += 1
+            for leaf in leaves_of([loss]):
+                if isinstance(leaf, nn.Parameter):
+                    self._leaves.setdefault(id(leaf), (weakref.ref(leaf), place))
+        if not log.num_passes:
             log.write("intent", None, **_intended(), **_rank())
         module = log.current["ddp"]() if "ddp" in log.current else None
-        flag = None if module is None else bool(module.require_backward_grad_sync)  # as it stands when backward begins
+        flag = None if module is None else bool(module.require_backward_grad_sync)
         return place, hooks, flag
 
     def _end(self, state: Any, tensors: Any, is_retained: bool) -> None:
@@ -152,11 +150,12 @@ class BackwardWatch:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
         nodes = [hook.node for hook in hooks][:4]
         terms = [term for term in (hook.close() for hook in hooks) if term is not None]
-        touched, dtypes = self._touched(log.accept_changes())
-        current = log.current
+        touched, current = log.accept_changes(), log.current
+        found = [log.parameters[number]() for number in touched]
+        dtypes = sorted({str(p.grad.dtype)[6:] for p in found if p is not None and p.grad is not None})
         forward = current.pop("sync", current.get("fsdp"))
         value: Any = loss.tolist() if loss.dim() == 0 else None
-        event: dict[str, Any] = {"serial": log.num_passes, "terms": terms, "touched": touched, "dtypes": dtypes}
+        event: dict[str, Any] = {"serial": log.num_passes, "terms": terms, "touched": packed(touched), "dtypes": dtypes}
         event["probe"] = log.take_arrived()
         if value is not None:
             event["loss"] = value
@@ -173,18 +172,6 @@ class BackwardWatch:
         self._note_alive(loss, place, nodes)
         self._log_unowned()
 
-    def _touched(self, numbers: list[int]) -> tuple[str, list[str]]:
-        """Return the parameters packed, and the dtypes of their gradients; cached, because most passes repeat."""
-        if not numbers:
-            return "", []
-        first = self.log.parameters[numbers[0]]()
-        key = (tuple(numbers), None if first is None or first.grad is None else first.grad.dtype)
-        if key not in self._touched_known:
-            found = [self.log.parameters[number]() for number in numbers]
-            dtypes = {p.grad.dtype for p in found if p is not None and p.grad is not None}
-            self._touched_known[key] = packed(numbers), sorted(str(dtype)[6:] for dtype in dtypes)
-        return self._touched_known[key]
-
     def _note_alive(self, loss: Tensor, place: Spot, nodes: list[Any]) -> None:
         self._alive = [reference for reference in self._alive if reference() is not None]
         node: Any = nodes[0] if nodes else loss.grad_fn
@@ -197,14 +184,6 @@ class BackwardWatch:
             name, file, line = _keeper(loss)
             where = replace(place, file=file, line=line) if line else place
             self.log.write("kept", alive=len(self._alive), variable=name, place=where)
-
-    def _walk(self, loss: Tensor, place: Spot) -> None:
-        if self._walked[place.chain] >= WALKED:
-            return
-        self._walked[place.chain] += 1
-        for leaf in leaves_of([loss]):
-            if isinstance(leaf, nn.Parameter):
-                self._leaves.setdefault(id(leaf), (weakref.ref(leaf), place))
 
     def _log_unowned(self) -> None:
         """Log leaves of the graph that no optimizer has, once there were updates."""

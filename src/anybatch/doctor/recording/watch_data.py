@@ -1,9 +1,7 @@
 """Record loaders and their epochs, BatchNorm, train and eval mode, and the synchronisation switches of DDP and FSDP2."""
 
-import sys
 import weakref
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from anybatch.core import BatchNormLayer, DropoutLayer, tensors
-from anybatch.doctor.recording.event_log import EventLog, here
+from anybatch.doctor.recording.event_log import EventLog, here, is_called_by
 from anybatch.parallel import sharded_kind
 
 CHANNELS = 8
@@ -161,8 +159,8 @@ def _watch_norms(log: EventLog) -> None:
 
 def _watch_switches(log: EventLog) -> None:
     def trained(_: Any, module: nn.Module, mode: bool = True, *__: Any, **___: Any) -> None:
-        if here().function and _is_in_train():
-            return
+        if here().function and is_called_by("train", "module.py"):
+            return  # Module.train calls itself for every child
         if any(isinstance(child, DropoutLayer | BatchNormLayer) for child in module.modules()):
             log.current["is_eval"] = not mode
 
@@ -183,15 +181,3 @@ def _watch_switches(log: EventLog) -> None:
     log.around(nn.Module, "train", after=trained)
     log.around(DistributedDataParallel, "forward", before=ran_ddp)
     log.around(Optimizer, "__init__", after=watch_fsdp)
-
-
-def _is_in_train() -> bool:
-    """Return True if called by `Module.train`, which calls itself for every child."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(24):
-        if frame is None:
-            break
-        if frame.f_code.co_name == "train" and frame.f_code.co_filename.endswith("module.py"):
-            return True
-        frame = frame.f_back
-    return False

@@ -1,7 +1,6 @@
 """Record optimizer steps, clipping, schedulers and loss scalers."""
 
 import math
-import sys
 import weakref
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch.doctor.log import packed
-from anybatch.doctor.recording.event_log import EventLog, here
+from anybatch.doctor.recording.event_log import EventLog, here, is_called_by
 from anybatch.doctor.recording.installing import Ending
 
 HORIZONS = ("T_max", "total_steps", "total_iters", "T_0")
@@ -124,7 +123,7 @@ class _ScheduleWatch:
                 result = original(scheduler, *arguments, **named)
             finally:
                 self.depth -= 1
-            if not self.depth and not _is_in_constructor():
+            if not self.depth and not is_called_by("__init__", "lr_scheduler.py"):
                 self.log.safely(self._stepped)(scheduler)
             return result
 
@@ -159,17 +158,6 @@ def _horizon(scheduler: Any) -> int | None:
     if not known or len(known) < len(inner):
         return None
     return sum(known) if hasattr(scheduler, "_milestones") else max(known)
-
-
-def _is_in_constructor() -> bool:
-    frame = sys._getframe(2)
-    for _ in range(8):
-        if frame.f_code.co_name == "__init__" and frame.f_code.co_filename == lr_scheduler.__file__:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
 
 
 def _watch_scalers(log: EventLog) -> None:

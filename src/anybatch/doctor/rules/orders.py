@@ -260,17 +260,14 @@ def _sampler(epoch: Event, world: int) -> Iterator[Finding]:
         return
     facts = {"rows": rows, "dealt": dealt, "world": world}
     if dealt > rows:
-        text = (
-            f"{dealt - rows:,} of {rows:,} rows count twice in an epoch, because {rows:,} rows cannot be dealt evenly to "
-            f"{world} ranks."
-        )
-        yield finding_at(spot, "rows-repeated", "warning", text, facts)
+        kind, what = "rows-repeated", f"count twice in an epoch, because {rows:,} rows cannot be dealt evenly"
     else:
-        text = (
-            f"{rows - dealt:,} of {rows:,} rows are dealt to no rank in an epoch, because the sampler drops what cannot be "
-            f"dealt evenly to {world} ranks."
+        kind, what = (
+            "tail-dropped",
+            "are dealt to no rank in an epoch, because the sampler drops what cannot be dealt evenly",
         )
-        yield replace(finding_at(spot, "rows-repeated", "warning", text, facts), kind="tail-dropped")
+    text = f"{abs(dealt - rows):,} of {rows:,} rows {what} to {world} ranks."
+    yield replace(finding_at(spot, "rows-repeated", "warning", text, facts), kind=kind)
 
 
 def _same_rows_again(runs: list[OptimizerRun]) -> Iterator[Finding]:
