@@ -1,4 +1,4 @@
-"""Where people already train. One module each, imported on demand, because each needs its framework:
+"""Integrations into training frameworks. Each module needs its framework and is imported on demand:
 
 from anybatch.integrations.huggingface import exact            # transformers, TRL, sentence-transformers
 from anybatch.integrations.lightning import ExactStrategy

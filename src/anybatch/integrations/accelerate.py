@@ -1,4 +1,4 @@
-"""Accelerate: an `Update` of what an `Accelerator` prepared, and a loader that deals every row to one process.
+"""Accelerate: an `Update` of a prepared model and optimizer, and a loader that gives every row to one process.
 
 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 update = prepared_update(accelerator, model, optimizer, objective, micro_batch=16, scheduler=scheduler)
@@ -27,12 +27,27 @@ def prepared_update(
     scheduler: Any = None,
     **options: Any,
 ) -> Update:
-    """An `Update` of a model, optimizer and scheduler that `accelerator` prepared.
+    """Return an `Update` of a model, optimizer and scheduler that `accelerator` prepared.
 
-    It steps the optimizer whatever Accelerate counts, and the scheduler once per update, where Accelerate's own steps once per
-    process. The batch is what all processes give together. `options` are those of `Update`. What would make an update wrong in
-    silence is refused: accumulation by Accelerate too, a model that was not prepared, a loader that leaves processes with
-    different numbers of batches. Of one that repeats rows, it is said how many.
+    Every call steps the optimizer, whatever Accelerate counts, and the scheduler once, not once per process. The batch is
+    what all processes pass together. Warns if a prepared loader repeats rows.
+
+    Args:
+        accelerator: The `Accelerator` that prepared the other arguments; its `gradient_accumulation_steps` must be 1.
+        model: The model that `accelerator.prepare` returned.
+        optimizer: The optimizer that it returned.
+        objective: A function of (model, batch) with its units, as for `Update`.
+        micro_batch: Rows per forward and backward, or a split, as for `Update`.
+        scheduler: The learning-rate scheduler, if there is one.
+        **options: Further options of `Update`; `scaler` is the accelerator's unless given.
+
+    Returns:
+        The update; call it with each batch.
+
+    Raises:
+        UpdateError: If Accelerate, DeepSpeed or Megatron-LM would accumulate too.
+        ParallelError: If the model was not prepared, or this version of accelerate does not list its loaders.
+        BatchError: If a prepared loader leaves processes with different numbers of batches.
     """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
@@ -73,9 +88,21 @@ def global_loader(
     shuffle: bool = True,
     **options: Any,
 ) -> Any:
-    """A loader of batches of `batch_size` rows over all processes, dealt by `GlobalBatches`; it needs no `prepare`.
+    """Return a loader of batches of `batch_size` rows over all processes, split by `GlobalBatches`; do not `prepare` it.
 
-    The last batch is as short as it is, and a process may have no row of it. `options` go to the loader.
+    The last batch is as short as it is, and a process may have no row of it.
+
+    Args:
+        accelerator: The `Accelerator` that knows the processes.
+        dataset: A dataset with a length and rows by number.
+        batch_size: Rows of one update, over all processes.
+        collate_fn: Function that makes a batch of a list of rows.
+        seed: Seed of the order of rows.
+        shuffle: Draw another order in every epoch.
+        **options: Further options of `DataLoader`.
+
+    Returns:
+        A `DataLoader`.
     """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     batches = GlobalBatches(dataset, batch_size, rank=rank, ranks=ranks, seed=seed, shuffle=shuffle)

@@ -1,8 +1,8 @@
-"""Trainers of transformers, TRL and sentence-transformers whose updates have the whole batch's gradient.
+"""Hugging Face: trainers of transformers, TRL and sentence-transformers with the gradient of the whole batch.
 
     trainer = exact(SFTTrainer)(model, args, train_dataset=...)
 
-The batch is what they collect for one update: `per_device_train_batch_size` times `gradient_accumulation_steps` on every rank.
+The batch of one update, called the window, is `per_device_train_batch_size` times `gradient_accumulation_steps` rows per rank.
 """
 
 import json
@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -52,19 +53,22 @@ from anybatch.parallel import GlobalBatches, check_ranks, warn_of_repeated_rows
 from anybatch.ragged import Tokens
 
 SPLIT_FILE = "anybatch_split.json"
-"""State of the split, beside a checkpoint's own files."""
+"""File with the state of the split, in the folder of a checkpoint."""
 
 
 class ExactTrainer(Trainer):  # type: ignore[misc]
-    """A `Trainer` whose every update has the gradient of all rows it collected, as if they had fitted at once.
+    """`Trainer` whose updates have the gradient of all rows they collect, as if these had fitted into memory at once.
 
-    Options are attributes of the class, or arguments of `exact`. `micro_batch` cuts what it collected further: a number of rows
-    that is smaller than the per-device batch, `Tokens`, `Fit` or "auto"; None leaves the batches as the loader gives them.
-    `units` is a function of a batch that returns what its mean loss divides by, where that can be neither counted on the labels
-    nor seen. `batch_norm` and `offload` are those of `Accumulator`.
+    Takes the arguments of `Trainer`. The options below are attributes of the class, or arguments of `exact`. The whole window
+    runs in its last `training_step`, which returns the window's loss; the calls before it return 0.
 
-    All else is the Trainer's. All of a window runs in its last `training_step`, which returns the loss of the window; the calls
-    before it return 0.
+    Attributes:
+        micro_batch: Splits the window further: rows (fewer than the per-device batch), `Tokens`, `Fit` or "auto"; None
+            runs the loader's batches as they are.
+        units: Function of a batch that returns what its mean loss divides by; None if the labels or torch's loss
+            functions show it.
+        batch_norm: Treatment of BatchNorm, as for `Accumulator`.
+        offload: Where saved tensors go, as for `Accumulator`.
     """
 
     micro_batch: MicroBatch | None = None
@@ -73,14 +77,24 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     offload: Offload = "auto"
 
     _window: tuple[Any, ...] = ()
-    _is_untouched = False
-    """Batches were handed out, and no `training_step` of ours has seen one."""
+    _is_untouched = False  # batches were handed out, and our training_step has seen none
     _accumulator: Accumulator | None = None
-    _shares: list[float] | None = None
+    _shares: list[float] | None = None  # of the window's batches, under DeepSpeed
     _saved_split: Mapping[str, Any] | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a checkpoint's split goes on as it was."""
+        """Train as `Trainer.train`, and restore the split of a checkpoint that is resumed.
+
+        Args:
+            resume_from_checkpoint: A checkpoint, or True for the last one.
+            *args: Further arguments of `Trainer.train`, as are `**kwargs`; it returns what `Trainer.train` returns.
+
+        Raises:
+            ParallelError: For DataParallel, and for tensor, context and sequence parallelism.
+            UpdateError: For an optimizer that steps inside backward, and a `training_step` that skips ours.
+            LossError: For a trainer with a loss that cannot be split.
+            UnitsError: If what the loss divides by is unknown.
+        """
         self._window = ()
         self._is_untouched = False
         self._accumulator = None
@@ -89,11 +103,11 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's; on several ranks no row of it is dealt twice, and none is lost."""
+        """Return the Trainer's loader; on several ranks every row goes to exactly one."""
         return _dealt(self, super().get_train_dataloader())
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
-        """The batches of one update. Nothing is counted here: units are what the loss divides by."""
+        """Return the batches of one update, without a count of tokens: the loss has its own units."""
         if self._is_untouched:
             raise UpdateError(
                 f"training_step of {type(self).__name__} never reached exact(), which would have run the window. Call "
@@ -106,7 +120,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         return samples, None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Keep the batch; in the window's last call, run all of it."""
+        """Collect the batch; in the last call of the window, run all of it."""
         self._is_untouched = False
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -123,7 +137,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         return result.loss.to(self.args.device)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; what was learnt of what fits goes with it."""
+        """Save the model, and the state of the split: the size that fits."""
         super().save_model(output_dir, *args, **kwargs)
         state: dict[str, Any] = getattr(self._accumulator and self._accumulator.split, "state_dict", dict)()
         if self.args.should_save and state not in ({}, {"size": None}):
@@ -144,19 +158,17 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
                 optimizer=optimizer,
             )
             check_ranks(model, self._accumulator.parallelism.ranks, self.args.world_size)
-            _restore(self._accumulator, self._saved_split)
+            if self._saved_split is not None and hasattr(self._accumulator.split, "load_state_dict"):
+                self._accumulator.split.load_state_dict(self._saved_split)
         return self._accumulator
 
     def _batch_of(self, window: Sequence[Any]) -> Batch:
-        """Return what the window collected, to be cut; None where this rank was dealt no row of it."""
+        """Return the window as one batch; None if this rank has no row of it."""
         rows = _paired(self, [batch for batch in window if not isinstance(batch, StandIn)])
         if not rows:
             return None
-        return (
-            tuple(rows)
-            if self.micro_batch is None or isinstance(self.micro_batch, int)
-            else _joined(rows, _pad_id(self))
-        )
+        is_tuple = self.micro_batch is None or isinstance(self.micro_batch, int)
+        return tuple(rows) if is_tuple else _joined(rows, _pad_id(self))
 
 
 def exact(
@@ -167,44 +179,51 @@ def exact(
     batch_norm: BatchNorm | None = None,
     offload: Offload | None = None,
 ) -> type[Any]:
-    """A class in, a class out: `trainer`, a subclass of transformers' `Trainer`, with updates that are exact.
+    """Return a subclass of `trainer` with exact updates.
 
-    What is needed lies beneath all classes of `trainer` and above transformers' own, so that their `compute_loss`,
-    `training_step` and constructors stay what they are. The options are those of `ExactTrainer`.
+    `ExactTrainer` comes between `trainer` and transformers' `Trainer` in the method resolution order, so that the
+    `compute_loss`, `training_step` and constructor of `trainer` stay in effect.
+
+    Args:
+        trainer: transformers' `Trainer` or a subclass of it, such as `SFTTrainer`.
+        micro_batch: Splits the window further, as described in `ExactTrainer`.
+        units: Function of a batch that returns what its mean loss divides by.
+        batch_norm: Treatment of BatchNorm, as for `Accumulator`.
+        offload: Where saved tensors go, as for `Accumulator`.
+
+    Returns:
+        The class; make the trainer of it: `exact(SFTTrainer)(model, args, ...)`.
+
+    Raises:
+        UpdateError: If `trainer` is not such a class.
+        SplitError: If `micro_batch` is not a split.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise UpdateError(
             f"exact({trainer!r:.60}): expected a class, transformers.Trainer or one derived from it, such as "
             "exact(SFTTrainer). Make the trainer of what exact() returns: exact(SFTTrainer)(model, args, ...)."
         )
-    options = {
-        "micro_batch": micro_batch,
-        "units": None if units is None else staticmethod(units),
-        "batch_norm": batch_norm,
-        "offload": offload,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    options = {"micro_batch": micro_batch, "batch_norm": batch_norm, "offload": offload}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if units is not None:
+        given["units"] = staticmethod(units)
     if micro_batch is not None:
-        as_split(micro_batch)  # what is no split is refused here, where it was given
+        as_split(micro_batch)  # refuse a bad split here, where it was given
 
     def get_train_dataloader(self: Any) -> Any:
         return _dealt(self, super(made, self).get_train_dataloader())  # type: ignore[arg-type]
 
+    given |= {"get_train_dataloader": get_train_dataloader, "__doc__": trainer.__doc__, "__module__": __name__}
     bases = (trainer,) if issubclass(trainer, ExactTrainer) else (trainer, ExactTrainer)
-    bases = (ExactTrainer,) if trainer is Trainer else bases
-    made = type(
-        f"Exact{trainer.__name__}",
-        bases,
-        given | {"get_train_dataloader": get_train_dataloader, "__doc__": trainer.__doc__, "__module__": __name__},
-    )
+    made = type(f"Exact{trainer.__name__}", (ExactTrainer,) if trainer is Trainer else bases, given)
     return made
 
 
 def _loss_of(trainer: ExactTrainer, model: nn.Module, batch: Batch) -> Tensor:
-    """Call their `compute_loss` on a copy of the micro-batch, into which it writes."""
+    """Call the trainer's `compute_loss` on a shallow copy of the micro-batch, because it writes into its argument."""
     own = _from_pairs(batch) if is_a(trainer, *PAIRED) else map_tensors(batch, lambda tensor: tensor)
     with trainer.compute_loss_context_manager():
-        # num_items_in_batch would make it divide by another number, and multiply by the number of ranks
+        # with num_items_in_batch it would divide by another number and multiply by the number of ranks
         loss: Tensor = trainer.compute_loss(model, own, num_items_in_batch=None)
     return loss
 
@@ -212,7 +231,7 @@ def _loss_of(trainer: ExactTrainer, model: nn.Module, batch: Batch) -> Tensor:
 def _split_for(trainer: ExactTrainer) -> Split:
     micro_batch = trainer.micro_batch
     if micro_batch is None or isinstance(micro_batch, int):
-        return EachBatch(micro_batch)
+        return EachBatch((trainer._saved_split or {"size": micro_batch})["size"])
     if isinstance(micro_batch, Tokens) and is_a(trainer, *PAIRED):
         raise SplitError(
             f"micro_batch={micro_batch!r}: of preferences, whose pairs stay whole, a micro-batch is a number of pairs. Give "
@@ -228,7 +247,7 @@ def _pad_id(trainer: Any) -> int:
 
 
 def _check_setup(trainer: Any) -> None:
-    """Refuse, by name, ways to run that compute a part of a row's loss, or step inside backward."""
+    """Refuse ways to run that compute a part of a row's loss, or step inside backward."""
     args = trainer.args
     if args.n_gpu > 1:
         raise ParallelError(
@@ -250,23 +269,16 @@ def _check_setup(trainer: Any) -> None:
 
 
 def _split_of(resume: str | bool | None, folder: str | None) -> Mapping[str, Any] | None:
-    """Read the state of the split from the checkpoint that is resumed, if there is one."""
+    """Return the state of the split in the checkpoint to resume; None if there is none."""
     if resume is True and folder is not None and Path(folder).is_dir():
         resume = get_last_checkpoint(folder)
     path = Path(resume) / SPLIT_FILE if isinstance(resume, str) else None
     return json.loads(path.read_text()) if path is not None and path.is_file() else None
 
 
-def _restore(accumulator: Accumulator, state: Mapping[str, Any] | None) -> None:
-    if state is not None and isinstance(accumulator.split, EachBatch):
-        accumulator.split = EachBatch(state["size"])
-    elif state is not None and hasattr(accumulator.split, "load_state_dict"):
-        accumulator.split.load_state_dict(state)
-
-
 @contextmanager
 def _local_gathers(accelerator: Any) -> Iterator[None]:
-    """Give a loss that gathers metrics those of its own rank: ranks may run different numbers of losses."""
+    """Make `gather` return its own rank's values in a loss: ranks may run different numbers of losses."""
     for name in ("gather", "gather_for_metrics"):
         setattr(accelerator, name, lambda value, *_, **__: value)
     try:
@@ -276,7 +288,7 @@ def _local_gathers(accelerator: Any) -> Iterator[None]:
 
 
 def _shares_of(trainer: Any, samples: list[Any]) -> list[float]:
-    """Count what each batch is of its window over all ranks, times the ranks that DeepSpeed averages over."""
+    """Return each batch's share of the window's units over all ranks, times the ranks that DeepSpeed averages over."""
     objective = _objective_of(trainer)
     is_countable = isinstance(objective, Objective) and (objective.units_for is not None or trainer.units is not None)
     if not is_countable and not is_a(trainer, "SFTTrainer", *PAIRED):
@@ -304,28 +316,27 @@ def _step_by_share(trainer: Any, model: nn.Module, inputs: Any, share: float) ->
     return loss.detach()
 
 
-# The loader: every row dealt to one rank, none twice and none dropped, in the order it had.
+# The loader: every row goes to one rank, in the order of the sampler.
 
 KNOWN_TO_ALL = ("SeedableRandomSampler", "SequentialSampler")
-"""Samplers that give every rank the same rows."""
+"""Samplers that give every rank the same order."""
 MIXED = ("ProportionalBatchSampler", "RoundRobinBatchSampler")
-"""Samplers of sentence-transformers whose every batch is of another dataset."""
+"""Samplers of sentence-transformers that take each batch from another dataset."""
 LOADER_OPTIONS = ("num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
 
 
 class EpochLoader(DataLoader[Any]):
-    """A loader that is told which epoch it is; so its batch sampler is."""
+    """Loader with `set_epoch`, which passes the epoch on to its batch sampler."""
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
 def _dealt(trainer: Any, loader: Any) -> Any:
-    """Deal the loader that Accelerate prepared by `GlobalBatches` instead: full batches go to the same ranks as before.
+    """Replace Accelerate's sharding of a loader by `GlobalBatches`: full batches go to the same ranks as before.
 
-    Of the last, which Accelerate fills up with rows that came before, each rank gets its part. A loader that is not one of
-    rows by number (a stream), or that drops its tail, stays as it is. Trainers of sentences drop it on several ranks, for fear
-    of a tail that not all of them have: theirs is dealt.
+    The last batch, which Accelerate fills up with earlier rows, is split between the ranks. A stream, and a loader that drops
+    its tail, stay as they are; sentence-transformers drops the tail on several ranks only, and here keeps it.
     """
     args = trainer.args
     rank, ranks = args.process_index, args.world_size
@@ -344,43 +355,36 @@ def _dealt(trainer: Any, loader: Any) -> Any:
         )
     size = getattr(batches, "batch_size", None)
     size = size if isinstance(size, int) else max(len(batch) for batch in batches)
-    dealt = GlobalBatches(loader.dataset, size * ranks, rank=rank, ranks=ranks, order=_Order(batches))
+    dealt = GlobalBatches(loader.dataset, size * ranks, rank=rank, ranks=ranks, order=_order_of(batches))
     options = {name: getattr(loader, name) for name in (*LOADER_OPTIONS, "persistent_workers")}
     return dealt.loader(collate_fn=loader.collate_fn, loader=EpochLoader, **options)
 
 
 def _rows_of(batch: Any) -> Any:
-    """Return a batch as a Trainer takes it: what was dealt to this rank, or a stand-in for it."""
     if not isinstance(batch, Dealt):
         return batch
     return StandIn(batch.batch) if batch.is_stand_in else batch.batch
 
 
-class _Order:
-    """The rows of an epoch as a batch sampler gives them, asked for once per epoch."""
+def _order_of(batches: Any) -> Callable[[int], list[int]]:
+    """Return a function from an epoch to the order of its rows; rank 0 draws it if the sampler's seed is not shared."""
 
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
-        self._known: tuple[int, list[int]] = (-1, [])
-
-    def __call__(self, epoch: int) -> list[int]:
-        if self._known[0] != epoch:
-            self._known = epoch, self._rows(epoch)
-        return self._known[1]
-
-    def _rows(self, epoch: int) -> list[int]:
-        sampler: Any = getattr(self.batches, "sampler", None)
-        for one in (self.batches, sampler):
+    @lru_cache(maxsize=1)
+    def order(epoch: int) -> list[int]:
+        sampler: Any = getattr(batches, "sampler", None)
+        for one in (batches, sampler):
             if hasattr(one, "set_epoch"):
                 one.set_epoch(epoch)
         if type(sampler).__name__ in KNOWN_TO_ALL:
-            return list(chain.from_iterable(self.batches))
-        drawn = [list(chain.from_iterable(self.batches)) if dist.get_rank() == 0 else None]
+            return list(chain.from_iterable(batches))
+        drawn = [list(chain.from_iterable(batches)) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(drawn, src=0)
         return drawn[0] or []
 
+    return order
 
-# Units: what the loss of a Trainer averages over.
+
+# Units: the number that the loss of a Trainer divides by.
 
 REFUSED = {
     "GRPOTrainer": "it makes its batches itself while it trains, from answers that it generates for several windows ahead",
@@ -392,25 +396,19 @@ COUPLED_PREFERENCES = {
     "aot_unpaired": "sorts the pairs of a batch against each other",
     "sft": "is a mean over tokens, beside means over pairs",
 }
-"""Losses of DPO that are no mean over pairs."""
+"""Losses of DPO that are not a mean over pairs."""
 PAIRED = ("DPOTrainer", "RewardTrainer")
 OF_SENTENCES = ("SentenceTransformerTrainer", "SparseEncoderTrainer")
-
-
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 
 
 def is_a(trainer: Any, *names: str) -> bool:
-    """True of an instance of a class of one of these names."""
+    """Return True if a class of the trainer has one of these names."""
     return any(base.__name__ in names for base in type(trainer).__mro__)
 
 
 def _objective_of(trainer: Any) -> Objective | Coupled:
-    """Find out what the loss of `trainer` averages over.
-
-    It is known of the trainers that come with transformers, TRL and sentence-transformers, counted on the labels and checked,
-    seen as the loss runs, or refused by name.
-    """
+    """Return the trainer's loss with its units: known by class, counted on the labels, or observed as the loss runs."""
 
     def compute(model: nn.Module, batch: Batch) -> Tensor:
         return _loss_of(trainer, model, batch)
@@ -434,23 +432,24 @@ def _objective_of(trainer: Any) -> Objective | Coupled:
 
 
 def _by_owner(trainer: Any, compute: LossFunction) -> Objective:
-    """Decide by whose `compute_loss` it is: TRL's, transformers' own, or one that is not known and has to be watched."""
+    """Decide by the class that defines `compute_loss`: TRL's, transformers', or unknown, which is observed."""
     owner = next(base for base in type(trainer).__mro__ if "compute_loss" in vars(base))
     if owner.__module__.startswith("trl."):
         return _of_trl(trainer, owner, compute)
     if not owner.__module__.startswith("transformers."):
         _check_uncoupled(trainer)
         return learned(compute)
+    kind = type(_base_of(trainer.model))
     if trainer.label_smoother is not None:
-        is_shifted = _is_causal(trainer)
+        is_shifted = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as the smoother decides
         return Objective(compute, lambda batch: label_units(batch, is_shifted=is_shifted))
-    is_from_transformers = any(base.__name__ == "PreTrainedModel" for base in type(_base_of(trainer.model)).__mro__)
+    is_from_transformers = any(base.__name__ == "PreTrainedModel" for base in kind.__mro__)
     is_known = is_from_transformers and not {"labels", "start_positions"}.isdisjoint(trainer.label_names)
     return huggingface(loss=compute) if is_known else learned(compute)
 
 
 def _check_uncoupled(trainer: Any) -> None:
-    """Refuse a cross-encoder's contest: its scores are of pairs of rows, and no row has a representation to be kept."""
+    """Refuse a cross-encoder with in-batch negatives: it scores pairs of rows, so that no row has a representation."""
     name = type(getattr(trainer, "loss", None)).__name__
     if is_a(trainer, "CrossEncoderTrainer") and "NegativesRanking" in name:
         raise LossError(
@@ -460,10 +459,10 @@ def _check_uncoupled(trainer: Any) -> None:
 
 
 class FunctionLoss:
-    """The loss of a Trainer with `compute_loss_func(outputs, labels, num_items_in_batch)`.
+    """Loss of a Trainer with `compute_loss_func(outputs, labels, num_items_in_batch)`.
 
-    The function is given the labels of the micro-batch for `num_items_in_batch`. One that divides by that number is a mean
-    over it; of one that does not, what its means divide by is seen. Which it is, is tried once, with twice the number.
+    `num_items_in_batch` is the number of labels of the micro-batch. A trial with twice that number shows whether the function
+    divides by it; if not, its units are observed.
     """
 
     def __init__(self, trainer: Any, compute: LossFunction) -> None:
@@ -535,11 +534,6 @@ def _base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _is_causal(trainer: Any) -> bool:
-    """True where the label smoother shifts labels: of causal language models, as transformers lists them."""
-    return type(_base_of(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
 def _of_sentences(trainer: Any) -> Coupled:
     loss = trainer.loss
     if isinstance(loss, Mapping):
@@ -557,23 +551,23 @@ def _of_sentences(trainer: Any) -> Coupled:
     def encode(model: nn.Module, batch: Batch) -> Batch:
         return whole.encode(model, trainer.collect_features(batch))
 
-    return Coupled(encode, whole.loss, units=lambda batch: 1)  # reported only; rows need not be dim 0 of features
+    return Coupled(encode, whole.loss, units=lambda batch: 1)  # only reported: rows need not be dim 0 of features
 
 
-# The window: the batches that a Trainer collects for one update, made one batch that can be cut.
+# The window: the batches that a Trainer collects for one update, joined to one batch.
 
 IGNORED = -100
 PER_PAIR_ROWS = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "position_ids")
-"""Fields of preferences with a row for each chosen answer and, below all of them, one for each rejected answer."""
+"""Fields of preferences: rows of the chosen answers, then rows of the rejected ones."""
 
 
 class StandIn(dict[str, Any]):
-    """A row for a rank that was dealt none: it runs where all ranks have to, and counts for nothing."""
+    """Row with weight 0 for a rank without rows, to keep collectives matched."""
 
 
 @dataclass(frozen=True, slots=True)
 class EachBatch(Split):
-    """Cuts a window, which is a tuple of batches: each stays as it is, or becomes micro-batches of at most `size` rows.
+    """Split of a window, a tuple of batches, into these batches, or into micro-batches of at most `size` rows of them.
 
     >>> [len(part) for part in EachBatch(2).cut((torch.zeros(3), torch.zeros(2)))]
     [2, 1, 2]
@@ -597,7 +591,7 @@ class EachBatch(Split):
 
 
 def _rows_in(batch: Batch) -> int:
-    """Count rows; where tokens lie in one long row, with an offset for each text, count the offsets."""
+    """Return the number of rows; of tokens in one long row with an offset per text, the number of offsets."""
     try:
         return num_rows(batch)
     except BatchError:
@@ -630,12 +624,12 @@ def _joined(window: Sequence[Mapping[str, Any]], pad_id: int) -> Batch:
 
 
 def _paired(trainer: Any, batches: Sequence[Any]) -> list[Any]:
-    """Give preferences a row per pair."""
+    """Reshape preferences to one row per pair."""
     return [_as_pairs(batch) for batch in batches] if is_a(trainer, *PAIRED) else list(batches)
 
 
 def _as_pairs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the two of each pair, which were [chosen; rejected] rows, into dim 1.
+    """Move [chosen; rejected] from dim 0 to dim 1.
 
     >>> _as_pairs({"input_ids": torch.tensor([[1], [2], [-1], [-2]])})["input_ids"][:, :, 0].tolist()
     [[1, -1], [2, -2]]

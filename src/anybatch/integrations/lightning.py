@@ -1,4 +1,4 @@
-"""Lightning: a strategy under which `training_step` gets micro-batches, and the optimizer the whole batch's gradient.
+"""Lightning: strategies that call `training_step` with micro-batches and step on the gradient of the whole batch.
 
     trainer = lightning.Trainer(strategy=ExactStrategy(micro_batch=16))
 
@@ -37,23 +37,33 @@ from anybatch.parallel import check_ranks, unwrapped, warn_of_repeated_rows
 SPLIT_KEY = "anybatch_split"
 """Key of the split's state in a checkpoint."""
 LOGGED: ContextVar[dict[str, Metric]] = ContextVar("LOGGED")
-"""Values logged by the training step at hand."""
+"""Values logged by the running training step."""
 EXTRA = "output: "
-"""Prefix of values that a training step returned beside its loss."""
+"""Prefix of values that a training step returned with its loss."""
 
 
 class ExactSteps(Strategy):  # type: ignore[misc]
-    """Base of the exact strategies.
+    """Base of the exact strategies: one batch of the loader is one update, run in micro-batches.
 
-    `training_step` runs all micro-batches and keeps their gradient aside, because Lightning zeroes gradients next; `backward`
-    hands it over. Options are those of `Accumulator`; `units` is what the loss of a batch divides by, where that cannot be seen
-    as it runs. What `self.log` was given is collected, averaged by units, and logged once. A number that a step returns
-    beside its loss is averaged too, and a tensor with a row for each row of the micro-batch is joined.
+    Values of `self.log` are averaged by units (`reduce_fx="sum"`: added up) and logged once per batch. Numbers that
+    `training_step` returns with its loss are averaged too, and tensors with one row per sample are joined.
+
+    Args:
+        micro_batch: Rows per forward and backward, `Tokens`, `Fit` or "auto", as for `Accumulator`.
+        units: Function of the batch that returns what its mean loss divides by; None if torch's loss functions show it.
+        batch_norm: Treatment of BatchNorm, as for `Accumulator`.
+        offload: Where saved tensors go, as for `Accumulator`.
+        **options: Options of the Lightning strategy that this one extends.
+
+    Raises:
+        UpdateError: In `trainer.fit`, for `accumulate_grad_batches`, manual optimization, or several devices with
+            `ExactStrategy`.
     """
 
+    # training_step runs all micro-batches and keeps their gradient, because Lightning zeroes gradients next; backward
+    # then writes it to `.grad`
     _accumulator: Accumulator | None = None
-    _rest: tuple[Any, ...] = ()
-    """Arguments of a training step after the batch."""
+    _rest: tuple[Any, ...] = ()  # arguments of a training step after the batch
     _gradient: list[tuple[nn.Parameter, Tensor]] | None = None
     _returns_mapping = False
     _saved_split: Mapping[str, Any] | None = None
@@ -67,11 +77,9 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         offload: Offload = "auto",
         **options: Any,
     ) -> None:
-        super().__init__(**options)  # of the Lightning strategy that this one is
+        super().__init__(**options)
         self.micro_batch = micro_batch
-        self.units = units
-        self.batch_norm: BatchNorm | None = batch_norm
-        self.offload: Offload = offload
+        self.units, self.batch_norm, self.offload = units, batch_norm, offload
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -85,14 +93,14 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Any, *rest: Any) -> Any:
-        """Return the loss of the whole batch; its gradient is kept for `backward`."""
+        """Run all micro-batches, keep their gradient for `backward`, and return the loss of the whole batch."""
         module = self.lightning_module
         _check_trainer(module.trainer, module, self)
         self._rest = rest
         accumulator = self._accumulator_of(self.model)
         parameters = list(accumulator.parameters())
         for parameter in parameters:
-            parameter.grad = None  # of the update before: Lightning would zero them next
+            parameter.grad = None  # of the previous update: Lightning zeroes it later
         calls: dict[str, dict[str, Any]] = {}
         with _collected(module, calls):
             result = accumulator.backward(batch, scaler=getattr(self.precision_plugin, "scaler", None))
@@ -108,7 +116,7 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         return {"loss": loss, **extras} if self._returns_mapping else loss
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Hand over the gradient that `training_step` left, between the hooks that Lightning calls around a backward pass."""
+        """Write the kept gradient to `.grad`, between the hooks that Lightning calls around a backward pass."""
         if self._gradient is None:
             loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
             return loss
@@ -123,7 +131,7 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         return closure_loss
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; a schedule waits for the step that the loss scale left out, or the two would no longer agree."""
+        """Step; if the loss scaler skipped the step, skip the scheduler's next step too."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 0.0 if scaler is None else scaler.get_scale()
         output = super().optimizer_step(*args, **kwargs)
@@ -131,18 +139,18 @@ class ExactSteps(Strategy):  # type: ignore[misc]
             steps = self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx + 1
             for one in self.lr_scheduler_configs:
                 if one.interval == "step" and steps % one.frequency == 0:
-                    _hold(one.scheduler)
+                    _skip_next_step(one.scheduler)
         return output
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Lightning's, with what was learnt of what fits."""
+        """Save a checkpoint with the state of the split: the size that fits."""
         state_dict = getattr(self._accumulator and self._accumulator.split, "state_dict", None)
         if state_dict is not None:
             checkpoint = checkpoint | {SPLIT_KEY: state_dict()}
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Lightning's; the split goes on as it was."""
+        """Load a checkpoint, and keep the state of the split for the accumulator."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._saved_split = checkpoint.get(SPLIT_KEY)
         return checkpoint
@@ -168,12 +176,12 @@ class ExactSteps(Strategy):  # type: ignore[misc]
         return self._accumulator
 
     def _compute(self, model: nn.Module, micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        """Run the training step of one micro-batch; return its loss, and all that it logged and returned beside it."""
+        """Run the training step of one micro-batch; return its loss, and what it logged and returned with it."""
         metrics: dict[str, Metric] = {}
-        LOGGED.set(metrics)  # of this thread: forwards that wait for each other take turns
+        LOGGED.set(metrics)  # of this thread: in lockstep each forward has its own
         if model is self.model:
             output = super().training_step(micro_batch, *self._rest)
-        else:  # a copy, on which memory is planned
+        else:  # a copy for planning memory
             module: Any = unwrapped(model)
             with self.precision_plugin.train_step_context(), _collected(module, {}):
                 output = module.training_step(micro_batch, *self._rest)
@@ -186,11 +194,20 @@ class ExactSteps(Strategy):  # type: ignore[misc]
                 "'loss'. To leave rows out of the batch, leave them out of the mean, or of the loader."
             )
         kept = {name: value for name, value in extras.items() if isinstance(value, Tensor | int | float)}
-        return loss, metrics | {EXTRA + name: _metric(value) for name, value in kept.items()}
+        for name, value in kept.items():
+            number = _detached(value)
+            metrics[EXTRA + name] = PerRow(number) if number.dim() > 0 else number
+        return loss, metrics
 
 
 class ExactStrategy(ExactSteps, SingleDeviceStrategy):  # type: ignore[misc]
-    """One device. The options are those of `ExactSteps`; all others are Lightning's `SingleDeviceStrategy`'s."""
+    """Exact updates on one device.
+
+    Args:
+        micro_batch: Rows per forward and backward, or a split.
+        device: The device; None for the first of the trainer's accelerator.
+        **options: Options of `ExactSteps` and of Lightning's `SingleDeviceStrategy`.
+    """
 
     strategy_name = "exact"
 
@@ -200,7 +217,7 @@ class ExactStrategy(ExactSteps, SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def root_device(self) -> torch.device:
-        """The one given, or the first of the trainer's accelerator."""
+        """The device given, or the first of the trainer's accelerator."""
         if self._is_device_given or self.accelerator is None:
             return self._root_device  # type: ignore[no-any-return]
         kind = self.accelerator
@@ -208,13 +225,22 @@ class ExactStrategy(ExactSteps, SingleDeviceStrategy):  # type: ignore[misc]
 
 
 class ExactDDPStrategy(ExactSteps, DDPStrategy):  # type: ignore[misc]
-    """A process per device, gradients reduced once per batch. The options are those of `ExactSteps` and of `DDPStrategy`."""
+    """Exact updates with DDP, which all-reduces gradients once per batch.
+
+    Takes the arguments of `ExactSteps` and of Lightning's `DDPStrategy`.
+    """
 
     strategy_name = "exact_ddp"
 
 
 class ExactFSDP2Strategy(ExactSteps, ModelParallelStrategy):  # type: ignore[misc]
-    """Parameters sharded by `fully_shard` in `configure_model`. Options: those of `ExactSteps` and `ModelParallelStrategy`."""
+    """Exact updates of a model that is sharded with `fully_shard` in `configure_model`.
+
+    Args:
+        micro_batch: Rows per forward and backward, or a split.
+        **options: Options of `ExactSteps` and of Lightning's `ModelParallelStrategy`. Without `data_parallel_size` and
+            `tensor_parallel_size`, all ranks are data-parallel.
+    """
 
     strategy_name = "exact_fsdp2"
 
@@ -223,14 +249,13 @@ class ExactFSDP2Strategy(ExactSteps, ModelParallelStrategy):  # type: ignore[mis
         self._are_sizes_given = bool({"data_parallel_size", "tensor_parallel_size"} & {*options})
 
     def setup_environment(self) -> None:
-        """Rows on all ranks, where nothing else was asked for: Lightning would cut tensors over those of a node."""
+        """Make all ranks data-parallel unless sizes are given; Lightning's default is tensor parallelism within a node."""
         if not self._are_sizes_given:
             self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
 
 
-def _hold(scheduler: Any) -> None:
-    """Let the next step of a scheduler, which comes before anything else looks at it, do nothing."""
+def _skip_next_step(scheduler: Any) -> None:
     scheduler.step = lambda *_: vars(scheduler).pop("step")
 
 
@@ -254,7 +279,7 @@ def _check_trainer(trainer: Any, module: Any, strategy: Any) -> None:
 
 @contextmanager
 def _collected(module: Any, calls: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """Let `module.log` collect for the pass at hand; `calls` keeps how each name was logged last."""
+    """Let `module.log` collect values in `LOGGED`; `calls` gets the last call for each name."""
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         calls[name] = {"value": value, "args": args, "options": options}
@@ -280,11 +305,6 @@ def _logged(name: str, value: Tensor | float, reduce_fx: Any) -> Metric:
         f"self.log({name!r}, reduce_fx={reduce_fx!r}) in training_step: of micro-batches, a mean is weighted by units and a "
         "sum added up. Log it with one of these, or in on_train_batch_end."
     )
-
-
-def _metric(value: Tensor | float) -> Metric:
-    number = _detached(value)
-    return PerRow(number) if number.dim() > 0 else number
 
 
 def _detached(value: Tensor | float) -> Tensor:
