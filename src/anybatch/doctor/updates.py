@@ -89,7 +89,7 @@ class LoopUpdate:
     seconds: float
     spot: Spot
     passes: tuple[LossPass, ...]  # in the gradients for the first time
-    stale: tuple[int, ...]  # passes that an earlier step used and nobody cleared
+    stale: tuple[int, ...]  # passes that an earlier step used and that were not cleared
     actions: tuple[Action, ...]  # since the optimizer's previous step
     lr: tuple[float, ...]
     probe: Probe = field(repr=False)

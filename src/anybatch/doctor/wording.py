@@ -59,10 +59,12 @@ def _seen(loop: WatchedLoop, num_ranks: int) -> list[str]:
         parts = update["micro_batches"]
         shares = ", ".join("?" if part["weight"] is None else f"{part['weight']:.3g}" for part in parts[:8])
         total = update["weights_add_up_to"]
-        told = "" if total is None else f", weights {shares}{', ...' if len(parts) > 8 else ''}: together {total:.2f}"
+        weights = (
+            "" if total is None else f", weights {shares}{', ...' if len(parts) > 8 else ''}: together {total:.2f}"
+        )
         old = f" and {update['stale']} of before, not cleared" if update["stale"] else ""
         number = plural(len(parts), "micro-batch")
-        lines.append(f"  update {update['update']}: {number}{old}{told}{_between(update['events'])}")
+        lines.append(f"  update {update['update']}: {number}{old}{weights}{_between(update['events'])}")
     return lines
 
 
@@ -80,8 +82,8 @@ def _between(events: list[dict[str, object]]) -> str:
     counts = Counter(str(event["what"]) for event in events)
     if counts["zero"] < 2:
         del counts["zero"]
-    told = ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items())
-    return f"; between: {told}" if told else ""
+    listed = ", ".join(f"{count}x {what}" if count > 1 else what for what, count in counts.items())
+    return f"; between: {listed}" if listed else ""
 
 
 def as_sarif(diagnosis: Diagnosis, version: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ SPLIT_FILE = "anybatch_split.json"
 
 
 class ExactTrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` whose updates have the gradient of all rows they collect, as if these had fitted into memory at once.
+    """`Trainer` with the gradient of all rows of an update, as if these had fitted into memory at once.
 
     Takes the arguments of `Trainer`. The options below are attributes of the class, or arguments of `exact`. The whole window
     runs in its last `training_step`, which returns the window's loss; the calls before it return 0.
@@ -437,7 +437,13 @@ def _by_owner(trainer: Any, compute: LossFunction) -> Objective:
     if owner.__module__.startswith("trl."):
         return _of_trl(trainer, owner, compute)
     if not owner.__module__.startswith("transformers."):
-        _check_uncoupled(trainer)
+        name = type(getattr(trainer, "loss", None)).__name__
+        if is_a(trainer, "CrossEncoderTrainer") and "NegativesRanking" in name:
+            raise LossError(
+                f"exact(CrossEncoderTrainer) with {name} is not built: it scores each query with answers of other rows of its "
+                "batch, so that every pair of rows is a forward of its own. Use a loss over rows, such as "
+                "BinaryCrossEntropyLoss."
+            )
         return learned(compute)
     kind = type(_base_of(trainer.model))
     if trainer.label_smoother is not None:
@@ -446,16 +452,6 @@ def _by_owner(trainer: Any, compute: LossFunction) -> Objective:
     is_from_transformers = any(base.__name__ == "PreTrainedModel" for base in kind.__mro__)
     is_known = is_from_transformers and not {"labels", "start_positions"}.isdisjoint(trainer.label_names)
     return huggingface(loss=compute) if is_known else learned(compute)
-
-
-def _check_uncoupled(trainer: Any) -> None:
-    """Refuse a cross-encoder with in-batch negatives: it scores pairs of rows, so that no row has a representation."""
-    name = type(getattr(trainer, "loss", None)).__name__
-    if is_a(trainer, "CrossEncoderTrainer") and "NegativesRanking" in name:
-        raise LossError(
-            f"exact(CrossEncoderTrainer) with {name} is not built: it scores each query with answers of other rows of its "
-            "batch, so that every pair of rows is a forward of its own. Use a loss over rows, such as BinaryCrossEntropyLoss."
-        )
 
 
 class FunctionLoss:

@@ -30,7 +30,7 @@ FLUSHED = ("start", "step", "trouble")
 """Events after which the file is flushed, so that a killed script leaves a log up to its last update."""
 MOST_UNWRITTEN = 200
 PROBED, ELEMENTS = 2, 16
-"""Parameters of an optimizer, and elements of each, whose gradients are logged."""
+"""Probed parameters per optimizer, and elements of each gradient that are logged."""
 Signature = tuple[int, int] | None
 _encode = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
 

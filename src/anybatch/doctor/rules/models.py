@@ -116,9 +116,9 @@ def _low_precision(run: OptimizerRun, update: LoopUpdate) -> Iterator[Finding]:
     if dtype is None:
         return
     n, error = len(update.passes), _sum_error(update)
-    told = "" if error is None else f": the sum is {100 * error:.2g} % off (measured)"
+    measured = "" if error is None else f": the sum is {100 * error:.2g} % off (measured)"
     severity: Severity = "error" if error is not None and error > LARGEST_SUM_ERROR else "warning"
-    text = f"{n} micro-batches are added up in {dtype}{told}."
+    text = f"{n} micro-batches are added up in {dtype}{measured}."
     facts = {"dtype": dtype, "error": error, "micro_batches": n}
     yield run.finding("low-precision-sum", severity, update.first_spot, text, facts)
 

@@ -179,15 +179,15 @@ def _rate_left(kind: str, by: str, part: float) -> str:
 def sync_rules(run: OptimizerRun) -> Iterator[Finding]:
     """Apply the rules on the gradient synchronisation of DDP and FSDP2."""
     for update in run.updates:
-        told = [(one, one.sync) for one in update.passes if one.sync is not None]
-        if not told:
+        synced = [(one, one.sync) for one in update.passes if one.sync is not None]
+        if not synced:
             continue
-        forward = [sync[0] for _, sync in told]
-        torn = [one for one, sync in told if sync[0] and not sync[1]]
+        forward = [sync[0] for _, sync in synced]
+        torn = [one for one, sync in synced if sync[0] and not sync[1]]
         facts = {"update": update.number, "synchronised": forward}
         if torn:
             text = (
-                f"no_sync is around backward only ({len(torn)} of {len(told)} passes of update {update.number}): DDP decides "
+                f"no_sync is around backward only ({len(torn)} of {len(synced)} passes of update {update.number}): DDP decides "
                 "at forward, so these gradients are synchronised or not by accident, and are wrong."
             )
             yield run.finding("ddp-backward-only", "error", torn[0].spot, text, facts)
@@ -201,10 +201,10 @@ def sync_rules(run: OptimizerRun) -> Iterator[Finding]:
             yield run.finding("ddp-never", "error", update.spot, text, facts)
         elif len(update.micro_batches) > 1 and all(forward):
             text = (
-                f"Gradients are synchronised in all {len(told)} micro-batches of update {update.number}; once is enough. "
-                f"The result is the same, and {len(told) - 1} of {len(told)} reductions are for nothing."
+                f"Gradients are synchronised in all {len(synced)} micro-batches of update {update.number}; once is enough. "
+                f"The result is the same, and {len(synced) - 1} of {len(synced)} reductions are for nothing."
             )
-            yield run.finding("ddp-every-pass", "warning", told[0][0].spot, text, facts)
+            yield run.finding("ddp-every-pass", "warning", synced[0][0].spot, text, facts)
 
 
 def row_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]:

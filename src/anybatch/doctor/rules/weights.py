@@ -46,21 +46,19 @@ def _division(run: OptimizerRun, update: LoopUpdate, weighing: Weighing) -> Iter
     n, total = len(weighing.shares), weighing.total
     if near(total, 1.0) or not total:
         return
-    told, facts = _measured(update, weighing)
+    measured, facts = _measured(update, weighing)
     spot, share, is_constant = update.first_spot, weighing.shares[0], weighing.is_constant
     start = f"The weights of update {update.number} add up to {total:.2f} over {plural(n, 'micro-batch')}"
     # with several losses a factor may be intended, unless their sum is off too
     is_surely_twice = weighing.num_terms == 1 or (n in run.loop.intended.values() and not near(weighing.all_terms, 1.0))
     if is_constant and near(share, 1.0):
-        text = f"{start}: the loss is not divided, so the step is {n} times as large as that of one batch.{told}"
+        text = f"{start}: the loss is not divided, so the step is {n} times as large as that of one batch.{measured}"
         yield run.finding("not-divided", "error", spot, text, facts)
     elif is_constant and n > 1 and near(total, 1.0 / n) and is_surely_twice:
-        text = f"{start}: the loss is divided by {n} twice, so the step is {n} times too small.{told}"
+        text = f"{start}: the loss is divided by {n} twice, so the step is {n} times too small.{measured}"
         yield run.finding("divided-twice", "error", spot, text, facts)
     elif n < run.size and is_constant and near(share, 1.0 / run.size) and run.is_usually_whole:
-        text = (
-            f"{start}: it has {n}, and each loss is divided by {run.size}. A short update counts for too little.{told}"
-        )
+        text = f"{start}: it has {n}, and each loss is divided by {run.size}. A short update counts for too little.{measured}"
         yield run.tail_finding("other-divisor", spot, text, facts)
     elif n == run.size:
         divisor = 1.0 / share if share else 0.0
@@ -68,7 +66,7 @@ def _division(run: OptimizerRun, update: LoopUpdate, weighing: Weighing) -> Iter
         is_whole = whole >= 2 and abs(divisor - whole) < 0.01 * divisor
         is_likely = near(total, 1.0 / n**2) or whole > 2 * n or n in (whole - 1, whole + 1)
         if is_whole and (is_likely or run.loop.intended) and weighing.num_terms == 1:
-            text = f"{start}: each loss is divided by {whole}, and there are {n} of them.{told}"
+            text = f"{start}: each loss is divided by {whole}, and there are {n} of them.{measured}"
             yield run.finding("other-divisor", "error", spot, text, facts)
             return
         text = (
@@ -106,13 +104,13 @@ def _uneven(run: OptimizerRun) -> Iterator[Finding]:
     if not uneven:
         return
     update, weighing = max(uneven, key=lambda one: gradient_error(*one) or 0.0)
-    told, facts = _measured(update, weighing)
+    measured, facts = _measured(update, weighing)
     counts = ", ".join(f"{count:,.4g}" for count in weighing.counts[:8])
     ratio = max(weighing.per_term) / max(min(weighing.per_term), 1e-30)
     text = (
         f"The micro-batches of update {update.number} have {counts} terms, and each counts for the same "
         f"{weighing.shares[0]:.3g}: a term of the smallest weighs {ratio:.3g} times one of the largest. This is a mean of "
-        f"means.{told}"
+        f"means.{measured}"
     )
     severity: Severity = "error" if 2 * len(uneven) > len(several) else "warning"
     yield run.finding("uneven-micro-batches", severity, update.first_spot, text, facts)
@@ -134,12 +132,12 @@ def lost_rules(loop: WatchedLoop, runs: list[OptimizerRun]) -> Iterator[Finding]
     elif tails:
         yield _dropped(run, tails)
     elif left and loop.reason == "finished":  # else the last tail has the same cause as the others
-        told = (
+        text = (
             f"{_rows(left)} never reached a step: {plural(len(left), 'micro-batch')} left in the gradients when the "
             "script ended."
         )
         spot = run.updates[-1].spot if run.updates else left[0].spot
-        yield run.tail_finding("left-at-end", spot, told, {"micro_batches": len(left), "of": len(loop.passes)})
+        yield run.tail_finding("left-at-end", spot, text, {"micro_batches": len(left), "of": len(loop.passes)})
 
 
 def _cleared(run: OptimizerRun, lost: list[LostPass]) -> Finding:
@@ -156,9 +154,9 @@ def _cleared(run: OptimizerRun, lost: list[LostPass]) -> Finding:
 def _dropped(run: OptimizerRun, lost: list[LostPass]) -> Finding:
     spot = run.updates[0].spot if run.updates else lost[0].spot
     epochs = len({one.loss_pass.batch[:2] for one in lost if one.loss_pass.batch is not None}) or 1
-    told, facts = _in_a_whole_epoch(run, lost[0])
+    opening, facts = _in_a_whole_epoch(run, lost[0])
     text = (
-        f"{told or f'{_rows(lost)} never reached a step: an epoch'} ends with "
+        f"{opening or f'{_rows(lost)} never reached a step: an epoch'} ends with "
         f"{plural(facts.get('micro_batches', max(1, len(lost) // epochs)), 'micro-batch')} that no full update of "
         f"{max(run.size, 2)} takes, cleared when the next epoch begins."
     )
@@ -175,8 +173,8 @@ def _in_a_whole_epoch(run: OptimizerRun, lost: LostPass) -> tuple[str, dict[str,
     missed = rows - (whole - rest) * size
     if not size or not rest or not 0 < missed <= rest * size:
         return "", {}
-    told = f"{missed:,} of {rows:,} rows never reach a step: an epoch of {whole:,} micro-batches"
-    return told, {"rows": missed, "of_rows": rows, "micro_batches": rest}
+    opening = f"{missed:,} of {rows:,} rows never reach a step: an epoch of {whole:,} micro-batches"
+    return opening, {"rows": missed, "of_rows": rows, "micro_batches": rest}
 
 
 def _rows(lost: list[LostPass]) -> str:
