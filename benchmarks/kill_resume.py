@@ -126,9 +126,7 @@ def end_of(run: Path) -> bytes:
     from anybatch.app.training.checkpoints import read
 
     folder = RunFolder(run)
-    found = read(folder.checkpoints)
-    assert found is not None
-    content = found[1]
+    content = read(folder.checkpoints)
     parts = {name: content[name] for name in ("number", "model", "optimizer", "scheduler", "scaler", "random")}
     lines = [line for line in folder.read_metrics() if line["event"] in ("update", "epoch")]
     losses = [{name: value for name, value in line.items() if name != "seconds"} for line in lines]

@@ -40,8 +40,6 @@ def test_a_process_killed_in_training_leaves_a_run_that_goes_on_to_the_same_end(
         done = run_anybatch(*arguments, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
     killed, straight = (read(tmp_path / name / "checkpoints") for name in ("out", "straight"))
-    assert killed is not None
-    assert straight is not None
-    assert killed[0].number == straight[0].number == 320
-    for name, value in straight[1]["model"].items():
-        assert torch.equal(value, killed[1]["model"][name])
+    assert killed["number"] == straight["number"] == 320
+    for name, value in straight["model"].items():
+        assert torch.equal(value, killed["model"][name])

@@ -20,8 +20,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT /
 
 
 def weights(folder):
-    content = read(folder / "checkpoints")[1]
-    return torch.cat([value.flatten() for value in content["model"].values()])
+    return torch.cat([value.flatten() for value in read(folder / "checkpoints")["model"].values()])
 
 
 def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same_end(tmp_path, task_file, capsys):
@@ -41,7 +40,7 @@ def test_two_ranks_print_once_stop_together_and_go_on_in_one_process_to_the_same
     assert "on cpu, fp32, 2 ranks (ddp)" in text
     record = json.loads((out / "run.json").read_text())
     assert (record["status"], record["plan"]["ranks"], record["plan"]["parallel"]) == ("stopped", 2, "ddp")
-    assert read(out / "checkpoints")[0].ranks == 2
+    assert read(out / "checkpoints")["ranks"] == 2
 
     assert run(["train", "--resume", "out"]) == 0
     assert "going on after update" in capsys.readouterr().out

@@ -2,6 +2,7 @@ import json
 import os
 import pickle
 import random
+import socket
 
 import numpy
 import pytest
@@ -213,7 +214,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path)
 
 
 def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path):
-    left = tmp_path / ".update-00000003"
+    left = tmp_path / f".update-00000003.{socket.gethostname()}.{2**22 + 1}"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half")
     assert resume(tmp_path, make_update()) is None

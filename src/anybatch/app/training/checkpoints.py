@@ -1,18 +1,18 @@
 """Checkpoints at update boundaries: written whole or not at all, checked when read, on any number of ranks.
 
-A checkpoint is a folder that `torch.distributed.checkpoint` fills. It can be saved by any number of ranks, DDP, FSDP2 or one
-process, and resumed by any other.
+A checkpoint is a folder that `torch.distributed.checkpoint` fills. Any number of ranks (one process, DDP, FSDP2) can save it,
+and any other number can resume it.
 
-    .metadata, __<rank>_0.distcp   the tensors of model and optimizer, each rank its part; whole tensors are split among ranks
-    rank-<rank>.pt                 the random states of a rank
-    states.pt                      all else, as plain values: scheduler, scaler, position in the data
-    checkpoint.json                number, ranks, and the size and checksum of each file; written last
+    .metadata, __<rank>_0.distcp   tensors of model and optimizer; each rank writes its part
+    rank-<rank>.pt                 random states of one rank
+    states.pt                      everything else, as plain values: scheduler, scaler, position in the data
+    checkpoint.json                number, ranks, size and checksum of each file; written last
 
-Reading runs no code from the files: they are unpickled by `weights_only=True`, and `.metadata` by a list of the few classes
-that it is made of.
+Reading runs no code from the files: they are loaded with `weights_only=True`, and `.metadata` with an allow-list of classes.
 """
 
 import copy
+import io
 import json
 import os
 import pathlib
@@ -24,8 +24,9 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -43,16 +44,14 @@ CONTENTS = "checkpoint.json"
 ADVICE = "Give a checkpoint that anybatch saved, or its folder to use the newest good one."
 _NAME = re.compile(r"update-(\d+)(-replaced)?")
 _OLD_NAME = re.compile(r"update-\d+\.pt")
-_TEMPORARY = re.compile(r"\.update-\d+(?:-replaced)?(?:\.(.+)\.(\d+))?")
-"""A folder that is being filled or deleted: on which host, by which process; older versions of anybatch did not say."""
+_TEMPORARY = re.compile(r"\.update-\d+(?:-replaced)?\.(.+)\.(\d+)")
+"""A folder that is being filled or deleted, with the host and the process that does so."""
 
 T = TypeVar("T")
-Sums = dict[str, tuple[int, int]]
-"""Bytes and CRC-32 of files."""
 
 
 class OtherUpdateError(CheckpointError):
-    """A checkpoint of another model, optimizer or run: no older one of its folder would fit either."""
+    """A checkpoint of another model, optimizer or run. Older checkpoints of its folder would not match either."""
 
 
 class PositionedLoader(Protocol):
@@ -64,16 +63,17 @@ class PositionedLoader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Values that `resume` has read and not put back into the update."""
+    """The checkpoint that `resume` restored."""
 
     path: Path
     number: int
-    """Updates done when it was saved."""
+    """Number of updates done when it was saved."""
     ranks: int
-    """How many ranks saved it."""
+    """Number of ranks that saved it."""
     progress: Mapping[str, Any]
-    """The `progress` that `save` was given."""
+    """The `progress` given to `save`."""
     loader_state: dict[str, Any] | None
+    """The `state_dict` of the loader given to `save`."""
     passed_over: tuple[str, ...] = ()
     """Why each newer checkpoint could not be read."""
 
@@ -89,9 +89,32 @@ def save(
 ) -> Path:
     """Write the checkpoint `update-<number>` into `folder`, then delete all but the `keep` newest.
 
-    Call it between two updates, on every rank; `number` is how many are done, `progress` plain values of your own. The loader's
-    state and `progress` are those of rank 0. The checkpoint appears under its name when it is complete and on the disk: a kill
-    at any moment leaves the older ones as they were.
+    Call it between two updates, on every rank. It stores the model, the optimizer, the scheduler, the scaler, what the split
+    has learnt, and all random states. A checkpoint gets its name once it is complete and on disk: a kill at any moment leaves
+    the older ones as they were.
+
+    Args:
+        folder: Folder of the run's checkpoints; created if it does not exist.
+        update: The update to store.
+        number: Number of updates done so far.
+        loader: Data loader with `state_dict()`; rank 0's position is stored.
+        progress: Your own plain values; those of rank 0 are stored.
+        keep: Number of checkpoints to keep, this one included.
+
+    Returns:
+        Path of the checkpoint.
+
+    Raises:
+        CheckpointError: If `number` is not a count, a file cannot be written, or a state holds more than plain values.
+
+    >>> import tempfile, torch
+    >>> from anybatch import Update, supervised
+    >>> model = torch.nn.Linear(2, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> update = Update(model, optimizer, supervised(torch.nn.CrossEntropyLoss()), micro_batch=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(folder, update, number=7).name
+    'update-00000007'
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise CheckpointError(f"number={number!r}: expected how many updates are done, a whole number, 0 or more.")
@@ -110,48 +133,70 @@ def save(
 
 
 def resume(path: Path | str, update: Update, *, loader: PositionedLoader | None = None) -> Resumed | None:
-    """Put a checkpoint back into `update`, into all random states, and into `loader` if one is given; on every rank.
+    """Restore a checkpoint into `update`, all random states, and `loader` if given. Call it on every rank.
 
-    `path` is a checkpoint, or a folder of them: then the newest that can be read is used, and None is returned where there
-    is none at all. A checkpoint of another model or optimizer raises. Whatever raises here changes nothing. On as many ranks as
-    saved it, each gets its own random states back; on another number rank 0 does, and the others are seeded from them.
+    Given a folder, the newest readable checkpoint is used. If this raises, nothing has changed. On the number of ranks that
+    saved the checkpoint, each rank gets its own random states back; on another number rank 0 does, and the other ranks are
+    seeded from them.
+
+    Args:
+        path: A checkpoint, or a folder of checkpoints.
+        update: An update with the same model, optimizer, scheduler and scaler as the saved one.
+        loader: Data loader with `load_state_dict()`, to be set to its position.
+
+    Returns:
+        The checkpoint that was restored, or None if the folder has none.
+
+    Raises:
+        CheckpointError: If no checkpoint can be read, or the checkpoint is of another model or optimizer.
+
+    >>> import tempfile, torch
+    >>> from anybatch import Update, supervised
+    >>> model = torch.nn.Linear(2, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> update = Update(model, optimizer, supervised(torch.nn.CrossEntropyLoss()), micro_batch=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save(folder, update, number=7, progress={"epoch": 2})
+    ...     resume(folder, update).progress
+    {'epoch': 2}
     """
     ranks = Ranks.of(update.model)
+    paths = from_first_rank(lambda: _candidates(Path(path)), ranks)
+    passed_over: list[str] = []
+    for each in paths:
+        try:
+            contents = _checked_contents(each, ranks)
+            restore = partial(_restore, each, contents, update, loader, ranks)
+            return replace(_on_every_rank(restore, each, ranks), passed_over=tuple(passed_over))
+        except OtherUpdateError:
+            raise
+        except CheckpointError as error:
+            if len(paths) == 1:
+                raise
+            passed_over.append(str(error))
+    if passed_over:
+        raise CheckpointError(f"none of the {len(paths)} checkpoints in {path} can be read: {'; '.join(passed_over)}")
+    return None
 
-    def take(found: Resumed, states: dict[str, Any]) -> Resumed:
-        shapes = _read_shapes(found.path)
-        _check_fits(found.path, states, shapes, update)
-        with _put_back_after_errors(update):
-            _load_states(found.path, states, shapes, update)
-            is_same = found.ranks == ranks.size
-            restore_random_states(_read_values(found.path / f"rank-{ranks.rank if is_same else 0}.pt"))
-            if ranks.rank and not is_same:
-                seed_rank(ranks.rank)
-            if loader is not None and found.loader_state is not None:
-                loader.load_state_dict(found.loader_state)
-        return found
 
-    return _newest(Path(path), ranks, take)
-
-
-def read(path: Path) -> tuple[Resumed, dict[str, Any]] | None:
-    """All of a checkpoint, or of the newest good one of a folder, whole and in this process; None where the folder has none."""
-
-    def take(found: Resumed, states: dict[str, Any]) -> tuple[Resumed, dict[str, Any]]:
-        tensors = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in _read_shapes(found.path).items()}
-        read_tensors(found.path, tensors)
-        return found, states | {
-            "number": found.number,
-            "model": _under("model.", tensors) | states["model"],
-            "optimizer": _optimizer_state(states, tensors),
-            "random": [_read_values(found.path / f"rank-{rank}.pt") for rank in range(found.ranks)],
-        }
-
-    return _newest(path, ONE_PROCESS, take)
+def read(path: Path) -> dict[str, Any]:
+    """Read all of a checkpoint, or of the newest in a folder, into this process."""
+    path = _candidates(path)[0]
+    contents = _checked_contents(path, ONE_PROCESS)
+    states = _read_values(path / "states.pt")
+    tensors = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in _read_shapes(path).items()}
+    read_tensors(path, tensors)
+    return states | {
+        "number": contents["number"],
+        "ranks": contents["ranks"],
+        "model": _under("model.", tensors) | states["model"],
+        "optimizer": _optimizer_state(states, tensors),
+        "random": [_read_values(path / f"rank-{rank}.pt") for rank in range(contents["ranks"])],
+    }
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder by name, newest first."""
+    """List the checkpoints of a folder by name, newest first."""
     if not folder.is_dir():
         return []
     named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -159,7 +204,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _make_temporary(path: Path) -> Path:
-    """An empty folder of this process, to fill before it becomes `path`; those that killed processes left are removed."""
+    """Make an empty folder, to fill before it becomes `path`; remove those that killed processes left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(".update-*"):
         if _is_left_over(left.name):
@@ -174,12 +219,10 @@ def _temporary_of(path: Path) -> Path:
 
 
 def _is_left_over(name: str) -> bool:
-    """True if this process left it, or one that has ended on this host; what others fill is left alone."""
+    """Return True if this process left it, or a process that has ended on this host."""
     match = _TEMPORARY.fullmatch(name)
-    if match is None or match[1] not in (None, socket.gethostname()):
+    if match is None or match[1] != socket.gethostname():
         return False
-    if match[2] is None:
-        return True
     try:
         os.kill(int(match[2]), 0)
     except OSError as error:
@@ -188,33 +231,35 @@ def _is_left_over(name: str) -> bool:
 
 
 def _states_of(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of an update, which many ranks may share, by name; and all its other states as plain values."""
+    """Return the tensors of an update by name, which may be sharded, and all other states as plain values."""
     model, optimizer = unwrapped(update.model).state_dict(), update.optimizer.state_dict()
-    tensors = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)} | _beside(update)
+    tensors = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)}
+    tensors |= _outside_model(update)
     moments: dict[str, tuple[Any, str]] = {}
     rest: dict[Any, dict[str, Any]] = {}
     for key, state in optimizer["state"].items():
-        rest[key] = {}
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                moments[f"optimizer.{key}.{name}"] = (key, name)
-                tensors[f"optimizer.{key}.{name}"] = value
-            else:
-                rest[key][name] = value
+        rest[key] = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        for name in (name for name in state if name not in rest[key]):
+            moments[f"optimizer.{key}.{name}"] = (key, name)
+            tensors[f"optimizer.{key}.{name}"] = state[name]
     return tensors, {
-        "noise": None if update.noise is None else update.noise.state_dict(),
         "model": {name: value for name, value in model.items() if not isinstance(value, Tensor)},
         "optimizer": optimizer | {"state": rest},
         "moments": moments,
         "optimizer_type": type(update.optimizer).__name__,
-        "scheduler": None if update.scheduler is None else update.scheduler.state_dict(),
-        "scaler": None if update.scaler is None else update.scaler.state_dict(),
-        "split": split.state_dict() if hasattr(split := update.accumulator.split, "state_dict") else None,
+        **{name: None if part is None else part.state_dict() for name, part in _stateful(update).items()},
     }
 
 
-def _beside(update: Update) -> dict[str, Tensor]:
-    """Parameters that the optimizer steps and the model does not have, by their place in it; and a coupled loss's buffers."""
+def _stateful(update: Update) -> dict[str, Any]:
+    """Return the parts of an update that have a plain `state_dict`, by name; None for a part it does not have."""
+    split = update.accumulator.split
+    own = {"noise": update.noise, "scheduler": update.scheduler, "scaler": update.scaler}
+    return own | {"split": split if hasattr(split, "state_dict") else None}
+
+
+def _outside_model(update: Update) -> dict[str, Tensor]:
+    """Return parameters that only the optimizer holds, by their position in it, and the buffers of a coupled loss."""
     own = set(unwrapped(update.model).parameters())
     found = {f"beside.{place}": held.detach() for place, held in enumerate(_stepped(update)) if held not in own}
     loss = update.accumulator.objective.loss
@@ -227,7 +272,7 @@ def _stepped(update: Update) -> list[Tensor]:
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], number: int, states: dict[str, Any], ranks: Ranks) -> None:
-    """Fill an empty `folder`, on the disk when this returns; every rank calls it, with its own tensors."""
+    """Fill an empty `folder`, which is on disk when this returns. Every rank calls it with its own tensors."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -248,7 +293,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], number: int, states: dict[s
 
 @contextmanager
 def _as_checkpoint_error(what: str) -> Iterator[None]:
-    """torch's `CheckpointException` wraps whatever was raised on any rank, Ctrl-C too, and is no `Exception` itself."""
+    """Raise `CheckpointError` for torch's `CheckpointException`, which is no `Exception` and also wraps Ctrl-C."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -264,12 +309,10 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
 
 
 def _write_values(path: Path, values: dict[str, Any]) -> None:
-    with path.open("wb") as file:
-        torch.save(values, file)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        # the tensors are mapped, not read: this looks at the rest, before a checkpoint that nobody can load gets its name
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    write_synced(path, buffer.getvalue())
+    try:  # before a checkpoint that nothing can load gets its name; tensors are mapped, not read
         torch.load(path, weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(
@@ -279,7 +322,7 @@ def _write_values(path: Path, values: dict[str, Any]) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """All random states, as tensors and plain values that `torch.load(weights_only=True)` takes."""
+    """Return all random states, as values that `torch.load(weights_only=True)` takes."""
     states = {"torch": torch.get_rng_state(), **outer_random().as_values()}
     if found := torch.accelerator.current_accelerator(check_available=True):
         module = torch.get_device_module(found)
@@ -288,7 +331,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Put back what `random_states` read; devices that this machine lacks are left out."""
+    """Restore what `random_states` returned, except for devices that this machine lacks."""
     torch.set_rng_state(states["torch"])
     OuterRandom.of_values(states).restore()
     if found := torch.accelerator.current_accelerator(check_available=True):
@@ -298,7 +341,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def size_and_checksum(path: Path) -> tuple[int, int]:
-    """Bytes and CRC-32 of a file."""
+    """Return the bytes and the CRC-32 of a file."""
     total = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -324,39 +367,6 @@ def _put_in_place(temporary: Path, path: Path, keep: int) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _newest(path: Path, ranks: Ranks, take: Callable[[Resumed, dict[str, Any]], T]) -> T | None:
-    """Call `take` with the newest checkpoint that every rank can read; None where there is none."""
-    paths = from_first_rank(lambda: _candidates(path), ranks)
-    passed_over: list[str] = []
-
-    def open_and_take(candidate: Path, number: int, num_ranks: int) -> T:
-        states = _read_values(candidate / "states.pt")
-        found = Resumed(
-            path=candidate,
-            number=number,
-            ranks=num_ranks,
-            progress=states["progress"],
-            loader_state=states["loader"],
-            passed_over=tuple(passed_over),
-        )
-        return take(found, states)
-
-    for candidate in paths:
-        try:
-            number, num_ranks, sums = from_first_rank(lambda: _read_contents(candidate), ranks)  # noqa: B023
-            _check_files(candidate, sums, ranks)
-            return _on_every_rank(lambda: open_and_take(candidate, number, num_ranks), candidate, ranks)  # noqa: B023
-        except OtherUpdateError:
-            raise
-        except CheckpointError as error:
-            if len(paths) == 1:
-                raise
-            passed_over.append(str(error))
-    if passed_over:
-        raise CheckpointError(f"none of the {len(paths)} checkpoints in {path} can be read: {'; '.join(passed_over)}")
-    return None
-
-
 def _candidates(path: Path) -> list[Path]:
     if path.is_file() or (path / CONTENTS).exists():
         return [path]
@@ -366,8 +376,20 @@ def _candidates(path: Path) -> list[Path]:
     return found
 
 
-def _read_contents(path: Path) -> tuple[int, int, Sums]:
-    """Number, ranks and files that a checkpoint must have; what is no checkpoint of this format is refused by name."""
+def _checked_contents(path: Path, ranks: Ranks) -> dict[str, Any]:
+    """Read `checkpoint.json` and check the files it lists; each rank checks its part of them."""
+    contents = from_first_rank(lambda: _read_contents(path), ranks)
+
+    def check_files() -> None:
+        for name in sorted(contents["files"])[ranks.rank :: ranks.size]:
+            if problem := _problem(path / name, *contents["files"][name]):
+                raise CheckpointError(f"{path} is damaged: {problem}. {ADVICE}")
+
+    _on_every_rank(check_files, path, ranks)
+    return contents
+
+
+def _read_contents(path: Path) -> dict[str, Any]:
     if path.is_file():
         raise CheckpointError(
             f"{path} ({path.stat().st_size} bytes) is a file; a checkpoint of this version of anybatch (format {FORMAT}) is a "
@@ -385,18 +407,9 @@ def _read_contents(path: Path) -> tuple[int, int, Sums]:
         if found.pop("sum", None) not in (_sum_of(found), None):  # checkpoints of anybatch 0.1 have none
             raise ValueError("it does not have its checksum")
         files = {name: (size, total) for name, (size, total) in found["files"].items()}
-        return found["number"], found["ranks"], files
+        return {"number": found["number"], "ranks": found["ranks"], "files": files}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no whole checkpoint: {CONTENTS}: {first_line(error)}. {ADVICE}") from error
-
-
-def _check_files(path: Path, sums: Sums, ranks: Ranks) -> None:
-    """Raise on every rank if a file is missing or damaged; each rank looks at its part of them."""
-    names = sorted(sums)[ranks.rank :: ranks.size]
-    found = ranks.gather_objects([problem for name in names if (problem := _problem(path / name, *sums[name]))])
-    problems = [problem for of_rank in found for problem in of_rank]
-    if problems:
-        raise CheckpointError(f"{path} is damaged: {problems[0]}. {ADVICE}")
 
 
 def _problem(path: Path, expected_size: int, expected_sum: int) -> str | None:
@@ -413,19 +426,42 @@ def _problem(path: Path, expected_size: int, expected_sum: int) -> str | None:
 
 def _on_every_rank(act: Callable[[], T], path: Path, ranks: Ranks) -> T:
     """Call `act`; raise on every rank if it raised on one."""
-    done: list[T] = []
+    result: list[T] = []
     problem: CheckpointError | None = None
     try:
-        done.append(act())
+        result.append(act())
     except CheckpointError as error:
         problem = error
     except Exception as error:
         problem = CheckpointError(f"{path} cannot be read: {first_line(error)}. {ADVICE}")
         problem.__cause__ = error
-    told = [one for one in ranks.gather_objects(problem) if one is not None]
-    if told:
-        raise problem or told[0]
-    return done[0]
+    problems = [one for one in ranks.gather_objects(problem) if one is not None]
+    if problems:
+        raise problem or problems[0]
+    return result[0]
+
+
+def _restore(
+    path: Path, contents: Mapping[str, Any], update: Update, loader: PositionedLoader | None, ranks: Ranks
+) -> Resumed:
+    states, shapes = _read_values(path / "states.pt"), _read_shapes(path)
+    found = Resumed(
+        path=path,
+        number=contents["number"],
+        ranks=contents["ranks"],
+        progress=states["progress"],
+        loader_state=states["loader"],
+    )
+    _check_matches(path, states, shapes, update)
+    with _restored_after_errors(update):
+        _load_states(path, states, shapes, update)
+        is_same = found.ranks == ranks.size
+        restore_random_states(_read_values(path / f"rank-{ranks.rank if is_same else 0}.pt"))
+        if ranks.rank and not is_same:
+            seed_rank(ranks.rank)
+        if loader is not None and found.loader_state is not None:
+            loader.load_state_dict(found.loader_state)
+    return found
 
 
 def _read_values(path: Path) -> dict[str, Any]:
@@ -434,21 +470,18 @@ def _read_values(path: Path) -> dict[str, Any]:
 
 
 def _read_shapes(path: Path) -> dict[str, Tensor]:
-    """The tensors that a checkpoint holds, each as a whole and without its numbers."""
+    """Return the tensors that a checkpoint holds, unsharded, on the meta device."""
     found = _read_metadata(path).state_dict_metadata
     return {name: torch.empty(held.size, dtype=held.properties.dtype, device="meta") for name, held in found.items()}
 
 
 def _read_metadata(path: Path) -> Any:
     with (path / ".metadata").open("rb") as file:
-        try:
-            return _MetadataUnpickler(file).load()
-        except Exception as error:
-            raise CheckpointError(f"{path / '.metadata'} cannot be read: {first_line(error)}. {ADVICE}") from error
+        return _MetadataUnpickler(file).load()
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds torch's `Metadata` and nothing else."""
+    """An unpickler that builds torch's `Metadata` and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if "." in name:  # an attribute of something in the module, which may be anything
@@ -467,7 +500,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_tensors(path: Path, into: dict[str, Tensor]) -> None:
-    """Fill these tensors, or this rank's part of those that are sharded, with what is stored under their names."""
+    """Fill these tensors, or this rank's shards of them, with the values stored under their names."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -476,8 +509,7 @@ def read_tensors(path: Path, into: dict[str, Tensor]) -> None:
             return _read_metadata(path)
 
     with _as_checkpoint_error(f"{path} could not be read"):
-        # each rank reads what it needs: nothing has to be agreed on
-        load(into, storage_reader=Reader(path), no_dist=True)
+        load(into, storage_reader=Reader(path), no_dist=True)  # each rank reads what it needs
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -485,22 +517,21 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _optimizer_state(states: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The optimizer's `state_dict`, put together again."""
+    """Put the optimizer's `state_dict` together again."""
     state: dict[Any, dict[str, Any]] = {key: dict(values) for key, values in states["optimizer"]["state"].items()}
     for full, (key, name) in states["moments"].items():
         state[key][name] = tensors[full]
     return {**states["optimizer"], "state": state}
 
 
-def _check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tensor], update: Update) -> None:
-    """Raise before anything is changed."""
+def _check_matches(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tensor], update: Update) -> None:
     if found := _differences(_under("model.", shapes) | states["model"], unwrapped(update.model).state_dict()):
         name, saved, there = found[0]
         raise OtherUpdateError(
             f"{path} is of another model: {name!r} is {saved} in the checkpoint and {there} in the model "
             f"({len(found)} differ). Resume with the task that saved it."
         )
-    if found := _differences(_under("beside.", shapes), _under("beside.", _beside(update))):
+    if found := _differences(_under("beside.", shapes), _under("beside.", _outside_model(update))):
         name, saved, there = found[0]
         raise OtherUpdateError(
             f"{path} has other parameters beside the model, such as a loss's: {name!r} of the optimizer or the loss is {saved} "
@@ -520,7 +551,7 @@ def _check_fits(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tens
 
 
 def _differences(saved: Mapping[str, object], there: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """Names, sorted, whose values are of other shapes or kinds, and what they are on both sides."""
+    """Return (name, saved, there) for values of another shape or type, sorted by name."""
 
     def described(values: Mapping[str, object], name: str) -> str:
         value = values.get(name)
@@ -533,14 +564,13 @@ def _differences(saved: Mapping[str, object], there: Mapping[str, object]) -> li
 
 
 @contextmanager
-def _put_back_after_errors(update: Update) -> Iterator[None]:
-    """The block for `_load_states`: where anything raises in it, update and random states are as they were before."""
-    optimizer, model, random = update.optimizer, unwrapped(update.model), random_states()
-    held = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)} | _beside(update)
-    tensors = [(value, value.detach().clone()) for value in held.values()]
+def _restored_after_errors(update: Update) -> Iterator[None]:
+    """Restore the update and all random states if the block raises."""
+    optimizer, random = update.optimizer, random_states()
+    held = [*unwrapped(update.model).state_dict().values(), *_outside_model(update).values()]
+    tensors = [(value, value.detach().clone()) for value in held if isinstance(value, Tensor)]
     steps, groups = optimizer.state, optimizer.param_groups  # loading makes new ones
-    stateful: list[Any] = [update.scheduler, update.scaler, update.accumulator.split]
-    parts = [part for part in stateful if hasattr(part, "load_state_dict")]
+    parts = [part for part in _stateful(update).values() if part is not None]
     states = [copy.deepcopy(part.state_dict()) for part in parts]
     try:
         yield
@@ -556,11 +586,8 @@ def _put_back_after_errors(update: Update) -> Iterator[None]:
 
 
 def _load_states(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Tensor], update: Update) -> None:
-    parameters = _stepped(update)
-    moments = {
-        name: _empty_for(shapes[name], parameters[key] if isinstance(key, int) and key < len(parameters) else None)
-        for name, (key, _) in states["moments"].items()
-    }
+    parameters = dict(enumerate(_stepped(update)))
+    moments = {name: _empty_for(shapes[name], parameters.get(key)) for name, (key, _) in states["moments"].items()}
     read_tensors(path, moments)
     try:
         update.optimizer.load_state_dict(_optimizer_state(states, moments))
@@ -572,19 +599,14 @@ def _load_states(path: Path, states: Mapping[str, Any], shapes: Mapping[str, Ten
     weights = model.state_dict()
     read_tensors(path, {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)})
     model.load_state_dict(weights | states["model"])
-    read_tensors(path, _beside(update))
-    if update.scheduler is not None:
-        update.scheduler.load_state_dict(states["scheduler"])
-    if update.scaler is not None:
-        update.scaler.load_state_dict(states["scaler"])
-    if update.noise is not None:
-        update.noise.load_state_dict(states.get("noise"))
-    if states.get("split") is not None and hasattr(split := update.accumulator.split, "load_state_dict"):
-        split.load_state_dict(states["split"])  # the costs that it learnt: the cut goes on as it was
+    read_tensors(path, _outside_model(update))
+    for name, part in _stateful(update).items():
+        if part is not None and states.get(name) is not None:
+            part.load_state_dict(states[name])
 
 
 def _empty_for(like: Tensor, parameter: Tensor | None) -> Tensor:
-    """A tensor to read into: sharded as its parameter is, if it is of the parameter's size."""
+    """Return a tensor to read into, sharded like its parameter if it has the parameter's shape."""
     if parameter is not None and is_sharded(parameter) and parameter.shape == like.shape:
         return torch.empty_like(parameter, dtype=like.dtype, requires_grad=False)
     return torch.empty(like.shape, dtype=like.dtype)
