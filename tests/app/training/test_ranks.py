@@ -19,7 +19,7 @@ from anybatch import Task, resume, supervised
 from anybatch.app.records.schema import EpochDone, UpdateDone
 from anybatch.app.training import loop
 from anybatch.app.training.experiment import assemble
-from anybatch.app.training.loop import Loop, Progress, validation_loader
+from anybatch.app.training.loop import Loop, Progress, validation_batches
 from anybatch.app.training.settings import Settings
 from anybatch.app.training.tasks import pairs, stdlib
 from anybatch.app.training.tasks.lookup import find_task
@@ -320,5 +320,5 @@ def test_without_each_ranks_random_states_it_does_not(kind):
 
 def test_the_whole_of_the_validation_data_is_dealt_in_whole_batches_and_evenly():
     task = small("textbook", torch.float64)()  # 75 rows in batches of 16: five, the last of 11
-    batches = [[len(batch[1]) for batch in validation_loader(task, Ranks(rank, 3))] for rank in range(3)]
+    batches = [[len(batch[1]) for batch in validation_batches(task, Ranks(rank, 3))] for rank in range(3)]
     assert batches == [[16, 16], [16, 11], [16, 16]]  # the sixth stands in

@@ -1,6 +1,5 @@
-"""A task and settings put together: a plan that says what will happen, and an `Update` that makes it happen."""
+"""Build a run from a task and settings: its plan and its `Update`."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from anybatch.app.training.learning_rates import BatchSchedule, beta2_of, lr_factor, scale_lr, schedule_of
+from anybatch.app.training.learning_rates import BatchSchedule, beta2_of, rule_factor, scale_lr, schedule_of
 from anybatch.app.training.ranks import ranks_of_group, seed_all, seed_rank, spread_over_ranks
 from anybatch.app.training.settings import Decay, LRRule, Settings
 from anybatch.app.training.tasks.task import Task
@@ -19,43 +18,43 @@ from anybatch.memory import Fit, fastest_fit
 from anybatch.parallel import deal_rows
 from anybatch.ragged import Tokens
 
-NOISE_EVERY = 8  # one update in so many is measured where noise decides on the batch
+NOISE_EVERY = 8  # updates between two measurements if the noise scale sets the batch size
 CPU_SCALE = 2.0**12  # first loss scale of fp16 on the CPU; the usual 2**16 overflows small problems again and again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """The numbers of a run, known before its first update; `run.json` has these fields in this order."""
+    """Numbers of a run, known before its first update; `run.json` has these fields in this order."""
 
     parameters: int
     rows: int
     validation_rows: int
     batch: int
-    micro_batch: int | str  # rows, or the split that cuts
-    micro_batches_per_update: int | None  # None where the split decides batch by batch
+    micro_batch: int | str  # rows, or the repr of the split
+    micro_batches_per_update: int | None  # None if it varies from batch to batch
     updates_per_epoch: int
     updates: int
     epochs: int
     lr_first: float
     lr_peak: float
-    lr_last: float  # of the last update
+    lr_last: float
     lr_rule: LRRule
     base_batch: int
-    beta2: float | None  # of Adam and its relatives, after the rule
+    beta2: float | None  # of Adam and its variants, after the rule
     warmup: int
     decay: Decay
     clip_norm: float | None
     precision: str
     device: str
-    batch_norms: int  # BatchNorm layers that normalise each micro-batch by itself
-    batch_schedule: str | None = None  # how batches grow, in words; `batch` is then the first
+    batch_norms: int  # BatchNorm layers that normalise each micro-batch separately
+    batch_schedule: str | None = None  # growing batches in words; `batch` is the first
     ranks: int = 1
     parallel: str | None = None  # how the ranks hold the model; None for one process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """All that the loop needs."""
+    """A run that is ready to start."""
 
     task: Task
     settings: Settings
@@ -67,10 +66,10 @@ class Experiment:
 
 
 def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None) -> Experiment:
-    """Seed, build the task, and make its update; the same settings make the same experiment, bit for bit.
+    """Seed, build the task, and make its update. The same settings make the same experiment, bit for bit.
 
-    With a process `group` the model is spread over its ranks, which all call this. They build the same task; random numbers
-    drawn later, as by dropout, are each rank's own.
+    With a process `group` every rank calls this, and the model is spread over the ranks. They build the same task; later
+    random numbers, such as dropout's, differ between ranks.
     """
     ranks = ranks_of_group(group)
     device = find_device(settings.device)
@@ -92,7 +91,7 @@ def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None
         batch_norm=task.batch_norm,
         clip_norm=plan.clip_norm,
         noise=settings.noise or (NOISE_EVERY if schedule.follows_noise else None),
-        scheduler=LambdaLR(task.optimizer, _factor(schedule, plan.warmup, plan.updates, plan.decay, plan.lr_rule)),
+        scheduler=LambdaLR(task.optimizer, schedule.lr_factor(plan.warmup, plan.updates, plan.decay, plan.lr_rule)),
         autocast={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision],
         scaler=scaler,
     )
@@ -104,14 +103,13 @@ def assemble(build: Callable[[], Task], settings: Settings, *, group: Any = None
 
 
 def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ranks | None = None) -> RunPlan:
-    """The numbers of the run; the optimizer is looked at and left alone."""
+    """Compute the numbers of a run, without changing the task."""
     rows = len(task.training)
     schedule = _schedule(task, settings)
     batch = schedule.batch(1)
     split = find_split(task, settings, schedule.largest)
     size = split.size if isinstance(split, Rows) else None
-    # each rank cuts its own part of the rows
-    parts = deal_rows(min(batch, rows), 1 if ranks is None else ranks.size)
+    parts = deal_rows(min(batch, rows), 1 if ranks is None else ranks.size)  # each rank cuts its own
     updates = settings.updates or schedule.updates_before((settings.epochs or task.epochs) + 1)
     if settings.warmup is None:
         num_warmup = min(task.warmup, updates // 10)  # a default must not fill a short run
@@ -121,8 +119,8 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
     base_batch = settings.base_batch or task.base_batch or task.batch_size
     times = batch / base_batch
     lr = settings.lr or float(task.optimizer.param_groups[0]["lr"])
-    peak = lr * {"none": 1.0, "linear": times, "sqrt": times**0.5}[rule]
-    factor = _factor(schedule, num_warmup, updates, decay, rule)
+    peak = lr * rule_factor(rule, times)
+    factor = schedule.lr_factor(num_warmup, updates, decay, rule)
     beta2 = beta2_of(task.optimizer)
     if beta2 is not None and rule != "none" and settings.keep_half_life:
         beta2 = beta2**times
@@ -155,29 +153,19 @@ def make_plan(task: Task, settings: Settings, device: torch.device, *, ranks: Ra
 
 
 def _schedule(task: Task, settings: Settings) -> BatchSchedule:
-    """The batches of a run: as the task has them, unless the run was asked for a batch size."""
     given = None if settings.batch_size is not None else task.batch_schedule
     return schedule_of(given, batch=settings.batch_size or task.batch_size, rows=len(task.training))
 
 
-def _factor(
-    schedule: BatchSchedule, num_warmup: int, updates: int, decay: Decay, rule: LRRule
-) -> Callable[[int], float]:
-    """The part of the learning rate that each update has. Where batches grow, it falls by rows, not by updates."""
-    if schedule.is_fixed:
-        return lr_factor(num_warmup, updates, decay)
-    return schedule.factor(lr_factor(num_warmup, math.ceil(schedule.position(updates)), decay), rule)
-
-
 def num_inexact_norms(task: Task) -> int:
-    """How many layers make the rows of a micro-batch look at each other, and at no others, while training."""
+    """Count the BatchNorm layers that use the statistics of each micro-batch alone."""
     if task.batch_norm is not None and task.batch_norm != "micro":
         return 0
     return sum(isinstance(module, BatchNormLayer) for module in task.model.modules())
 
 
 def find_split(task: Task, settings: Settings, batch: int) -> Split:
-    """How batches are cut: as asked for, else as the task has it."""
+    """Return the split of the settings, else the task's."""
     if settings.memory is not None or settings.micro_batch == "auto":
         of_task = task.split if isinstance(task.split, Rows | Tokens) else None
         most = settings.micro_batch if isinstance(settings.micro_batch, int) else of_task
@@ -189,7 +177,7 @@ def find_split(task: Task, settings: Settings, batch: int) -> Split:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name; `auto` is the GPU, or whatever accelerator torch knows here, if there is one."""
+    """Return the device of this name; `auto` is the accelerator if torch finds one."""
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -212,8 +200,7 @@ def _set_lr(task: Task, settings: Settings, plan: RunPlan) -> None:
         )
     if settings.lr is not None:
         first = float(groups[0]["lr"])
-        for group in groups:
-            # groups keep their ratio to the first
+        for group in groups:  # groups keep their ratio to the first
             group["lr"] = settings.lr * (float(group["lr"]) / first if first else 1.0)
     scale_lr(
         task.optimizer,

@@ -1,4 +1,4 @@
-"""The learning rate: what another batch size asks of it, how it rises and falls, and how it follows batches that grow."""
+"""Learning rates: scaling for another batch size, warm-up and decay, and schedules of growing batches."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from anybatch.errors import SettingsError
 from anybatch.noise import NoiseScale
 
 ADAMS = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.SparseAdam)
-"""Optimizers whose `betas[1]` is how slowly the second moment forgets; AdamW is an Adam."""
+"""Optimizers with the decay rate of the second moment in `betas[1]`; AdamW is an Adam."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,23 +25,36 @@ class Scaling:
     """Changes that `scale_lr` made in the first parameter group."""
 
     factor: float
+    """Factor of the learning rate."""
     lr_before: float
     lr: float
     beta2_before: float | None = None
-    """None where the optimizer has none."""
+    """Adam's beta2; None for optimizers without one."""
     beta2: float | None = None
 
 
 def scale_lr(
     optimizer: Optimizer, *, batch: int, base_batch: int, rule: LRRule = "linear", keep_half_life: bool = True
 ) -> Scaling:
-    """Multiply every group's learning rate for a batch that is `k = batch / base_batch` times the one it was chosen for.
+    """Scale every group's learning rate for a batch `k = batch / base_batch` times as large.
 
-        linear: lr * k  (Goyal et al. 2017; for SGD)      sqrt: lr * sqrt(k)  (for Adam and its kin)
+        linear: lr * k  (Goyal et al. 2017; for SGD)      sqrt: lr * sqrt(k)  (for Adam and its variants)
 
-    With `keep_half_life`, Adam's second moment goes on forgetting after the same number of samples: beta2 becomes
-    `beta2 ** k`. Rules of thumb both: they hold up to some batch size that the task decides, not for ever. `"none"` changes
-    nothing. Call it before a scheduler is made, which takes note of the learning rate it finds.
+    Both are rules of thumb: they hold up to a batch size that depends on the task. Call this before a scheduler is made,
+    which remembers the learning rate it finds.
+
+    Args:
+        optimizer: Optimizer to change in place.
+        batch: Rows per update from now on.
+        base_batch: Rows per update that the learning rate was chosen for.
+        rule: "linear", "sqrt", or "none" to change nothing.
+        keep_half_life: Set Adam's beta2 to `beta2 ** k`, so that it forgets after the same number of samples as before.
+
+    Returns:
+        The learning rate and beta2 before and after.
+
+    Raises:
+        SettingsError: If an argument is not usable, or the optimizer already has a scheduler.
 
     >>> import torch
     >>> scale_lr(torch.optim.SGD([torch.zeros(1)], lr=0.1), batch=64, base_batch=16).lr
@@ -58,7 +71,7 @@ def scale_lr(
             "scale_lr first, then make the scheduler."
         )
     times = batch / base_batch
-    factor = {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[rule]
+    factor = rule_factor(rule, times)
     first = optimizer.param_groups[0]
     lr_before, beta2_before = float(first["lr"]), beta2_of(optimizer)
     for group in optimizer.param_groups:
@@ -70,18 +83,36 @@ def scale_lr(
     return Scaling(factor=factor, lr_before=lr_before, lr=lr, beta2_before=beta2_before, beta2=beta2_after)
 
 
+def rule_factor(rule: LRRule, times: float) -> float:
+    """Return the factor of the learning rate for a batch `times` as large."""
+    return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[rule]
+
+
 def beta2_of(optimizer: Optimizer) -> float | None:
-    """The beta2 of the first group; None of optimizers that have none."""
+    """Return the beta2 of the first group, or None for optimizers without one."""
     return float(optimizer.param_groups[0]["betas"][1]) if isinstance(optimizer, ADAMS) else None
 
 
 def warmup(
     optimizer: Optimizer, num_warmup: int, *, updates: int | None = None, decay: Decay = "none", end: float = 0.0
 ) -> LambdaLR:
-    """A scheduler, to be stepped once per applied update: up over `num_warmup` updates, then down towards `end`.
+    """Return a scheduler that raises the learning rate over `num_warmup` updates, then lowers it towards `end`.
 
-    Update t, counted from 0, has `(t + 1) / (num_warmup + 1)` of the learning rate while it rises. Then `decay` falls to the
-    part `end` of it, which the update after the last of `updates` would have.
+    Update t, counted from 0, has `(t + 1) / (num_warmup + 1)` of the learning rate during warm-up. Step the scheduler once
+    per applied update; `Update(..., scheduler=...)` does.
+
+    Args:
+        optimizer: Optimizer to schedule.
+        num_warmup: Number of updates with a rising learning rate.
+        updates: Number of updates in all; needed for a decay.
+        decay: "none", "linear" or "cosine".
+        end: Share of the learning rate that the decay ends at, one update after the last.
+
+    Returns:
+        A scheduler of torch.
+
+    Raises:
+        SettingsError: If `num_warmup` is negative, `decay` is unknown, or `updates` leave no room for the decay.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -92,7 +123,7 @@ def warmup(
 
 
 def lr_factor(num_warmup: int, updates: int | None, decay: Decay, end: float = 0.0) -> Callable[[float], float]:
-    """The part of the learning rate that update t has: a pure function of t, so that the last is known at the start."""
+    """Return the share of the learning rate as a function of the update, counted from 0."""
     if num_warmup < 0:
         raise SettingsError(f"warmup of {num_warmup!r} updates: expected 0 or more.")
     if decay not in get_args(Decay):
@@ -115,17 +146,17 @@ def lr_factor(num_warmup: int, updates: int | None, decay: Decay, end: float = 0
     return factor
 
 
+@dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """How many rows the batches of each epoch have.
+    """Batch size of each epoch.
 
-    `steps` maps epochs to rows: each holds until the next. With `follows_noise` an epoch has twice the rows of the one before
-    if the noise scale is surely that large: if the low end of its interval is.
+    `steps` maps epochs, in ascending order, to rows; each holds until the next. With `follows_noise` the batch doubles before
+    an epoch if the lower bound of the noise scale is at least that large.
     """
 
-    def __init__(self, steps: Mapping[int, int], rows: int, *, follows_noise: bool = False) -> None:
-        self.steps = dict(sorted(steps.items()))
-        self._rows = rows
-        self.follows_noise = follows_noise
+    steps: dict[int, int]
+    rows: int  # rows of the training data
+    follows_noise: bool = False
 
     @property
     def is_fixed(self) -> bool:
@@ -134,11 +165,11 @@ class BatchSchedule:
 
     @property
     def largest(self) -> int:
-        """The most rows that a batch may have."""
-        return self._rows if self.follows_noise else max(self.steps.values())
+        """Largest possible batch."""
+        return self.rows if self.follows_noise else max(self.steps.values())
 
     def batch(self, epoch: int) -> int:
-        """The rows of a batch of this epoch, counted from 1.
+        """Return the batch size of an epoch, counted from 1.
 
         >>> [BatchSchedule({1: 32, 3: 64}, 1000).batch(epoch) for epoch in (1, 2, 3, 9)]
         [32, 32, 64, 64]
@@ -146,10 +177,10 @@ class BatchSchedule:
         return [rows for first, rows in self.steps.items() if first <= epoch][-1]
 
     def updates_of(self, epoch: int) -> int:
-        return -(-self._rows // self.batch(epoch))
+        return -(-self.rows // self.batch(epoch))
 
     def updates_before(self, epoch: int) -> int:
-        """The updates of all epochs before this one.
+        """Return the number of updates in all epochs before this one.
 
         >>> [BatchSchedule({1: 500, 3: 1000}, 1000).updates_before(epoch) for epoch in (1, 2, 3, 10**9)]
         [0, 2, 4, 1000000001]
@@ -158,7 +189,7 @@ class BatchSchedule:
         return sum(max(min(end, epoch) - first, 0) * self.updates_of(first) for first, end in stretches)
 
     def epoch_at(self, update: int) -> int:
-        """The epoch of this update, counted from 0.
+        """Return the epoch of an update, counted from 0.
 
         >>> [BatchSchedule({1: 500, 2: 1000}, 1000).epoch_at(update) for update in (0, 1, 2, 3, 10**9)]
         [1, 1, 2, 3, 1000000000]
@@ -167,35 +198,37 @@ class BatchSchedule:
         return first + (update - self.updates_before(first)) // self.updates_of(first)
 
     def position(self, update: int) -> float:
-        """Number that this update would have if all batches were as large as the first: decay goes by rows, not by updates."""
+        """Return the number of this update if all batches were as large as the first: decay goes by rows, not updates."""
         epoch = self.epoch_at(update)
         share = (update - self.updates_before(epoch)) / self.updates_of(epoch)
         return (epoch - 1 + share) * self.updates_of(1)
 
     def follow(self, epoch: int, scale: NoiseScale | None) -> None:
-        """Decide on the batches of an epoch that begins."""
+        """Set the batch size of an epoch that begins."""
         before = self.batch(epoch)
-        if self.follows_noise and scale is not None and scale.low >= 2 * before <= self._rows:
+        if self.follows_noise and scale is not None and scale.low >= 2 * before <= self.rows:
             self.steps[epoch] = 2 * before
 
-    def factor(self, shape: Callable[[float], float], rule: LRRule) -> Callable[[int], float]:
-        """The part of the first batch's learning rate that update t has: its rise and fall, `shape`, and the rule."""
+    def lr_factor(self, num_warmup: int, updates: int, decay: Decay, rule: LRRule) -> Callable[[int], float]:
+        """Return the share of the first batch's learning rate as a function of the update."""
+        if self.is_fixed:
+            return lr_factor(num_warmup, updates, decay)
+        shape = lr_factor(num_warmup, math.ceil(self.position(updates)), decay)
 
-        def of_update(update: int) -> float:
-            times = self.batch(self.epoch_at(update)) / self.batch(1)
-            return shape(self.position(update)) * {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[rule]
+        def factor(update: int) -> float:
+            return shape(self.position(update)) * rule_factor(rule, self.batch(self.epoch_at(update)) / self.batch(1))
 
-        return of_update
+        return factor
 
     def set_beta2(self, optimizer: Optimizer, epoch: int, first: float | None) -> None:
-        """Let Adam's second moment forget after as many samples as it did at the first batch, where beta2 was `first`."""
+        """Set Adam's beta2 so that it forgets after as many samples as with the first batch, where it was `first`."""
         if first is None or self.is_fixed or beta2_of(optimizer) is None:
             return
         for group in optimizer.param_groups:
             group["betas"] = (group["betas"][0], first ** (self.batch(epoch) / self.batch(1)))
 
     def describe(self) -> str | None:
-        """In words; None where all batches have one size."""
+        """Describe growing batches in words; None if all have one size."""
         if self.is_fixed:
             return None
         steps = ", ".join(f"{rows} rows from epoch {epoch}" for epoch, rows in self.steps.items())
@@ -203,7 +236,7 @@ class BatchSchedule:
 
 
 def schedule_of(given: Mapping[int, int] | Literal["noise"] | None, *, batch: int, rows: int) -> BatchSchedule:
-    """The schedule of a task whose batches begin with `batch` rows, of `rows` that there are."""
+    """Return the schedule of `Task.batch_schedule`; `batch` is the first batch size, `rows` the training data."""
     if given is None or given == "noise":
         return BatchSchedule({1: batch}, rows, follows_noise=given == "noise")
     is_whole = isinstance(given, Mapping) and all(
@@ -214,4 +247,4 @@ def schedule_of(given: Mapping[int, int] | Literal["noise"] | None, *, batch: in
             f"batch_schedule={given!r}: expected rows by the first epoch that has them, epoch 1 among them, such as "
             '{1: 32, 4: 64}, or "noise".'
         )
-    return BatchSchedule(given, rows)
+    return BatchSchedule(dict(sorted(given.items())), rows)

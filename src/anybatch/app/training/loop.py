@@ -1,13 +1,11 @@
-"""The training loop: batches in, updates done, an epoch's validation, a checkpoint now and then.
+"""The training loop: updates, validation after each epoch, checkpoints.
 
-The loop hands a record of each thing that happens to `tell`, and prints and draws nothing itself. A run that was stopped or
-killed goes on from its last checkpoint, and ends with the same weights, bit for bit, as one that was not. On a GPU this holds
-as far as its kernels are deterministic.
+The loop hands a record of each event to `tell`, and prints and draws nothing itself. A run that was stopped or killed continues
+from its last checkpoint and ends with the same weights, bit for bit; on a GPU, as far as its kernels are deterministic.
 """
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import isnan
 from pathlib import Path
@@ -32,7 +30,6 @@ from anybatch.core import (
     Metrics,
     Objective,
     Ranks,
-    UpdateResult,
     combine,
     count_units,
     loss_and_metrics,
@@ -44,8 +41,8 @@ from anybatch.core import (
 from anybatch.errors import AnybatchError, TaskError
 from anybatch.parallel import GlobalBatches, reshard_all, unreplicated, wrapping_of
 
-TIMELINE_AT = 2  # the update whose timeline is recorded: the first one still warms up
-MEMORY_AT = 3  # the update whose memory is recorded: optimizer state and gradients are all there by then
+TIMELINE_AT = 2  # the update with a recorded timeline: the first one still warms up
+MEMORY_AT = 3  # the update with a recorded memory curve: optimizer state and gradients exist by then
 SECONDS_BETWEEN_SAVES = 60.0
 Number = TypeVar("Number", float, float | None)
 T = TypeVar("T")
@@ -60,55 +57,56 @@ class EpochSums:
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def plus(self, result: UpdateResult, seconds: float, *, is_sum: bool) -> "EpochSums":
-        """With one more update, whose loss is a mean over its units, or a sum; one that was skipped counts its time only."""
-        if not result.applied:
-            return replace(self, seconds=self.seconds + seconds)
-        units = float(result.units)
-        metrics = {name: self.metrics.get(name, 0.0) + units * float(value) for name, value in result.metrics.items()}
+    def plus(self, done: UpdateDone, *, is_sum: bool) -> "EpochSums":
+        """Add an update with a mean or summed loss; a skipped one adds its time only."""
+        seconds = self.seconds + (done.seconds or 0.0)
+        if not done.applied:
+            return replace(self, seconds=seconds)
+        units, loss = done.units or 0.0, done.loss or 0.0
         return EpochSums(
             units=self.units + units,
-            loss=self.loss + float(result.loss) * (1.0 if is_sum else units),
-            metrics=metrics,
-            seconds=self.seconds + seconds,
+            loss=self.loss + loss * (1.0 if is_sum else units),
+            metrics={
+                name: self.metrics.get(name, 0.0) + units * (value or 0.0) for name, value in done.metrics.items()
+            },
+            seconds=seconds,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is: what a checkpoint holds besides the states of the update."""
+    """State of a run: what a checkpoint stores in addition to the update."""
 
     update: int = 0  # updates done
     epoch: int = 1  # of the next update
     sums: EpochSums = field(default_factory=EpochSums)
-    best: float | None = None  # metric on the validation data so far; the lowest loss where there is no metric
-    last: Mapping[str, Any] = field(default_factory=dict)  # the latest epoch's record
+    best: float | None = None  # best validation metric so far; the lowest loss for a task without metric
+    last: Mapping[str, Any] = field(default_factory=dict)  # record of the last epoch
     loader_state: dict[str, Any] | None = None
-    batches: Mapping[int, int] = field(default_factory=dict)  # rows of a batch by the first epoch that has them, so far
+    batches: Mapping[int, int] = field(default_factory=dict)  # batch size by the first epoch that has it, so far
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint, which keeps the loader's state in a place of its own."""
+        """Convert to plain values for a checkpoint, without the loader's state, which it stores itself."""
         values = asdict(replace(self, loader_state=None))
         del values["loader_state"]
         return values
 
     @staticmethod
     def from_plain(values: Mapping[str, Any], loader_state: dict[str, Any] | None) -> "Progress":
-        """From a checkpoint; old ones have no `batches`."""
         known = {name: value for name, value in values.items() if name in Progress.__dataclass_fields__}
         return Progress(**{**known, "sums": EpochSums(**values["sums"]), "loader_state": loader_state})
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The whole of the data, as if in one batch."""
+    """Loss and metrics of the whole data, as if in one batch."""
 
     loss: float
     metrics: Mapping[str, float]
 
 
 class Loop:
-    """One run from where it is to where the plan ends, or `should_stop` says so."""
+    """One run, from `progress` to the end of the plan or until `should_stop` returns True."""
 
     def __init__(
         self,
@@ -140,21 +138,15 @@ class Loop:
         return self.progress.update >= min(plan.updates, schedule.updates_before(plan.epochs + 1))
 
     def run(self) -> Progress:
-        """Train until the plan is done or `should_stop` says so; the loop saves a checkpoint either way."""
-        while not self.is_finished and not self._agree(self._should_stop())[0]:
+        """Train until the plan is done or `should_stop` returns True, and save a checkpoint at the end."""
+        while not self.is_finished and not self.experiment.ranks.any(self._should_stop()):
             self._run_epoch()
         if self._saved_at != self.progress.update:
             self._save(None)
         return self.progress
 
-    def _agree(self, *flags: bool) -> list[bool]:
-        """For each flag, whether any rank has set it: clocks and signals differ between ranks, and decisions must not."""
-        told = self.experiment.ranks.gather([float(flag) for flag in flags])
-        return [any(of_ranks) for of_ranks in zip(*told, strict=True)]
-
     def _run_epoch(self) -> None:
-        experiment, epoch = self.experiment, self.progress.epoch
-        schedule = experiment.schedule
+        experiment, epoch, schedule = self.experiment, self.progress.epoch, self.experiment.schedule
         if self.progress.loader_state is None:
             noise = experiment.update.noise
             schedule.follow(epoch, None if noise is None else noise.scale)
@@ -176,7 +168,9 @@ class Loop:
             left -= 1
             if left == 0 or self.is_finished:
                 break
-            is_stopping, is_save_due = self._agree(self._should_stop(), self._is_save_due())
+            # ranks decide together: their clocks and signals differ
+            flags = experiment.ranks.gather([self._should_stop(), self._is_save_due()])
+            is_stopping, is_save_due = (any(of_ranks) for of_ranks in zip(*flags, strict=True))
             if is_stopping or is_save_due:
                 self._save(loader)
             if is_stopping:
@@ -194,55 +188,50 @@ class Loop:
             result, seen = with_memory(update, batch, number)
         else:
             result = update(batch)
-        loss, grad_norm, lr = float(result.loss), float(result.grad_norm), float(result.lr)
-        metrics = {name: float(value) for name, value in result.metrics.items()}
-        seconds = perf_counter() - began
-        is_sum = self.experiment.task.objective.reduction == "sum"
+        noise = result.noise_scale
+        done = UpdateDone(
+            update=number,
+            epoch=self.progress.epoch,
+            loss=float(result.loss),
+            grad_norm=float(result.grad_norm),
+            lr=float(result.lr),
+            units=float(result.units),
+            rows=batch.num_rows,
+            micro_batches=result.micro_batches,
+            applied=result.applied,
+            metrics={name: float(value) for name, value in result.metrics.items()},
+            seconds=perf_counter() - began,  # after the numbers above, which wait for the device
+            retries=result.retries,
+            noise_scale=None if noise is None else noise.rows,
+            noise_low=None if noise is None else noise.low,
+            noise_high=None if noise is None else noise.high,
+        )
         self.progress = replace(
             self.progress,
             update=number,
-            sums=self.progress.sums.plus(result, seconds, is_sum=is_sum),
+            sums=self.progress.sums.plus(done, is_sum=self.experiment.task.objective.reduction == "sum"),
             loader_state=None,
             batches=self.experiment.schedule.steps,
         )
-        self._look_at_rows(batch)
+        self._check_rows(batch)
         if seen is not None:
             self._tell(seen)
-        noise = result.noise_scale
-        self._tell(
-            UpdateDone(
-                update=number,
-                epoch=self.progress.epoch,
-                loss=loss,
-                grad_norm=grad_norm,
-                lr=lr,
-                units=float(result.units),
-                rows=batch.num_rows,
-                micro_batches=result.micro_batches,
-                applied=result.applied,
-                seconds=seconds,
-                metrics=metrics,
-                retries=result.retries,
-                noise_scale=None if noise is None else noise.rows,
-                noise_low=None if noise is None else noise.low,
-                noise_high=None if noise is None else noise.high,
-            )
-        )
+        self._tell(done)
 
     def _close_epoch(self) -> None:
-        progress, task = self.progress, self.experiment.task
+        progress, task, ranks = self.progress, self.experiment.task, self.experiment.ranks
         validated = validate(
             unreplicated(task.model),
             task.whole_objective,
-            validation_batches(task, self.experiment.ranks),
+            validation_batches(task, ranks),
             self.experiment.device,
-            ranks=self.experiment.ranks,
+            ranks=ranks,
             num_batches=-(-len(task.validation) // task.validation_batch),
         )
         sums = progress.sums
         units = sums.units or float("nan")
         if not sums.units:
-            self._say_once(
+            self._note_once(
                 "units",
                 f"epoch {progress.epoch} changed nothing: no update of it was applied. All its batches had 0 units, as where "
                 "every target is ignored, or none of its gradients was finite.",
@@ -267,20 +256,20 @@ class Loop:
         if self._is_save_due(at_epoch_end=True):
             self._save(None)
 
-    def _look_at_rows(self, batch: Dealt) -> None:
-        """Say where a collate leaves rows out: updates, rows seen and epochs are counted by the dataset's."""
+    def _check_rows(self, batch: Dealt) -> None:
+        """Note a collate that leaves rows out: updates, rows and epochs are counted by the dataset."""
         try:
             held = num_rows(batch.batch)
         except AnybatchError:
             return
         if not batch.is_stand_in and held != len(batch.row_numbers):
-            self._say_once(
+            self._note_once(
                 "rows",
                 f"the task's collate made {held} rows of {len(batch.row_numbers)}: updates learn from what it made, and rows "
                 "are counted by the dataset.",
             )
 
-    def _say_once(self, subject: str, text: str) -> None:
+    def _note_once(self, subject: str, text: str) -> None:
         if subject not in self._noted:
             self._noted.add(subject)
             self._note(text)
@@ -292,25 +281,24 @@ class Loop:
         return at_epoch_end or monotonic() - self._last_save > SECONDS_BETWEEN_SAVES
 
     def _save(self, loader: PositionedLoader | None) -> None:
-        """Save at this update boundary; without a loader, the next epoch begins afresh."""
+        """Save a checkpoint; without a loader, its run continues with the first batch of the next epoch."""
         if self._checkpoints is None:
             return
-        settings, progress = self.experiment.settings, self.progress
         self._before_save()
         save(
             self._checkpoints,
             self.experiment.update,
-            number=progress.update,
+            number=self.progress.update,
             loader=loader,
-            progress=progress.to_plain(),
-            keep=settings.keep,
+            progress=self.progress.to_plain(),
+            keep=self.experiment.settings.keep,
         )
-        self._saved_at = progress.update
+        self._saved_at = self.progress.update
         self._last_save = monotonic()
 
 
 def judging_number(metric: str | None, valid_loss: Number, metrics: Mapping[str, Number]) -> Number:
-    """The number that the task is judged by."""
+    """Return the number that the task is judged by: its metric, or the validation loss."""
     if metric is not None and metric not in metrics:
         raise TaskError(
             f"the task is judged by {metric!r}, but its objective reports {', '.join(metrics) or 'no metrics'}. Give "
@@ -321,8 +309,10 @@ def judging_number(metric: str | None, valid_loss: Number, metrics: Mapping[str,
 
 def _better(metric: str | None, best: float | None, validated: Validation) -> float:
     value = judging_number(metric, validated.loss, validated.metrics)
-    if best is None or isnan(best) or isnan(value):
-        return value if best is None or isnan(best) else best
+    if best is None or isnan(best):
+        return value
+    if isnan(value):
+        return best
     return min(best, value) if metric is None else max(best, value)
 
 
@@ -335,10 +325,10 @@ def validate(
     ranks: Ranks = ONE_PROCESS,
     num_batches: int | None = None,
 ) -> Validation:
-    """Evaluate without gradients, in eval mode; the mode is put back.
+    """Evaluate without gradients in eval mode, then restore the mode.
 
-    Units weigh the batches, as in training; a loss that is a sum is given per unit. Ranks take the batches in turn. Batches
-    beyond the first `num_batches` run, because a sharded model needs every rank in every forward, but do not count.
+    Batches are weighted by their units, as in training; a summed loss is returned per unit. Ranks take the batches in turn.
+    Batches beyond the first `num_batches` run but do not count: a sharded model needs every rank in every forward.
     """
     was_training = model.training
     own: list[tuple[Tensor, Metrics, float]] = []
@@ -368,7 +358,7 @@ def validate(
 
 
 def all_batches(batches: Iterable[T], *, expected: int, data: str, done: int = 0) -> Iterator[T]:
-    """The batches of an epoch, of which `done` were there before; an error where they end before there were `expected`.
+    """Yield the batches of an epoch after the first `done`; raise if they end before there were `expected`.
 
     A dataset or a collate that raises StopIteration ends its loader as if the data had ended.
     """
@@ -384,39 +374,42 @@ def all_batches(batches: Iterable[T], *, expected: int, data: str, done: int = 0
 
 
 def first_batch(task: Task, *, batch: int, seed: int) -> Any:
-    """The first batch of the training data."""
+    """Return the first batch of the training data."""
     loader = training_loader(task, batch=batch, seed=seed, epoch=1)
     return next(all_batches(loader, expected=1, data="training"))
 
 
-def training_loader(task: Task, *, batch: int, seed: int, epoch: int) -> "StatefulDataLoader[Any]":
-    """All rows once, shuffled; the order is a function of seed and epoch alone, and no other random state is drawn from."""
+def training_loader(task: Task, *, batch: int, seed: int, epoch: int) -> "DataLoader[Any]":
+    """Load all rows once, in the order of `dealt_loader`, which depends on seed and epoch alone."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    with _without_deprecations():
-        return StatefulDataLoader(
-            task.training, batch_size=batch, shuffle=True, generator=generator, collate_fn=task.collate
-        )
+    order = torch.randperm(len(task.training), generator=generator).tolist()
+    return DataLoader(
+        task.training, batch_size=batch, sampler=order, collate_fn=task.collate, generator=torch.Generator()
+    )
 
 
 def dealt_loader(
     task: Task, *, batch: int, seed: int, epoch: int, ranks: Ranks = ONE_PROCESS
 ) -> "StatefulDataLoader[Any]":
-    """The batches of `training_loader`; each is a `Dealt` with the rows that are dealt to this rank.
+    """Load the batches of an epoch, each as a `Dealt` with this rank's rows.
 
-    Where it is in the data is the same on every rank, and for any number of them.
+    The position in the data is the same on every rank, and for any number of ranks.
     """
     batches = GlobalBatches(task.training, batch, rank=ranks.rank, ranks=ranks.size, seed=seed, lengths=task.lengths)
     batches.set_epoch(epoch)
     generator = torch.Generator()  # its own, because a loader draws a number when it starts
-    with _without_deprecations():
+    collate = task.collate or default_collate
+    with warnings.catch_warnings():
+        # torchdata 0.11 calls a function that torch 2.13 has deprecated
+        warnings.filterwarnings("ignore", message=".*set_vital.*is deprecated")
         loader: StatefulDataLoader[Any] = batches.loader(
-            collate_fn=task.collate or default_collate, loader=StatefulDataLoader, generator=generator
+            collate_fn=collate, loader=StatefulDataLoader, generator=generator
         )
     return loader
 
 
-def validation_loader(task: Task, ranks: Ranks = ONE_PROCESS) -> "DataLoader[Any]":
-    """Every rank's batches of the validation data, whole and in turn: `validation_batch` rows as they lie, from rank 0 on.
+def validation_batches(task: Task, ranks: Ranks = ONE_PROCESS) -> Iterator[Any]:
+    """Yield this rank's batches of the validation data: `validation_batch` rows each, in order, dealt to ranks in turn.
 
     All ranks have the same number of batches. A rank that would have one less ends with the first batch once more.
     """
@@ -424,18 +417,5 @@ def validation_loader(task: Task, ranks: Ranks = ONE_PROCESS) -> "DataLoader[Any
     starts = list(range(0, count, size))
     starts += [0] * (-len(starts) % ranks.size)
     rows = [list(range(start, min(start + size, count))) for start in starts[ranks.rank :: ranks.size]]
-    return DataLoader(task.validation, batch_sampler=rows, collate_fn=task.collate, generator=torch.Generator())
-
-
-def validation_batches(task: Task, ranks: Ranks = ONE_PROCESS) -> Iterator[Any]:
-    """The batches of `validation_loader`, all of them."""
-    loader = validation_loader(task, ranks)
+    loader = DataLoader(task.validation, batch_sampler=rows, collate_fn=task.collate, generator=torch.Generator())
     return all_batches(loader, expected=len(loader), data="validation")
-
-
-@contextmanager
-def _without_deprecations() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls a function that torch 2.13 has deprecated
-        warnings.filterwarnings("ignore", message=".*set_vital.*is deprecated")
-        yield
