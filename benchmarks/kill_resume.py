@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes about itself
 PRELOADED = (
@@ -123,14 +124,29 @@ def num_updates(run: Path) -> int:
 def end_of(run: Path) -> bytes:
     """Everything that must be equal at the end, as bytes."""
     from anybatch.app.records.run_folder import RunFolder
-    from anybatch.app.training.checkpoints import read
 
     folder = RunFolder(run)
-    content = read(folder.checkpoints)
-    parts = {name: content[name] for name in ("number", "model", "optimizer", "scheduler", "scaler", "random")}
+    parts = content_of(folder.checkpoints)
     lines = [line for line in folder.read_metrics() if line["event"] in ("update", "epoch")]
     losses = [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
     return repr((_bits(parts), losses)).encode()
+
+
+def content_of(checkpoints: Path) -> dict[str, Any]:
+    """Read the newest checkpoint of a folder, whole."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from anybatch.app.training.checkpoints import checkpoints_in, read_tensors
+
+    path = checkpoints_in(checkpoints)[0]
+    shapes = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(held.size, dtype=held.properties.dtype) for name, held in sorted(shapes.items())}
+    read_tensors(path, tensors)
+    states = torch.load(path / "states.pt", weights_only=True)
+    parts = {name: states[name] for name in ("optimizer", "scheduler", "scaler")}
+    random = [torch.load(each, weights_only=True) for each in sorted(path.glob("rank-*.pt"))]
+    return {"name": path.name, "tensors": tensors, "random": random, **parts}
 
 
 def _bits(value: object) -> object:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from anybatch.app.training.checkpoints import read
+from benchmarks.kill_resume import content_of
 from tests.processes.forked import run_anybatch, run_module
 from tests.processes.server import ALONE, ROOT
 
@@ -39,7 +39,7 @@ def test_a_process_killed_in_training_leaves_a_run_that_goes_on_to_the_same_end(
     for arguments in (["train", "--resume", "out", "-q"], [*options, "straight"]):
         done = run_anybatch(*arguments, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
-    killed, straight = (read(tmp_path / name / "checkpoints") for name in ("out", "straight"))
-    assert killed["number"] == straight["number"] == 320
-    for name, value in straight["model"].items():
-        assert torch.equal(value, killed["model"][name])
+    killed, straight = (content_of(tmp_path / name / "checkpoints") for name in ("out", "straight"))
+    assert killed["name"] == straight["name"] == "update-00000320"
+    for name, value in straight["tensors"].items():
+        assert torch.equal(value, killed["tensors"][name])

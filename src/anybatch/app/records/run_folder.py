@@ -1,8 +1,7 @@
-"""A folder with the files of one run: written whole, read as far as it goes.
+"""A folder with the files of one run.
 
-Whole files are replaced in one step, on the disk when that is done, so a reader never sees half of one. `run.json`, without
-which no run can go on, has a copy. A kill may cut `metrics.jsonl` off inside its last line; a line that
-is no JSON object is passed over.
+JSON files are written to a temporary file, synced and renamed, so a reader never sees half of one. `run.json`, which a resume
+needs, has a copy. A kill may truncate the last line of `metrics.jsonl`; lines that are no JSON object are ignored.
 """
 
 import errno
@@ -33,7 +32,7 @@ ADVICE = "Give the folder that `anybatch train`, `compare`, `trace`, `plan` or `
 LOCK = "run.lock"
 METRICS: dict[str, type[Metric]] = {kind.event: kind for kind in (UpdateDone, EpochDone, WindowSeen, MemorySeen)}
 _COPY = "run.copy.json"
-_ERRORS = "backslashreplace"  # a file name of bytes that are no Unicode is written by their numbers
+_ERRORS = "backslashreplace"  # for file names that are not Unicode
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,12 @@ class RunFolder:
         _replace(self.path / record.file, to_json(record, indent=1))
 
     def append(self, metric: Metric) -> None:
-        """Add one line to `metrics.jsonl`, out of this process's hands when the call returns."""
+        """Append a line to `metrics.jsonl`, which survives a kill of this process."""
         with self.metrics.open("a", encoding="utf-8", errors=_ERRORS) as file:
             file.write(to_json({"event": metric.event} | plain(metric)) + "\n")
 
     def keep(self, run: Run) -> None:
-        """Put `metrics.jsonl` and a copy of `run.json` on the disk, before each checkpoint."""
+        """Sync `metrics.jsonl` and a copy of `run.json` to disk, before each checkpoint."""
         if self.metrics.is_file():
             with self.metrics.open("ab") as file:
                 os.fsync(file.fileno())
@@ -70,7 +69,7 @@ class RunFolder:
             _replace(copy, text)
 
     def read_run(self) -> Run:
-        """The run's `run.json`, or where it cannot be read its copy; it must be there, and name a kind and a task."""
+        """Read `run.json`, or its copy if that fails; it must name a kind and a task."""
         try:
             return self._read_run(Run.file)
         except RunError:
@@ -97,7 +96,7 @@ class RunFolder:
         return run
 
     def read_object(self, name: str) -> Mapping[str, Any] | None:
-        """The JSON object in one of the run's files; None where there is no such file."""
+        """Read the JSON object in a file; None if there is no such file."""
         path = self.path / name
         if not path.is_file():
             return None
@@ -114,13 +113,13 @@ class RunFolder:
         return loaded
 
     def read_metrics(self) -> list[Mapping[str, Any]]:
-        """The JSON objects of `metrics.jsonl`, without lines that a kill has cut off."""
+        """Read the JSON objects of `metrics.jsonl`."""
         return [event for _, event in self.lines() if event is not None]
 
     def rewind(self, update: int) -> int:
-        """Forget what `metrics.jsonl` says of updates after `update`: they will run again. How many lines could not be read.
+        """Delete the lines of `metrics.jsonl` about later updates, which will run again, and unreadable lines.
 
-        These are dropped, but for a last one that a kill cut off: it says nothing that will not be said again.
+        Returns the number of unreadable lines, without a last line that a kill truncated.
         """
         lines = list(self.lines())
         kept = [line for line, event in lines if event is not None and (whole(event.get("update")) or 0) <= update]
@@ -128,7 +127,7 @@ class RunFolder:
         return sum(event is None for _, event in lines[:-1])
 
     def lines(self) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
-        """The lines of `metrics.jsonl`, each with its JSON object; None where it holds none."""
+        """Yield the lines of `metrics.jsonl`, each with its JSON object or None."""
         if not self.metrics.is_file():
             return
         with self.metrics.open(encoding="utf-8", errors="replace", newline="\n") as file:
@@ -153,7 +152,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file that is on the disk when this returns."""
+    """Write a file and sync it to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -161,7 +160,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Sync the entries of a folder to disk."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -173,10 +172,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`, so that this process alone works in it; an error names the process that holds it already.
+    """Hold the lock of `folder`, or raise an error that names the process that holds it.
 
-    The system lets go of the lock when the process ends, however it ends; the file stays. A folder that is made here and gets
-    nothing else is removed again.
+    The system releases the lock when the process ends; the file stays. A folder that was made here and stays empty is removed.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,10 +199,10 @@ def _take(handle: int, folder: Path) -> None:
     import fcntl
 
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children of this process do not hold it
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by child processes
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return  # a file system that has no locks
+            return  # a file system without locks
         holder = os.pread(handle, 500, 0).decode(errors="replace").strip() or "another process"
         raise RunError(
             f"{folder} is in use by {holder}. Wait for its end, or end it; a new run can go to another --out."
@@ -213,26 +211,26 @@ def _take(handle: int, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """All records of a run: every chart, table and sentence of a report is made from them."""
+    """All records of a run, from which its report is made."""
 
     run: Run
     updates: tuple[UpdateDone, ...] = ()
     epochs: tuple[EpochDone, ...] = ()
     windows: tuple[WindowSeen, ...] = ()
-    """With their stages in the order of time, the first one at 0."""
+    """Stages are in the order of time; the first starts at 0."""
     memory: tuple[MemorySeen, ...] = ()
     comparison: Comparison | None = None
     trace: Trace | None = None
     proof: ProofRecord | None = None
     plan: PlanRecord | None = None
     num_unreadable: int = 0
-    """Lines of `metrics.jsonl` that are no JSON object, because a kill in the middle of a write cut them off."""
+    """Lines of `metrics.jsonl` that are no JSON object."""
 
 
 def read_results(path: Path) -> Results:
-    """All results of the run folder `path`.
+    """Read all results of a run folder.
 
-    An update that was logged twice, before a kill and after the resume, counts once: the later line holds.
+    For an update that was logged twice, before a kill and after the resume, the later line counts.
     """
     folder = RunFolder(path)
     run = folder.read_run()
@@ -263,7 +261,7 @@ def read_results(path: Path) -> Results:
 
 
 def _completed(metric: Metric) -> Metric:
-    """Stages in the order of time, the first one at 0; the highest point as the peak of memory, where none is named."""
+    """Sort stages by time, the first at 0; set a missing memory peak to the highest point."""
     if isinstance(metric, WindowSeen):
         stages = sorted(metric.stages, key=lambda stage: stage.start)
         return replace(metric, stages=tuple(replace(stage, start=stage.start - stages[0].start) for stage in stages))

@@ -1,4 +1,4 @@
-"""Records to JSON and back, of any age: what is missing or of the wrong kind reads as None or empty, never as an exception."""
+"""Convert records to JSON and back. A missing or wrong value reads as None or empty and never raises."""
 
 import dataclasses
 import json
@@ -14,12 +14,12 @@ Record = TypeVar("Record")
 
 
 def loads(text: str) -> Any:
-    """The value of JSON text, with NaN and Infinity (which are no JSON, but Python writes them) as None."""
+    """Parse JSON, with NaN and Infinity as None."""
     return json.loads(text, parse_constant=lambda _: None)
 
 
 def read(record: type[Record], fields: object) -> Record | None:
-    """A record from a JSON object; None where a number is missing that the record's type says is always there."""
+    """Make a record from a JSON object; None if it lacks a number that the record needs."""
     if not isinstance(fields, Mapping):
         return None
     schema: Any = record
@@ -31,7 +31,7 @@ def read(record: type[Record], fields: object) -> Record | None:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON knows it: dataclasses become dicts, tuples lists, inf and nan None."""
+    """Convert to JSON types: dataclasses become dicts, tuples lists, inf and nan None."""
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {JSON_NAMES.get(item.name, item.name): plain(getattr(value, item.name)) for item in fields}
@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as JSON text; inf and nan become null, because JSON has no other word for them.
+    """Convert to JSON text; inf and nan become null.
 
     >>> to_json({"seconds": float("nan"), "stages": ("load", "forward")})
     '{"seconds": null, "stages": ["load", "forward"]}'
@@ -54,7 +54,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def real(value: object) -> float | None:
-    """A finite number; a bool is none."""
+    """Return a finite number, or None; a bool is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -64,13 +64,13 @@ def real(value: object) -> float | None:
 
 
 def whole(value: object) -> int | None:
-    """A finite number, cut to an integer."""
+    """Return a finite number truncated to an integer, or None."""
     number = real(value)
     return None if number is None else int(number)
 
 
 def scalar(value: object) -> Scalar:
-    """A JSON scalar as it is; a container as compact JSON, so that a settings table can show it."""
+    """Return a JSON scalar as it is, and a container as JSON text."""
     if isinstance(value, float):
         return real(value)
     if value is None or isinstance(value, str | int | bool):
@@ -79,7 +79,7 @@ def scalar(value: object) -> Scalar:
 
 
 def nested(value: object) -> Values:
-    """Lists of lists as tuples of tuples; a single value as a tuple of one."""
+    """Convert lists of lists to tuples of tuples, and a single value to a tuple of one."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -88,7 +88,7 @@ def nested(value: object) -> Values:
 
 
 def shapes(value: object) -> Shapes:
-    """Several shapes, or a single one, as a tuple of shapes."""
+    """Convert one or several shapes to a tuple of shapes."""
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -100,7 +100,7 @@ def shapes(value: object) -> Shapes:
 
 @cache
 def _fields_of(record: Any) -> tuple[tuple[str, str, Callable[[object], Any], Any], ...]:
-    """For each field its name, its key in JSON, its converter, and its value where it is missing."""
+    """Return (name, key in JSON, converter, default) of each field."""
     found = []
     for item in dataclasses.fields(record):
         convert = _CONVERTERS.get(item.type) or partial(_records, get_args(item.type)[0])
@@ -110,7 +110,6 @@ def _fields_of(record: Any) -> tuple[tuple[str, str, Callable[[object], Any], An
 
 
 def _records(record: type[Record], value: object) -> tuple[Record, ...]:
-    """The records of a list; anything else in it is passed over."""
     return tuple(found for entry in _entries(value) if (found := read(record, entry)) is not None)
 
 
@@ -143,4 +142,4 @@ _CONVERTERS: dict[Any, Callable[[object], Any]] = {
     tuple[str, ...]: lambda value: tuple("" if entry is None else str(entry) for entry in _entries(value)),
 }
 _EMPTY: dict[Any, Any] = {bool: False, str: "", int: dataclasses.MISSING, float: dataclasses.MISSING}
-"""The value of a field that has no default and is missing, by its type; None for all other types."""
+"""Values of missing fields without a default, by type; None for all other types."""

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from anybatch.app.records.run_folder import sync_folder, write_synced
 from anybatch.app.training.ranks import from_first_rank, seed_rank
-from anybatch.core import ONE_PROCESS, OuterRandom, Ranks, Update, get_layout, is_sharded, outer_random
+from anybatch.core import OuterRandom, Ranks, Update, get_layout, is_sharded, outer_random
 from anybatch.errors import CheckpointError, first_line
 from anybatch.parallel import unwrapped
 
@@ -177,22 +177,6 @@ def resume(path: Path | str, update: Update, *, loader: PositionedLoader | None 
     if passed_over:
         raise CheckpointError(f"none of the {len(paths)} checkpoints in {path} can be read: {'; '.join(passed_over)}")
     return None
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Read all of a checkpoint, or of the newest in a folder, into this process."""
-    path = _candidates(path)[0]
-    contents = _checked_contents(path, ONE_PROCESS)
-    states = _read_values(path / "states.pt")
-    tensors = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in _read_shapes(path).items()}
-    read_tensors(path, tensors)
-    return states | {
-        "number": contents["number"],
-        "ranks": contents["ranks"],
-        "model": _under("model.", tensors) | states["model"],
-        "optimizer": _optimizer_state(states, tensors),
-        "random": [_read_values(path / f"rank-{rank}.pt") for rank in range(contents["ranks"])],
-    }
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

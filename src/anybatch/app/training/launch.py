@@ -1,4 +1,4 @@
-"""How this process was started: alone, or as a rank of torchrun. Knows nothing of torch until ranks are joined."""
+"""Find out whether torchrun started this process, and join its ranks. Does not import torch before that."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from anybatch.errors import ParallelError, SettingsError
 
-RANK_TIMEOUT = 300.0  # seconds that a rank waits for the others before it takes them for lost
+RANK_TIMEOUT = 300.0  # seconds that a rank waits for the others
 LOST_RANK = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -24,7 +24,7 @@ LOST_RANK = (
     "NCCL error",
     "NCCL communicator was aborted",
 )
-"""Messages of collectives when another rank has gone, or does not answer in time."""
+"""Messages of collectives if another rank has gone or does not answer in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class Launch:
 
     rank: int
     size: int
-    local_rank: int  # on this machine: which GPU it takes
-    name: str | None  # the same for all ranks and after every restart of them; None where the launcher does not restart
+    local_rank: int  # number on this machine, and of its GPU
+    name: str | None  # the same on all ranks and after every restart; None if the launcher does not restart
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Read what torchrun has told this process; None where the process was started alone.
+    """Read torchrun's environment variables; return None for a process started alone.
 
     >>> find_launch({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     Launch(rank=1, size=2, local_rank=1, name=None)
@@ -47,7 +47,7 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     if "RANK" not in found or "WORLD_SIZE" not in found:
         return None
     name = found.get("TORCHELASTIC_RUN_ID")
-    if name == "none":  # nobody named the launch: the agent, our parent, tells it from others
+    if name == "none":  # torchrun's default; its process, our parent, is unique
         name = f"none-{os.getppid()}"
     return Launch(
         rank=int(found["RANK"]), size=int(found["WORLD_SIZE"]), local_rank=int(found.get("LOCAL_RANK", 0)), name=name
@@ -55,7 +55,7 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def check_alone(command: str | None) -> None:
-    """Raise if several ranks were started for a command that is for one process; all but rank 0 are silent."""
+    """Raise if several ranks were started for a command that runs in one process. Only rank 0 prints the error."""
     launch = find_launch()
     if launch is not None and launch.size > 1:
         error = SettingsError(
@@ -67,9 +67,9 @@ def check_alone(command: str | None) -> None:
 
 @contextmanager
 def joined_ranks(launch: Launch, device: str, *, seconds: float = RANK_TIMEOUT) -> Iterator[Any]:
-    """The process group of all ranks; on GPUs each rank's own is the current one from here on.
+    """Join the process group of all ranks, and make each rank's GPU the current one.
 
-    A rank that waits `seconds` for another ends with an error: that one hangs, or is lost.
+    A rank that waits `seconds` for another raises.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
@@ -90,13 +90,13 @@ def joined_ranks(launch: Launch, device: str, *, seconds: float = RANK_TIMEOUT) 
             f"{seconds:g} s for the others (--rank-timeout). With torchrun --max-restarts N all ranks start again from the "
             "last checkpoint."
         ) from error
-    gc.collect()  # a model that is still held by a cycle would wait for its group when it goes
-    # after an error the others may be gone, and saying goodbye would wait for them
+    gc.collect()  # a model in a reference cycle would wait for its group when it is freed
+    # not after an error: the others may be gone, and this would wait for them
     dist.destroy_process_group()
 
 
 def _takes_gpu(launch: Launch, device: str) -> bool:
-    """True where this rank computes on a GPU, which is the current one from here on."""
+    """Return True if this rank computes on a GPU, and make it the current one."""
     import torch
 
     if device.startswith("cuda:"):
@@ -116,21 +116,21 @@ def _takes_gpu(launch: Launch, device: str) -> bool:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """True if a collective raised this because another rank has gone, or does not answer in time."""
+    """Return True if a collective raised this because another rank has gone or does not answer in time."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in LOST_RANK)
 
 
 def agree_on_round(store: Any, rank: int, size: int, *, seconds: float = RANK_TIMEOUT) -> str:
-    """A name that all ranks started together have in common, and those before a restart had not.
+    """Return a name that all ranks of this start share, and that no earlier start had.
 
-    torchrun of torch 2.13 hands restarted ranks the store of the ranks before them, which still has their addresses. A rank
-    that starts before another reads that one's old address, and waits there for half an hour. So each rank leaves a word of its
-    own, rank 0 answers with its own word and all words that it sees, and a rank takes the answer that has its word in it.
+    torchrun of torch 2.13 hands restarted ranks the old store, which still has the addresses of the ranks before them. A rank
+    that starts early would read an old address and wait there for half an hour. So each rank stores a random word; rank 0
+    answers with its own word and all words that it sees; a rank accepts an answer that contains its word.
     """
     word, end = uuid4().hex, monotonic() + seconds
     store.set(f"anybatch/word/{rank}", word)
 
-    def told(key: str) -> str:
+    def stored(key: str) -> str:
         return store.get(f"anybatch/{key}").decode() if store.check([f"anybatch/{key}"]) else ""
 
     def wait(others: str) -> None:
@@ -141,11 +141,11 @@ def agree_on_round(store: Any, rank: int, size: int, *, seconds: float = RANK_TI
         sleep(0.01)
 
     if rank > 0:
-        while word not in (answer := told("answer").split()):
+        while word not in (answer := stored("answer").split()):
             wait("rank 0")
         store.set(f"anybatch/taken/{rank}", answer[0])
         return answer[0]
-    while missing := [other for other in range(1, size) if told(f"taken/{other}") != word]:
-        store.set("anybatch/answer", " ".join([word, *(told(f"word/{other}") for other in range(1, size))]))
+    while missing := [other for other in range(1, size) if stored(f"taken/{other}") != word]:
+        store.set("anybatch/answer", " ".join([word, *(stored(f"word/{other}") for other in range(1, size))]))
         wait(f"rank {missing[0]}")
     return word

@@ -1,4 +1,4 @@
-"""Record one update while it runs: when each stage ran, and how much memory was in use."""
+"""Record the timeline or the memory curve of one update."""
 
 import bisect
 from collections.abc import Callable, Iterator
@@ -25,13 +25,13 @@ from anybatch.core import (
 )
 from anybatch.memory import bytes_of, drop_gradients, metered, standing_tensors
 
-MOST_POINTS = 400  # a curve has no more; each is the highest of its neighbours, so the peak stays
+MOST_POINTS = 400  # of a memory curve
 Result = TypeVar("Result")
 
 
 @contextmanager
 def observed(update: Update, observer: Observer) -> Iterator[None]:
-    """Inside this block `observer` alone is told the stages of the updates; afterwards the observer of before is."""
+    """Replace the update's observer inside the block."""
     before = update.observer
     update.observer = observer
     try:
@@ -41,19 +41,19 @@ def observed(update: Update, observer: Observer) -> Iterator[None]:
 
 
 def with_timeline(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, WindowSeen]:
-    """Learn from `batch`, and say when each stage ran. Times are the host's."""
+    """Run an update and record when each stage ran, by the host's clock."""
     events: list[Event] = []
     begin = perf_counter()
     with observed(update, events.append):
         result = update(batch)
     retries = [place for place, event in enumerate(events) if isinstance(event, Retry)]
-    if retries:  # the attempts that did not fit do not count
+    if retries:  # attempts that ran out of memory do not count
         events = [event for event in events if isinstance(event, Zero)] + events[retries[-1] + 1 :]
     stages = tuple(
         StageTime(stage=event.stage, micro_batch=event.micro_batch, start=event.started - begin, seconds=event.seconds)
         for event in events
     )
-    if result.dropped:
+    if result.dropped:  # shares have changed
         return result, WindowSeen(update=number, stages=stages)
     rows = {event.micro_batch: num_rows(event.batch) for event in events if isinstance(event, Load)}
     micro_batches = tuple(
@@ -65,11 +65,10 @@ def with_timeline(update: Update, batch: Batch, number: int) -> tuple[UpdateResu
 
 
 def with_memory(update: Update, batch: Batch, number: int) -> tuple[UpdateResult, MemorySeen]:
-    """Learn from `batch`, and say how much memory was in use over the time of it.
+    """Run an update and record the memory in use over time.
 
-    On the CPU by the profiler's record of every allocation, on top of the weights and the optimizer state that were there
-    before; on an accelerator by the allocator's own counters, read after each stage. Gradients are dropped first, as the
-    update does.
+    On the CPU the profiler records every allocation, on top of weights and optimizer state. On an accelerator the
+    allocator's counters are read after each stage.
     """
     drop_gradients(update.parameters())
     device = update.parameters()[0].device
@@ -82,7 +81,7 @@ def with_memory(update: Update, batch: Batch, number: int) -> tuple[UpdateResult
 
 
 def profiled(action: Callable[[], Result], standing: int) -> tuple[Result, list[MemoryPoint]]:
-    """Result of `action`, and the memory of the CPU after each of its allocations, on top of `standing` bytes."""
+    """Return the result of `action`, and the CPU memory after each allocation, on top of `standing` bytes."""
     seen = metered(action, names_ops=True)
     if not seen.allocations:
         return seen.result, []
@@ -91,7 +90,7 @@ def profiled(action: Callable[[], Result], standing: int) -> tuple[Result, list[
     in_use = standing
     for moment, nbytes in seen.allocations:
         in_use += nbytes
-        # the stage that was running; between two, the one before, because what it left is freed there
+        # between two stages the one before counts, because its tensors are freed there
         num_begun = bisect.bisect_right(seen.stages, moment, key=lambda stage: stage[0])
         stage = seen.stages[max(num_begun - 1, 0)][1] if seen.stages else ""
         points.append(MemoryPoint(seconds=(moment - begin) / 1e9, bytes=in_use, stage=stage))
@@ -102,20 +101,18 @@ def _by_counters(update: Update, batch: Batch, number: int, device: torch.device
     points: list[MemoryPoint] = []
     begin = perf_counter()
 
-    def look(event: Event) -> None:
+    def record(event: Event) -> None:
         torch.accelerator.synchronize(device)
         seconds = event.started + event.seconds - begin
         points.append(MemoryPoint(seconds=seconds, bytes=torch.accelerator.memory_allocated(device), stage=event.stage))
 
-    with observed(update, look):
+    with observed(update, record):
         result, peak = with_peak(lambda: update(batch), device)
     return result, MemorySeen(update=number, points=thin_out(points), peak_bytes=peak)
 
 
 def thin_out(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
-    """At most `MOST_POINTS` of these, the highest of each run of neighbours."""
-    size = -(-len(points) // MOST_POINTS)
-    if size <= 1:
-        return tuple(points)
+    """Keep at most `MOST_POINTS`, the highest of each run of neighbours, so that the peak stays."""
+    size = max(-(-len(points) // MOST_POINTS), 1)
     groups = (points[start : start + size] for start in range(0, len(points), size))
     return tuple(max(group, key=lambda point: point.bytes) for group in groups)

@@ -1,4 +1,4 @@
-"""A task's model spread over ranks, a copy on each (DDP) or a part on each (FSDP2); seeds; and what one rank does for all."""
+"""Spread a model over ranks by DDP or FSDP2, seed them, and share the work of rank 0."""
 
 import random
 import sys
@@ -20,18 +20,17 @@ Value = TypeVar("Value")
 
 
 def spread_over_ranks(model: nn.Module, optimizer: Optimizer, kind: Parallel, group: Any) -> nn.Module:
-    """The model to learn with, whose parameters the optimizer has then. What the task has spread itself stays as it is."""
+    """Wrap the model, and give its new parameters to the optimizer. A model that the task has wrapped stays as it is."""
     wrapping = wrapping_of(model)
     if wrapping.replicated or wrapping.sharded:
         return model
     device = next(model.parameters()).device
     if kind == "fsdp2":
-        _shard(model, optimizer, device, group)
-        return model
+        return _shard(model, optimizer, device, group)
     return DistributedDataParallel(model, process_group=group, device_ids=None if device.type == "cpu" else [device])
 
 
-def _shard(model: nn.Module, optimizer: Optimizer, device: torch.device, group: Any) -> None:
+def _shard(model: nn.Module, optimizer: Optimizer, device: torch.device, group: Any) -> nn.Module:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
@@ -56,10 +55,11 @@ def _shard(model: nn.Module, optimizer: Optimizer, device: torch.device, group: 
             else value
             for name, value in optimizer.state.pop(parameter).items()
         }
+    return model
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of every outermost `ModuleList`, each gathered by itself. All else is gathered with the model."""
+    """Yield the layers of every outermost `ModuleList`; each is sharded by itself."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from dict.fromkeys(block for block in child if next(block.parameters(), None) is not None)
@@ -68,31 +68,30 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def ranks_of_group(group: Any) -> Ranks:
-    """The ranks of a process group; None is one process."""
+    """Return the ranks of a process group; None is one process."""
     if group is None or dist.get_world_size(group) == 1:
         return Ranks()
     return Ranks(dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch on every device, Python, and NumPy where it is loaded."""
+    """Seed torch on every device, Python, and NumPy if it is loaded."""
     torch.manual_seed(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
 
 
 def seed_rank(rank: int) -> None:
-    """Seed everything from the next draw of torch's state: where all ranks have the same, each gets another."""
+    """Seed everything from a draw of torch's state, which is the same on all ranks, and the rank."""
     drawn = int(torch.randint(2**62, ()))
     seed_all((drawn + rank * 1_000_003) % 2**63)
 
 
 def from_first_rank(make: Callable[[], Value], ranks: Ranks) -> Value:
-    """Every rank gets what `make` returns on rank 0; an error that it raises there is raised on every rank.
+    """Call `make` on rank 0 and return its result, or raise its error, on every rank.
 
-    On the other ranks the exception has `is_told` set, because rank 0 alone needs to print it.
+    On the other ranks the exception has `is_told` set, so that only rank 0 prints it.
     """
     if ranks.size == 1:
         return make()

@@ -1,4 +1,4 @@
-"""The settings of a training run, checked before anything is loaded. Does not import torch."""
+"""Settings of a training run, checked before torch is loaded."""
 
 import re
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ Parallel = Literal["ddp", "fsdp2"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Options of the command line; None leaves the choice to the task."""
+    """Options of the command line; None takes the task's value."""
 
     batch_size: int | None = None
     micro_batch: int | Literal["auto"] | None = None
-    memory: int | None = None  # bytes that an update may take: micro-batches are as large as fits
+    memory: int | None = None  # bytes that an update may take; sets the micro-batch
     epochs: int | None = None
-    updates: int | None = None  # in place of `epochs`
+    updates: int | None = None  # instead of `epochs`
     lr: float | None = None
     lr_rule: LRRule | None = None
-    base_batch: int | None = None  # the batch that the learning rate was chosen for
-    keep_half_life: bool = True  # a rule also changes Adam's beta2: it forgets after the same number of samples
+    base_batch: int | None = None  # batch size that the learning rate was chosen for
+    keep_half_life: bool = True  # scale Adam's beta2 with the learning rate
     warmup: int | None = None
     decay: Decay | None = None
     clip_norm: float | None = None
     precision: Precision = "fp32"
     seed: int = 0
     device: str = "auto"
-    parallel: Parallel = "ddp"  # each rank holds the whole model, or a part of it; one process ignores this
-    noise: int | None = None  # one update in so many measures the noise of its gradient
-    save_every: int | None = None  # updates between two checkpoints; None: each epoch, and each minute of a longer one
-    keep: int = 3  # checkpoints that stay
+    parallel: Parallel = "ddp"  # ignored in one process
+    noise: int | None = None  # updates between two measurements of the gradient's noise
+    save_every: int | None = None  # updates between two checkpoints; None: each epoch and each minute
+    keep: int = 3  # number of checkpoints
 
     def __post_init__(self) -> None:
         if self.micro_batch != "auto":
@@ -60,13 +60,13 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A micro-batch given as the memory that it may take."""
+    """A micro-batch given by the memory it may take."""
 
     bytes: int
 
 
 def parse_micro_batch(text: str) -> int | Literal["auto"] | MemoryLimit:
-    """Rows (`16`), `auto`, or a memory size (`2GiB`, `800MB`).
+    """Parse rows (`16`), `auto`, or a memory size (`2GiB`, `800MB`).
 
     >>> parse_micro_batch("16"), parse_micro_batch("auto"), parse_micro_batch("1.5GiB")
     (16, 'auto', MemoryLimit(bytes=1610612736))

@@ -1,1 +1,1 @@
-"""Tasks: what is trained, on what. Four are built in."""
+"""Training tasks; four are built in."""

@@ -1,7 +1,7 @@
 """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, and a small convolutional net with BatchNorm.
 
-BatchNorm makes the rows of a batch look at each other. The micro-batches of 16 go in lockstep and are normalised by the
-statistics of all 64 rows, so the gradient is that of 64 rows at once.
+With BatchNorm the rows of a batch depend on each other. Micro-batches of 16 run in lockstep and are normalised by the
+statistics of all 64 rows, so the gradient is exact.
 """
 
 import gzip
@@ -19,16 +19,15 @@ from anybatch.core import supervised
 _FOUND = find_spec("sklearn")
 if _FOUND is None or _FOUND.origin is None:
     raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-_SKLEARN = Path(_FOUND.origin).parent  # not imported, which takes as long as to import torch
+_SKLEARN = Path(_FOUND.origin).parent  # not imported: that takes as long as importing torch
 
 
 def task() -> Task:
-    """Four fifths of the digits to learn from, shuffled once, the same for every seed; AdamW with a cosine decay."""
     lines = gzip.decompress((_SKLEARN / "datasets" / "data" / "digits.csv.gz").read_bytes()).split()
     rows = torch.tensor([[int(value) for value in line.split(b",")] for line in lines])
     images, targets = rows[:, :64].reshape(-1, 1, 8, 8) / 16, rows[:, 64]
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(1))
-    learned, held_out = order[:1437], order[1437:]
+    learned, held_out = order[:1437], order[1437:]  # four fifths, the same for every seed
     model = nn.Sequential(
         *_block(1, 24),
         *_block(24, 48),

@@ -1,4 +1,4 @@
-"""Find a task by name or file, and call its `task()`. Does not import torch before the task does."""
+"""Find a task by name or file. Does not import torch before the task does."""
 
 import sys
 from collections.abc import Callable
@@ -22,13 +22,16 @@ BUILT_IN = {
 
 
 class TaskRaisedError(TaskError):
-    """The task's own code raised; the cause is its exception."""
+    """An error raised by the task's own code, which is its cause."""
 
 
 def check_task_exists(name: str) -> None:
     """Raise `TaskError` unless `name` is a built-in task or a file."""
-    if name in BUILT_IN or _is_file(name):
-        return
+    try:
+        if name in BUILT_IN or Path(name).is_file():
+            return
+    except OSError:  # no file can have this name
+        pass
     if name.endswith(".py") or "/" in name:
         raise TaskError(f"there is no task file {name}. Give the path of a Python file with a function task().")
     raise TaskError(
@@ -37,21 +40,13 @@ def check_task_exists(name: str) -> None:
     )
 
 
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # no file can have this name
-        return False
-
-
 def find_task(name: str) -> Callable[[], "Task"]:
-    """The function that builds the task, checked to return one. Set the seed before each call.
+    """Return a function that builds the task. Set the seed before each call.
 
-    A task file is run once, here. Whatever its own code raises comes out as the cause of a `TaskRaisedError`.
+    A task file runs once, here. An error of its own code is raised as the cause of a `TaskRaisedError`.
     """
     check_task_exists(name)
-    is_built_in = name in BUILT_IN
-    module = import_module(f"anybatch.app.training.tasks.{name}") if is_built_in else _run_file(Path(name))
+    module = import_module(f"anybatch.app.training.tasks.{name}") if name in BUILT_IN else _run_file(Path(name))
     build = getattr(module, "task", None)
     if not callable(build):
         raise TaskError(
@@ -78,9 +73,7 @@ def _run_file(path: Path) -> Any:
     spec = spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise TaskError(f"{path} is not a Python file. Give a file that ends in .py and has a function task().")
-    module = module_from_spec(spec)
-    # classes that the file defines are looked up here when they are pickled
-    sys.modules[module_name] = module
+    module = sys.modules[module_name] = module_from_spec(spec)  # pickle looks up its classes here
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -1,7 +1,7 @@
-"""Docstring and body of the standard library's functions: which belongs to which? A two-tower contrastive model.
+"""A two-tower contrastive model that matches docstrings and bodies of the standard library's functions.
 
-Every row is compared with all other rows of its batch, however it is cut: representations first, then the loss on all of
-them, then the towers again with its gradient (`Coupled`).
+Every row is compared with all other rows of its batch (`Coupled`): representations first, then the loss on all of them, then
+a second forward and the backward of each micro-batch.
 """
 
 import re
@@ -16,14 +16,13 @@ from anybatch.app.training.tasks.stdlib import functions, is_held_out
 from anybatch.app.training.tasks.task import Task
 from anybatch.core import Coupled, Mean
 
-BUCKETS = 8192  # words share this many embeddings, by their hash; 0 is the padding
+BUCKETS = 8192  # embeddings, shared by words of equal hash; 0 is the padding
 LONGEST = 64
 WIDTH = 64
 _WORD = re.compile(r"[A-Za-z]+|\d+")
 
 
 def task() -> Task:
-    """AdamW; validated by how often the right body comes first among 128."""
     described = [function for function in functions() if function.docstring and function.body]
     docstrings = torch.stack([_words(function.docstring) for function in described])
     bodies = torch.stack([_words(function.body) for function in described])
@@ -46,7 +45,7 @@ def task() -> Task:
 
 
 class TwoTowers(nn.Module):
-    """A tower for docstrings and one for bodies; each averages its words and puts them through one hidden layer."""
+    """A tower for docstrings and one for bodies; each averages its words and applies one hidden layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +54,12 @@ class TwoTowers(nn.Module):
         self.scale = nn.Parameter(torch.tensor([10.0]).log())  # FSDP2 takes no parameter without a dimension
 
     def forward(self, docstrings: Tensor, bodies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Directions of docstrings and bodies, and how sharply they are told apart."""
+        """Return unit vectors of docstrings and bodies, and the inverse temperature."""
         return self.docstring(docstrings), self.body(bodies), self.scale.exp().squeeze(0)
 
 
 class Tower(nn.Module):
-    """Maps words to a unit vector."""
+    """Encoder of words as a unit vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,13 +71,12 @@ class Tower(nn.Module):
 
 
 def encode(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Representations of each row, for the loss."""
     encoded: tuple[Tensor, Tensor, Tensor] = model(*batch)
     return encoded
 
 
 def contrast(encoded: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, Mean]]:
-    """Each docstring must find its body among all of the batch, and each body its docstring."""
+    """Symmetric InfoNCE: match each docstring with its body, and each body with its docstring."""
     docstrings, bodies, scale = encoded
     similarities = docstrings @ bodies.T * scale
     right = torch.arange(len(similarities), device=similarities.device)

@@ -1,8 +1,7 @@
-"""A byte-level language model on the functions of Python's own standard library: real, ragged, heavy-tailed text.
+"""A byte-level language model on the functions of Python's own standard library: real, ragged text.
 
-Rows are padded to the longest of their batch and the padding is ignored by the loss; units are the bytes that are
-predicted, so the gradient is exact however the rows are cut. They are cut by `Tokens`: rows of like length together, and
-the padding off. Its cost is given, not learnt, so that the same seed makes the same weights to the bit.
+Rows are padded to the longest of their batch; the loss ignores padding, and units are the predicted bytes. `Tokens` puts rows
+of similar length together and trims their padding. Its cost is given, not learnt, so that a seed determines the weights.
 """
 
 import ast
@@ -20,20 +19,19 @@ from anybatch.app.training.tasks.task import Task
 from anybatch.core import Mean, supervised
 from anybatch.ragged import Cost, Tokens
 
-LONGEST = 256  # bytes of a row; longer functions are cut there
+LONGEST = 256  # bytes of a row; longer functions are truncated
 END = 256  # the token after the 256 bytes
 IGNORED = -100
 WIDTH = 96
 
 
 def task() -> Task:
-    """Three causal layers of width 96; AdamW with warm-up and a cosine decay, two passes over some 2,000 functions."""
     sources = (function.source.encode()[: LONGEST - 1] for function in functions()[::3])
     rows = [torch.tensor([END, *source, END]) for source in sources]
     model = ByteModel()
     return Task(
         model=model,
-        # the bias of keys has no gradient but rounding, which the usual eps of 1e-8 would blow up to steps like any other
+        # the bias of keys has rounding for a gradient; the usual eps of 1e-8 would make whole steps of it
         optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.05),
         objective=supervised(ByteLoss(), units=predicted_bytes, metrics=next_byte),
         training=[row for number, row in enumerate(rows) if not is_held_out(number)],
@@ -63,10 +61,9 @@ class ByteModel(nn.Module):
         self.layers = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(WIDTH)
         for table in (self.byte, self.position):
-            nn.init.normal_(table.weight, std=0.02)  # the bytes' table is the output layer too
+            nn.init.normal_(table.weight, std=0.02)  # the byte embedding is also the output layer
 
     def forward(self, text: Tensor) -> Tensor:
-        """Logits of the next byte at every position."""
         length = text.shape[1]
         states = self.byte(text) + self.position(torch.arange(length, device=text.device))
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
@@ -75,7 +72,7 @@ class ByteModel(nn.Module):
 
 
 class ByteLoss(nn.Module):
-    """Mean cross entropy over the bytes that are not padding."""
+    """Mean cross-entropy over all bytes but padding."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
@@ -87,18 +84,18 @@ def predicted_bytes(batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def bytes_of_rows(batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Length of each row without its padding."""
+    """Return the length of each row without padding."""
     return (batch[1] != IGNORED).sum(dim=1)
 
 
 def next_byte(logits: Tensor, targets: Tensor) -> dict[str, Mean]:
-    """How often the likeliest next byte is the right one."""
+    """Accuracy of the most likely next byte."""
     is_real = targets != IGNORED
     return {"next_byte": Mean((logits.argmax(dim=-1) == targets)[is_real].float().mean())}
 
 
 def pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows of bytes as (inputs, targets): the targets are the inputs one byte on."""
+    """Collate rows of bytes into (inputs, targets); targets are the inputs shifted by one byte."""
     inputs = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=END)
     targets = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
     return inputs, targets
@@ -115,12 +112,12 @@ MODULES = (  # noqa: SIM905
     "turtle types typing unittest/case unittest/mock urllib/parse urllib/request uuid warnings wave weakref webbrowser "
     "xml/etree/ElementTree xml/dom/minidom xmlrpc/client zipapp zipfile"
 ).split()
-"""Files to read; a module that this Python does not have is passed over."""
+"""Files to read, if this Python has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function or method; `docstring` is empty where it has none, `body` is the source below it."""
+    """A function or method; `body` is the source below the docstring, which may be empty."""
 
     source: str
     docstring: str
@@ -129,14 +126,13 @@ class Function:
 
 @cache
 def functions() -> tuple[Function, ...]:
-    """Every function of `MODULES` in the order of the files: some 7,000, from one line to some hundred lines."""
+    """Return the functions of `MODULES` in the order of the files: about 7,000."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for module in MODULES if (path := folder / f"{module}.py").is_file()]
     return tuple(function for path in paths for function in _functions_of(path.read_text(encoding="utf-8")))
 
 
 def is_held_out(number: int) -> bool:
-    """Every tenth function is kept for validation."""
     return number % 10 == 9
 
 
@@ -152,7 +148,7 @@ def _functions_of(text: str) -> Iterator[Function]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Every statement below a node: functions are statements, and `ast.walk` goes through all expressions too."""
+    """Yield every statement below a node. `ast.walk` also visits expressions, which takes longer."""
     for field in ("body", "orelse", "handlers", "finalbody", "cases"):
         for child in getattr(node, field, ()):
             yield child

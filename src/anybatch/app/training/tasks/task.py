@@ -1,4 +1,4 @@
-"""A task: a model, how it learns, from what, and how it is judged."""
+"""A training task."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -15,49 +15,63 @@ from anybatch.errors import TaskError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """All that a training run needs; a task file is a Python file with a function `task()` that returns one.
+    """A model, its optimizer and objective, the data, and defaults for the command line.
 
-    `task()` is called after the seed is set, so that the same seed makes the same model. The numbers are defaults, which
-    the command line may override.
+    A task file is a Python file with a function `task()` that returns one. `task()` is called after the seed is set, so that
+    the same seed makes the same model.
+
+    Args:
+        model: The model to train.
+        optimizer: Its optimizer, without a scheduler.
+        objective: The loss, such as `supervised(nn.CrossEntropyLoss())`.
+        training: A map-style dataset with `len()` and `[row]`; shuffled anew each epoch.
+        validation: Another one, read in order.
+        metric: Metric of the objective that the task is judged by, higher is better; None: the validation loss.
+        collate: Turns a list of rows into a batch; None: `torch.utils.data.default_collate`.
+        batch_size: Rows of a batch.
+        batch_schedule: Batch sizes by the first epoch that has them, such as `{1: 32, 4: 64}`. "noise" doubles `batch_size`
+            when the noise scale is surely that large. `lr_rule` and beta2 follow. `--batch-size` overrides it.
+        micro_batch: Rows that are held in memory at once.
+        split: Split for batches, unless `--micro-batch` is given; None: `Rows(micro_batch)`.
+        lengths: Length of each training row, or a function of `training` that returns them: ranks then get rows of equal
+            work instead of equally many.
+        batch_norm: Treatment of BatchNorm, as in `Accumulator`; None warns of inexact statistics.
+        epochs: Passes over the training data.
+        base_batch: Batch size that the optimizer's learning rate was chosen for; None: `batch_size`.
+        lr_rule: Rule of `scale_lr` from `base_batch` to the batch size of the run.
+        warmup: Updates with a rising learning rate.
+        decay: Decay after the warm-up: "none", "linear" or "cosine".
+        clip_norm: Largest gradient norm; None: no clipping.
+        validation_batch: Rows that are validated at a time.
+
+    Raises:
+        TaskError: If an argument has the wrong type or value.
     """
 
     model: nn.Module
     optimizer: Optimizer
     objective: Objective | Coupled
     training: Any
-    """A map-style dataset: `len()` and `[row]`. Shuffled anew each epoch."""
     validation: Any
-    """Likewise; read in order."""
     metric: str | None = None
-    """Which of the objective's metrics the task is judged by, higher is better; None: the validation loss."""
     collate: Callable[[list[Any]], Any] | None = None
-    """How rows become a batch; None: as `torch.utils.data.default_collate` does."""
     batch_size: int = 64
     batch_schedule: Mapping[int, int] | Literal["noise"] | None = None
-    """Batches that grow: rows by the first epoch that has them, such as `{1: 32, 4: 64}`; "noise" doubles `batch_size` when the
-    noise scale is surely that large. `lr_rule` and beta2 follow. A batch size that the run is asked for stays what it is."""
     micro_batch: int = 16
-    """Rows that are held in memory at once."""
     split: Split | None = None
-    """How a batch is cut if the run was not asked for a number of rows; None cuts it into `micro_batch` rows."""
     lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None = None
-    """How long each row of `training` is, or a function of it that says so: ranks get rows of equal work then, not as many."""
     batch_norm: BatchNorm | None = None
-    """How BatchNorm layers see a batch that is cut, as in `Accumulator`; None warns of what is lost."""
     epochs: int = 10
     base_batch: int | None = None
-    """The batch that the optimizer's learning rate was chosen for; None: `batch_size`."""
     lr_rule: LRRule = "none"
     warmup: int = 0
-    """Updates over which the learning rate rises."""
     decay: Decay = "none"
     clip_norm: float | None = None
     validation_batch: int = 256
-    """Rows that are validated at a time; without gradients far more fit than while training."""
 
     @property
     def whole_objective(self) -> Objective:
-        """The objective of a batch that is not cut."""
+        """Objective of a whole batch."""
         return self.objective.whole()
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""1,000 rows of 10 numbers, two classes: the example that gradient accumulation is taught with.
+"""1,000 rows of 10 numbers, two classes: the usual example of gradient accumulation.
 
-The training data are the same whatever the seed; the seed makes the weights. A row belongs to class 1 when the sum of its
-numbers is above 0. Batches are 64 rows in micro-batches of 16; 1,000 is 15 x 64 + 40, so the tail is short.
+A row belongs to class 1 if the sum of its numbers is above 0. The data do not depend on the seed. Batches have 64 rows in
+micro-batches of 16; 1,000 is 15 x 64 + 40, so the last batch is short.
 """
 
 import torch
@@ -13,7 +13,6 @@ from anybatch.core import Mean, supervised
 
 
 def task() -> Task:
-    """SGD at 0.1, chosen for updates of 16 rows."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(2000, 10, generator=generator)
     targets = (inputs.sum(dim=1) > 0).long()
@@ -33,5 +32,5 @@ def task() -> Task:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> dict[str, Mean]:
-    """The part of the rows whose largest output is at the target."""
+    """Share of rows whose largest output is at the target."""
     return {"accuracy": Mean((outputs.argmax(dim=1) == targets).float().mean())}
