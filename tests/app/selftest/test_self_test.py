@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from anybatch.app.selftest import self_testing
-from anybatch.app.selftest import self_testing as running
 from anybatch.app.selftest.self_testing import Checked, run_self_test
 from tests.accelerator.on_device import on_device
 from tests.accelerator.plugged import limit, plug
@@ -40,7 +39,7 @@ def test_the_command_prints_a_table_and_leaves_a_page_and_a_json(tmp_path):
 @on_device
 def test_every_check_passes_on_the_accelerator():
     with limit(torch.accelerator.memory_allocated() + 2**28), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_testing, "REPEATS", 1)  # times are told, and judged by nobody
+        patch.setattr(self_testing, "REPEATS", 1)  # times decide nothing
         found = run_self_test(plug(), versions={}, num_rows=2048)
     assert {check.group for check in found.checks} == {"exactness", "memory", "speed"}
     assert found.device == "pretend:0"
@@ -58,9 +57,9 @@ def test_what_fails_is_told_and_the_rest_is_run(monkeypatch):
     def passes(device: torch.device, rows: int):
         yield Checked(group="speed", name="two", found="1", wanted="", has_passed=True)
 
-    monkeypatch.setattr(running, "exactness_checks", breaks)
-    monkeypatch.setattr(running, "memory_checks", passes)
-    monkeypatch.setattr(running, "speed_checks", passes)
+    monkeypatch.setattr(self_testing, "exactness_checks", breaks)
+    monkeypatch.setattr(self_testing, "memory_checks", passes)
+    monkeypatch.setattr(self_testing, "speed_checks", passes)
     told = []
     found = run_self_test(torch.device("cpu"), versions={}, tell=told.append)
     assert [check.name for check in found.checks] == ["one", "the rest of exactness", "two", "two"]

@@ -1,6 +1,6 @@
-"""`anybatch self-test`: exactness, memory and speed on somebody's device, each claim with its number.
+"""`anybatch self-test`: check exactness, memory and speed on one device.
 
-Gradients of micro-batches on the device are compared with one backward pass over the whole batch in float64 on the CPU.
+Accumulated gradients on the device are compared with one backward pass over the whole batch in float64 on the CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,19 +21,14 @@ from anybatch.errors import first_line
 from anybatch.memory import MARGIN, Fit, measure_peak, plan
 from anybatch.objectives import info_nce
 
-ON_HOST, ON_DEVICE = 4096, 131072
-"""Rows of a batch: on a GPU enough that segments of 20 MiB do not matter."""
+ON_HOST, ON_DEVICE = 4096, 131072  # rows of a batch; on a GPU enough that segments of 20 MiB do not matter
 ROWS, FEATURES, CLASSES, MICRO_BATCH = 60, 16, 5, 8
 WEIGHTS = (0.2, 1.0, 20.0, 1.0, 3.0)
-FP32, BF16 = 2e-6, 2e-2
-"""Limits for the error of gradients where forwards run in this precision."""
+FP32, BF16 = 2e-6, 2e-2  # largest relative error of a gradient by the precision of the forward
 WIDTH = 512
-MOST_OFF = 1e-5
-"""Limit for weights after an update that started again: the same sums in another order."""
-SLACK = 1.06
-"""Memory that is left free, out of the peak of what is to fit: its margin, and a little."""
-PARTS = 16
-"""Micro-batches are near equal in size, so few of them could leave much of the memory unused."""
+MOST_OFF = 1e-5  # largest difference of weights after a restart, which sums in another order
+SLACK = 1.06  # free memory as a multiple of the peak that has to fit: the margin, and a little
+PARTS = 16  # micro-batches of the memory checks: with fewer, equal parts could leave much memory unused
 REPEATS = 7
 Group = Literal["exactness", "memory", "speed"]
 
@@ -44,26 +39,22 @@ class Checked:
 
     group: Group
     name: str
-    found: str
-    """The number that was measured, with its unit; or the first line of what was raised."""
-    wanted: str
-    """The number that it has to be; where this is empty, the number is told and judges nothing."""
+    found: str  # the number with its unit, or the first line of an error
+    wanted: str  # the limit; empty for a number that decides nothing
     has_passed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTest:
-    """All claims, and where they were measured."""
+    """All checks on one device."""
 
-    device: str
-    """As people call it: "NVIDIA A100-SXM4-40GB (cuda:0)"."""
+    device: str  # such as "NVIDIA A100-SXM4-40GB (cuda:0)"
     versions: dict[str, str]
     seconds: float
     checks: tuple[Checked, ...]
 
     @property
     def has_passed(self) -> bool:
-        """True if every check has."""
         return all(check.has_passed for check in self.checks)
 
 
@@ -74,8 +65,14 @@ def run_self_test(
     num_rows: int | None = None,
     tell: Callable[[Checked], None] = lambda check: None,
 ) -> SelfTest:
-    """Run every check on `device`; `tell` is called with each as it ends. `num_rows`: the batch of memory and speed checks."""
-    begin, checks = perf_counter(), []
+    """Run every check on `device`, and call `tell` with each result. `num_rows` is the batch of memory and speed checks."""
+    begin = perf_counter()
+    checks: list[Checked] = []
+
+    def take(check: Checked) -> None:
+        checks.append(check)
+        tell(check)
+
     count = num_rows or (ON_HOST if device.type == "cpu" else ON_DEVICE)
     groups: dict[Group, Iterator[Checked]] = {
         "exactness": exactness_checks(device),
@@ -83,23 +80,18 @@ def run_self_test(
         "speed": speed_checks(device, count),
     }
     for group, found in groups.items():
-        for check in _until_it_raises(group, found):
-            checks.append(check)
-            tell(check)
+        try:
+            for check in found:
+                take(check)
+        except Exception as error:  # anything that a device may raise is a result
+            take(Checked(group, f"the rest of {group}", first_line(error)[:200], "no error", False))
     name = getattr(torch.get_device_module(device), "get_device_name", None) if device.type != "cpu" else None
     named = str(device) if name is None else f"{name(device)} ({device})"
     return SelfTest(device=named, versions=versions, seconds=perf_counter() - begin, checks=tuple(checks))
 
 
-def _until_it_raises(group: Group, found: Iterator[Checked]) -> Iterator[Checked]:
-    try:
-        yield from found
-    except Exception as error:  # whatever a device may raise is what was to be found out
-        yield Checked(group, f"the rest of {group}", first_line(error)[:200], "no error", False)
-
-
 def mlp(*inside: Callable[[], nn.Module], width: int = 64) -> nn.Module:
-    """Make two layers, the same every time; `inside` comes between."""
+    """Make two layers with `inside` between them; the weights are always the same."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         between = [make() for make in inside]
@@ -107,12 +99,11 @@ def mlp(*inside: Callable[[], nn.Module], width: int = 64) -> nn.Module:
 
 
 def normed(width: int) -> nn.Module:
-    """Make the same with BatchNorm inside."""
     return mlp(partial(nn.BatchNorm1d, width), width=width)
 
 
 def some_rows(count: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Draw inputs, and targets of which some are ignored."""
+    """Draw inputs, and targets, some of which are ignored."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(count, FEATURES, generator=generator)
     targets = torch.randint(0, CLASSES, (count,), generator=generator)
@@ -122,7 +113,7 @@ def some_rows(count: int = ROWS) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A model, its loss, how it is accumulated, and how far its gradient may be off."""
+    """A model, its loss, the options of `Accumulator`, and the largest relative error of the gradient."""
 
     model: Callable[[], nn.Module] = mlp
     options: dict[str, Any] = field(default_factory=dict)
@@ -131,13 +122,12 @@ class Setup:
     is_contrastive: bool = False
 
     def objective(self, device: torch.device) -> Objective | Coupled:
-        """The loss as an objective."""
         if self.is_contrastive:
             return Coupled(lambda model, batch: _pairs(model, batch[0]), info_nce(temperature=0.5, symmetric=False))
         return supervised(nn.CrossEntropyLoss(None if self.weights is None else torch.tensor(self.weights).to(device)))
 
     def whole(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of all rows by plain torch."""
+        """Compute the loss of all rows with plain torch."""
         if self.is_contrastive:
             one, other = (functional.normalize(side) for side in _pairs(model, inputs))
             return functional.cross_entropy(one @ other.T / 0.5, torch.arange(len(inputs)))
@@ -163,7 +153,7 @@ SETUPS = {
 
 
 def exactness_checks(device: torch.device) -> Iterator[Checked]:
-    """Compare the gradient of each setup, and the common mistake, which has to be seen."""
+    """Check the gradient of each setup, and that the mean of means is found to be wrong."""
     for name, setup in SETUPS.items():
         error = _accumulated_error(setup, device)
         yield Checked("exactness", name, f"{error:.1e}", f"at most {setup.at_most:.0e}", error <= setup.at_most)
@@ -190,7 +180,7 @@ def _accumulated_error(setup: Setup, device: torch.device) -> float:
 
 
 def _error(model: nn.Module, setup: Setup) -> float:
-    """How far the gradient is from the whole batch's, as a share of its norm."""
+    """Return the relative error of the gradient."""
     twin = setup.model().double()
     inputs, targets = some_rows()
     setup.whole(twin, inputs.double(), targets).backward()
@@ -200,21 +190,21 @@ def _error(model: nn.Module, setup: Setup) -> float:
 
 
 def updating(device: torch.device, micro_batch: int | Fit) -> Update:
-    """Make an update of a model of six layers there."""
+    """Make an update of a model with six layers."""
     model = mlp(*(partial(nn.Linear, WIDTH, WIDTH), nn.ReLU) * 4, width=WIDTH).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     return Update(model, optimizer, Setup().objective(device), micro_batch=micro_batch, check="off")
 
 
 def memory_checks(device: torch.device, num_rows: int) -> Iterator[Checked]:
-    """Check batches of `num_rows`, of which a sixteenth fits; on the CPU, memory that runs out is pretended."""
+    """Check `plan`, the restart after an out-of-memory error (simulated on the CPU), and `Fit`."""
     size, batch, is_counted = num_rows // PARTS, some_rows(num_rows), has_counters(device)
-    before = _taken(device)
+    before = _allocated(device)
     update = updating(device, size)
     update(batch)
     weights = [parameter.detach().clone().cpu() for parameter in update.parameters()]
     predicted = plan(update.model, update.optimizer, Setup().objective(device), batch, memory="1TiB").peak(size)
-    peak = measure_peak(update, batch)[1] - before  # of an update that fits, model and optimizer included
+    peak = measure_peak(update, batch)[1] - before  # model and optimizer included
     off = predicted / peak - 1
     found = f"{show_bytes(predicted)} and {show_bytes(peak)}: {off:+.1%}"
     yield Checked("memory", "a plan, beside the real peak", found, "within 5 %", abs(off) <= 0.05)
@@ -236,7 +226,7 @@ def memory_checks(device: torch.device, num_rows: int) -> Iterator[Checked]:
 
     del update
     free_memory()
-    before = _taken(device)
+    before = _allocated(device)
     with _filled(device, room) as filling:
         update = updating(device, Fit(None if is_counted else room, margin=MARGIN))
         retries = update(batch).retries
@@ -246,13 +236,13 @@ def memory_checks(device: torch.device, num_rows: int) -> Iterator[Checked]:
     yield Checked("memory", "Fit, into what is left", found, wanted, used >= 0.9 and retries == 0)
 
 
-def _taken(device: torch.device) -> int:
+def _allocated(device: torch.device) -> int:
     return torch.accelerator.memory_allocated(device) if has_counters(device) else 0
 
 
 @contextmanager
 def _filled(device: torch.device, room: int) -> Iterator[int]:
-    """Inside this block `room` bytes are free there; yields the bytes that fill the rest. The CPU is left alone."""
+    """Leave `room` bytes free on an accelerator inside the block; yield the bytes that fill the rest."""
     size = free_on_device(device) - room if has_counters(device) else 0
     filling = torch.empty(max(size, 0), dtype=torch.uint8, device=device)
     try:
@@ -267,7 +257,7 @@ def _refuse(at_most: int, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 
 
 def speed_checks(device: torch.device, num_rows: int) -> Iterator[Checked]:
-    """Time `Update`, and `prefetch`, beside a loop by hand, by turns: the machine's moods fall on all."""
+    """Time `Update`, with and without `prefetch`, and a hand-written loop, in turns: the machine's load affects all of them."""
     ours, by_hand, ahead = (updating(device, num_rows // 4) for _ in range(3))
     ahead.options = replace(ahead.options, prefetch=True)
     batch = some_rows(num_rows)
