@@ -1,4 +1,4 @@
-"""Predicting an update's peak memory, measuring it, choosing what fits."""
+"""Predict and measure the peak memory of an update, and choose the micro-batch that fits."""
 
 from anybatch.memory.config import parameters_on_meta, plan_config
 from anybatch.memory.fit import Fit, Fitted, fastest_fit

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of a model that somebody else wrote: whether it offers it, and turning it on."""
+"""Turn on gradient checkpointing in any model that repeats a block."""
 
 from functools import partial
 from inspect import signature
@@ -11,12 +11,12 @@ from anybatch.errors import PlanError
 
 
 def recompute_blocks(model: nn.Module) -> str:
-    """Turn checkpointing on in a model that is a copy, and name the blocks that run again in backward.
+    """Turn on checkpointing in a copy of a model, and describe the blocks that run again in backward.
 
-    By the model's own `gradient_checkpointing_enable`, or around each block of its largest list.
+    Uses the model's own `gradient_checkpointing_enable`, or wraps each block of its largest list.
 
     Raises:
-        PlanError: If the model repeats nothing, recomputes already, or would notice that a block runs twice.
+        PlanError: If no block repeats, checkpointing is on already, or a second forward of a block has side effects.
     """
     if getattr(model, "is_gradient_checkpointing", False):
         raise PlanError("it is on already")
@@ -32,7 +32,7 @@ def recompute_blocks(model: nn.Module) -> str:
         try:
             enable(**({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if takes_options else {}))
             return named
-        except ValueError as error:  # transformers' models that do not support it
+        except ValueError as error:  # a model of transformers that does not support it
             if not blocks:
                 raise PlanError(str(error)) from error
     for block in blocks:
@@ -50,10 +50,9 @@ def _check_blocks(path: str, blocks: list[nn.Module]) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Find the path and the modules of the list of blocks with most parameters; none if the model repeats nothing.
+    """Return the path and the modules of the list of blocks with most parameters; no modules if nothing repeats.
 
-    A list is an `nn.ModuleList` or `nn.Sequential`; its blocks are the children of its most frequent kind that have
-    children of their own.
+    A list is an `nn.ModuleList` or `nn.Sequential`. Its blocks are children of one class that have children of their own.
     """
     most, best = -1, ("", list[nn.Module]())
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Plans of models that are not built: those of a config file, and those too large; no weights are made."""
+"""Plan models without their weights: from a config file, or too large for this machine."""
 
 import json
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ def plan_config(
     sums: Sums = "fp32",
     checkpointing: bool = False,
 ) -> Plan:
-    """The plan of a language model of this transformers config: `rows` rows of `tokens` tokens, weights and state in `dtype`.
+    """Plan a language model of a transformers config: `rows` rows of `tokens` tokens, weights and state in `dtype`.
 
-    With `checkpointing` its blocks run again in backward, as `gradient_checkpointing_enable` makes them.
+    `checkpointing` turns on the model's `gradient_checkpointing_enable`.
     """
     for name, value in (("tokens", tokens), ("rows", rows)):
         if value < 1:
@@ -51,12 +51,12 @@ def plan_config(
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise PlanError(f"--checkpointing: {type(model).__name__} does not offer it. Leave the option out.")
         model.gradient_checkpointing_enable()  # type: ignore[operator]
-    drawn = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
+    ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
     return plan(
         model,
         OPTIMIZERS[optimizer](model.parameters(), lr=1e-4),
         huggingface(),
-        {"input_ids": drawn, "labels": drawn},
+        {"input_ids": ids, "labels": ids},
         memory=memory,
         device=device,
         sums=sums,
@@ -65,7 +65,7 @@ def plan_config(
 
 
 def model_on_meta(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The language model of a config file, in training; its parameters have shapes and no numbers."""
+    """Build the language model of a config file on the meta device, in training mode."""
     import transformers
 
     described = _read(path)
@@ -84,7 +84,7 @@ def model_on_meta(path: Path, dtype: torch.dtype) -> nn.Module:
             model: nn.Module = _head(transformers, config)
     except PlanError:
         raise
-    except Exception as error:  # whatever transformers makes of numbers that do not go together
+    except Exception as error:  # values of the config that do not match
         raise PlanError(
             f"--model {path}: transformers made no model of it ({type(error).__name__}: {first_line(error)}). Look at the "
             "values of the config."
@@ -106,7 +106,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _head(transformers: Any, config: Any) -> nn.Module:
-    """The model with the first head that has a loss over tokens: causal, from text to text, or masked."""
+    """Build the model with the first head that has a loss over tokens: causal, sequence-to-sequence, or masked."""
     for auto, known in (
         (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
         (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
@@ -123,7 +123,7 @@ def _head(transformers: Any, config: Any) -> nn.Module:
 
 @contextmanager
 def parameters_on_meta(beyond: int) -> Iterator[None]:
-    """Inside this block, modules whose parameters come to more than `beyond` bytes have the rest of them without numbers.
+    """Put parameters on the meta device inside the block, once those before them exceed `beyond` bytes.
 
     >>> with parameters_on_meta(beyond=100):
     ...     small, large = nn.Linear(2, 2), nn.Linear(100, 100)
@@ -136,7 +136,7 @@ def parameters_on_meta(beyond: int) -> Iterator[None]:
         nonlocal taken
         taken += 0 if parameter is None else parameter.nbytes
         if parameter is None or taken <= beyond:
-            return None  # it stays as it is
+            return None  # unchanged
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
     handle = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The peak of any size from the timelines of a few: a curve per op, the highest of them, and sizes that were tried."""
+"""Predict the peak memory of any micro-batch size from the timelines of a few."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,28 +9,27 @@ from torch import Tensor
 from anybatch.memory.recorder import Timeline
 
 PassShape = tuple[int, int | None]
-"""Rows of a micro-batch, and their length where it varies."""
+"""Rows of a micro-batch, and their length if it varies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The upper envelope of the bytes alive after each op, as functions of the shape of a micro-batch.
+    """Upper envelope of the bytes alive after each op, as functions of the shape of a micro-batch.
 
-    Bytes after an op are linear in the rows, and quadratic in their length (attention). The peak is the highest of many such
-    curves: convex and piecewise, which no curve through a few peaks is.
+    Bytes after an op are linear in the rows and quadratic in their length (attention). The peak is the maximum of many such
+    curves: convex and piecewise, so a curve through a few peaks would be wrong.
     """
 
     curves: tuple[tuple[float, ...], ...]
-    """For each op that can be the highest, the coefficients of `curve_terms(shape)`."""
+    """Coefficients of `curve_terms(shape)` for each op that can be the highest."""
 
     def peak(self, shape: PassShape) -> int:
-        """The bytes of the highest op."""
         values = curve_terms(shape)
         return round(max(sum(one * value for one, value in zip(curve, values, strict=True)) for curve in self.curves))
 
 
 def curve_terms(shape: PassShape) -> tuple[float, ...]:
-    """Return the terms whose multiples add up to the bytes of an op."""
+    """Return the basis functions of the bytes after an op."""
     rows, length = shape
     if length is None:
         return (1, rows)
@@ -40,10 +39,9 @@ def curve_terms(shape: PassShape) -> tuple[float, ...]:
 def fit_envelope(
     shapes: Sequence[PassShape], timelines: Sequence[Timeline], needed: Sequence[PassShape] = ()
 ) -> Envelope | None:
-    """Fit the envelope through these timelines; None if they ran different ops, so that there is no curve per op.
+    """Fit the envelope through as many timelines as there are terms; None if they ran different ops.
 
-    There are as many shapes as terms. Where lengths vary, ops that are highest for none of the `needed` shapes are left out;
-    else those that are highest for no number of rows.
+    Ops that are highest for none of the `needed` shapes are left out; without `needed`, for no number of rows.
     """
     if any(timeline.ops != timelines[0].ops for timeline in timelines):
         return None
@@ -58,7 +56,7 @@ def fit_envelope(
 
 
 def _steepest(lines: Tensor) -> tuple[tuple[float, ...], ...]:
-    """The lines that no steeper one lies above at 0 already."""
+    """Return the lines that form the maximum for positive x."""
     kept: list[tuple[float, ...]] = []
     for fixed, per_row in sorted(lines.tolist(), key=lambda line: (-line[1], -line[0])):
         if not kept or fixed > kept[-1][0]:
@@ -68,36 +66,36 @@ def _steepest(lines: Tensor) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """Sizes to peaks: rows, or tokens where `row_length` or `lengths` say so."""
+    """Peak by micro-batch size, in rows, or in tokens if `row_length` or `lengths` is set."""
 
     num_rows: int
     tried: tuple[tuple[int, int], ...]
-    """(size, peak) of updates in two micro-batches that were tried themselves, smallest first."""
+    """(size, peak) of trial updates in two micro-batches, smallest first."""
     envelope: Envelope | None
-    """The peak of all others; None where each has to be tried."""
+    """Prediction for all other sizes; None if each size has to be tried."""
     lengths: tuple[int, ...] = ()
-    """The lengths of rows, shortest first, where they differ."""
+    """Lengths of rows, shortest first, if they differ."""
     row_length: int = 1
-    """The size of one row, where rows do not differ in length."""
+    """Size of one row, if all have one length."""
     left_behind: int = 0
-    """Bytes that each micro-batch beyond the second leaves until the end of the update."""
+    """Bytes that each micro-batch after the second leaves until the end of the update."""
     outside_once: int = 0
-    """Bytes of the peak that lie outside torch's allocator whatever the size."""
+    """Bytes outside torch's allocator, for any size."""
     outside_each: int = 0
-    """The same for each micro-batch."""
+    """Bytes outside torch's allocator, per micro-batch."""
     fixed: int = 0
-    """Bytes that do not depend on the rows: weights, state, gradients and the batch, where they are known."""
+    """Bytes that do not depend on the micro-batch: weights, optimizer state, gradients and the batch, if known."""
 
     def peak(self, size: int) -> int:
-        """The peak of an update in micro-batches of at most `size`; without an envelope, between those that were tried."""
+        """Predict the peak of an update in micro-batches of at most `size`."""
         return self._of_two(size) + self.left_behind * max(self._num_passes(size) - 2, 0)
 
     def outside(self, size: int) -> int:
-        """Bytes of the peak that lie outside torch's allocator."""
+        """Return the part of the peak outside torch's allocator."""
         return self.outside_once + self.outside_each * self._num_passes(size)
 
     def worst(self, size: int) -> PassShape:
-        """The largest micro-batch of this size."""
+        """Return the shape of this size that needs most memory."""
         if not self.lengths:
             return max(size // self.row_length, 1), None
         fitting = [length for length in self.lengths if length <= size]
@@ -106,14 +104,14 @@ class Peaks:
         return shapes[-1] if self.envelope is None else max(shapes, key=self.envelope.peak)
 
     def least(self, smallest: int) -> int:
-        """The lowest peak; not always that of the smallest size, because every micro-batch leaves something."""
+        """Return the lowest peak. Because of `left_behind` it need not be that of the smallest size."""
         whole = self.num_rows * self.row_length
         return min(self.peak(smallest * 2**power) for power in range((whole // smallest).bit_length()))
 
     def largest(self, limit: int, smallest: int, most: int) -> int:
-        """The largest size up to `most` whose peak is at most `limit`; 0 if none is.
+        """Return the largest size up to `most` with a peak of at most `limit`; 0 if there is none.
 
-        The smallest sizes may need more than those after them: the search begins at the last power of two that fits.
+        The smallest sizes may need more than larger ones, so the search starts at the last power of two that fits.
         """
         one = 1 if self.lengths else self.row_length
         powers = [smallest * 2**power for power in range((most // smallest).bit_length())]
@@ -126,7 +124,7 @@ class Peaks:
         return -(-self.num_rows // rows)
 
     def _of_two(self, size: int) -> int:
-        """The peak of two micro-batches; between two sizes that were tried, on the chord, which lies above a convex curve."""
+        """Predict the peak of two micro-batches; between two tried sizes on their chord, an upper bound of a convex curve."""
         known = dict(self.tried)
         if size in known:
             return known[size]
@@ -138,13 +136,13 @@ class Peaks:
             return above[0][1]
         if above:
             low, high = below[-1], above[0]
-        else:  # beyond all that was tried
+        else:  # larger than all tried sizes
             low, high = self.tried[-2:] if len(self.tried) > 1 else ((0, self.fixed), self.tried[-1])
         return round(low[1] + (size - low[0]) / (high[0] - low[0]) * (high[1] - low[1]))
 
 
 def largest_below(limit: float, peak: Callable[[int], float], most: int) -> int:
-    """Find the largest size from 1 to `most` whose peak is at most `limit`, by bisection; 0 if there is none."""
+    """Bisect for the largest size from 1 to `most` with a peak of at most `limit`; 0 if there is none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

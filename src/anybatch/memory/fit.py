@@ -1,4 +1,4 @@
-"""`Fit`: the largest micro-batch that fits, by prediction; the fastest of those that do for "auto"."""
+"""`Fit`: the largest micro-batch that is predicted to fit into memory, or the fastest up to it for "auto"."""
 
 import math
 import warnings
@@ -28,28 +28,28 @@ from anybatch.memory.planning import Plan, plan
 from anybatch.ragged import Auto, Choice, Doubling, Tokens
 
 WORTH_PLANNING = 0.85
-"""Rows shorter than this share of those that were planned for have a plan of their own."""
+"""Rows shorter than this share of the planned rows get a plan of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The micro-batch that fits, and how that is known."""
+    """The micro-batch that `Fit` chose, and why."""
 
     kind: Literal["rows", "tokens"]
-    """The unit of `size`."""
+    """Unit of `size`."""
     size: int
-    """At most this many rows, or tokens with padding, per micro-batch."""
+    """Largest micro-batch, in rows or in tokens with padding."""
     plan: Plan | None
-    """The prediction; None where there could be none."""
+    """The prediction; None if the update could not be predicted."""
     reason: str
-    """Why there could be no prediction."""
+    """Why the update could not be predicted."""
     fastest: Choice | None
-    """The fastest size up to `size`, where it is searched for."""
+    """The fastest size up to `size`, if it is searched for."""
     retries: int
-    """How often memory ran out all the same, and the micro-batch was halved."""
+    """Number of out-of-memory errors, after each of which the micro-batch was halved."""
 
     def describe(self) -> str:
-        """Say in words what was chosen, and why."""
+        """Return the choice and its reason in words."""
         size = f"{self.size} {self.kind} per micro-batch"
         if self.plan is None:
             text = f"{size}, found by doubling until memory ran out, because it could not be predicted: {self.reason}"
@@ -64,7 +64,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class _BatchShape:
-    """Number of rows, and the dtype and shape of each tensor's row: all of a batch that decides its memory."""
+    """Number of rows, and dtype and shape of each tensor's row: everything that the memory of a batch depends on."""
 
     rows: int
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -74,7 +74,7 @@ class _BatchShape:
         return sum(math.prod(sizes) for _, sizes in self.tensors)
 
     def covers(self, other: "_BatchShape") -> bool:
-        """True if a batch of the other shape needs no more than one of this."""
+        """Return True if a batch of the other shape needs no more memory."""
         if other.rows > self.rows or len(other.tensors) != len(self.tensors):
             return False
         return all(
@@ -85,7 +85,7 @@ class _BatchShape:
 
 @dataclass(slots=True)
 class _Fitting:
-    """The split chosen for batches up to one shape."""
+    """The split for batches up to one shape."""
 
     shape: _BatchShape
     split: Split
@@ -95,33 +95,45 @@ class _Fitting:
     reason: str = ""
     retries: int = 0
     chosen: int = field(init=False)
-    """Upper bound of `size`; `asked` is the split for it."""
+    """Planned size, an upper bound of `size`; `asked` is its split."""
     asked: Split = field(init=False)
 
     def __post_init__(self) -> None:
         self.chosen, self.asked = self.size, self.split
 
     def wastes(self, shape: _BatchShape) -> bool:
-        """True where rows as short as these could be so many more in a micro-batch that it is worth planning for them."""
+        """Return True if many more rows of this shape would fit, so that they are worth a plan of their own."""
         is_cut = isinstance(self.asked, Rows) and shape.rows > self.chosen and not self.reason
         return is_cut and shape.row_elements < WORTH_PLANNING * self.shape.row_elements
 
 
 class Fit(Split):
-    """The largest micro-batch whose update is predicted to fit into `memory`, less `margin` of it.
+    """A split into the largest micro-batches that are predicted to fit into `memory`, less `margin`.
 
-    Predicting takes seconds, once: it is repeated only for longer rows or more of them than any before, and for rows that are
-    cut and shorter by 15 % or more. All micro-batches but the last are as large as fits, because equal ones would leave memory
-    unused. Where an update cannot be predicted, rows double from batch to batch until memory runs out: `memory` is then
-    not kept, and a warning says so; a sharded model is refused instead. `choice` says which way it went.
+    The prediction takes seconds for the first batch. It is repeated only for longer or more rows than before, and for rows
+    that are 15 % shorter or more. All micro-batches but the last have the full size. If an update cannot be predicted, the
+    micro-batch doubles from batch to batch until memory runs out: `memory` is then not kept, and a warning says so; a sharded
+    model is refused instead. `choice` has the size and its reason.
 
     Args:
-        memory: All that the update may take, weights and optimizer included: "6GiB", or bytes. None: what the device has
-            free when the first batch comes.
-        most: Bounds the micro-batch too, and says how to cut: `Rows(n)`, or `Tokens(budget, ...)`. Without it, a batch with
-            `attention_mask` is cut by tokens and any other by rows.
-        fastest: Deprecated. True tries sizes up to what fits on real updates and keeps the fastest, as `"auto"` does.
+        memory: Memory of the whole update, weights and optimizer included: "6GiB", or bytes. None: what the device has free
+            at the first batch.
+        most: Upper bound of the micro-batch, and its unit: `Rows(n)`, n, or `Tokens(budget, ...)`. None: tokens for a batch
+            with `attention_mask`, else rows.
+        fastest: Deprecated. True tries sizes up to the largest on real updates and keeps the fastest, like `"auto"`.
         margin: Share of the memory to leave free. None: 5 %, and 15 % on the CPU, whose kernels keep memory of their own.
+
+    Raises:
+        SplitError: If `most` or `margin` cannot be used.
+        MemoryLimitError: At a batch, if not even one row is predicted to fit.
+
+    >>> import torch
+    >>> from anybatch import Fit, Update, supervised
+    >>> model = torch.nn.Linear(8, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> update = Update(model, optimizer, supervised(torch.nn.CrossEntropyLoss()), micro_batch=Fit("64MiB"))
+    >>> update((torch.randn(32, 8), torch.zeros(32).long())).micro_batches
+    1
     """
 
     def __init__(
@@ -166,7 +178,7 @@ class Fit(Split):
 
     @property
     def choice(self) -> Fitted | None:
-        """The choice for batches like the last one; None before the first."""
+        """Choice for batches like the last one; None before the first."""
         last = self._last
         if last is None:
             return None
@@ -182,11 +194,11 @@ class Fit(Split):
 
     @property
     def need(self) -> str | None:
-        """Memory that an update with a single row was predicted to take, in words."""
+        """Predicted memory of an update with micro-batches of one row, in words."""
         return None if self._last is None or self._last.plan is None else show_bytes(self._last.plan.least_bytes)
 
     def choose_for(self, workload: Workload, batch: Batch) -> None:
-        """Choose for a batch like this one, unless that was done."""
+        """Plan for batches of this shape, unless an earlier plan covers it."""
         shape = _shape_of(batch, self.most)
         covering = [fitting for fitting in self._fits if fitting.shape.covers(shape)]
         found = min(covering, key=lambda fitting: (fitting.shape.row_elements, fitting.shape.rows), default=None)
@@ -196,7 +208,7 @@ class Fit(Split):
         self._last = found
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """The micro-batches of `batch`, none larger than what fits."""
+        """Split a batch into micro-batches of the chosen size."""
         if self._last is None:
             raise SplitError(
                 f"{self!r} chooses by the model and its optimizer, and has seen neither. Give it to Update or Accumulator as "
@@ -205,27 +217,27 @@ class Fit(Split):
         return self._last.split.cut(batch)
 
     def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
-        """As the split inside does, which made `like`."""
+        """Split a batch in the order of its rows, like the chosen split does."""
         assert self._last is not None
         return in_arrival_order(self._last.split, batch, like)
 
     @property
     def reads_dim_0(self) -> bool:
-        """True where dim 0 is taken for the rows, and nobody said that it is."""
+        """True if rows are assumed to lie in dim 0."""
         return self._last is not None and self._last.kind == "rows"
 
     @property
     def learn(self) -> Callable[[MicroBatches, Sequence[float | None]], None] | None:
-        """The `learn` of the split inside; None where that has none, so that micro-batches are not timed."""
+        """The `learn` of the chosen split; None if micro-batches need not be timed."""
         return None if self._last is None else self._last.split.learn
 
     @property
     def sums(self) -> Literal["fp32", "param"]:
-        """The dtype that gradients are summed in where `sums="auto"` leaves it to the plan."""
+        """Planned dtype of gradient sums, for `sums="auto"`."""
         return "fp32" if self._last is None or self._last.plan is None else self._last.plan.sums
 
     def shrink(self, ran: MicroBatches) -> "Fit | None":
-        """Half of what did not fit, for batches like this one; None where that was a single row."""
+        """Halve the micro-batch for batches like this one; return None if it was a single row."""
         last = self._last
         assert last is not None
         shrunk = smaller(last.split, ran)
@@ -239,27 +251,24 @@ class Fit(Split):
 
     @property
     def bound(self) -> int:
-        """The largest micro-batch that batches like the last one may be cut to."""
+        """Largest micro-batch for batches like the last one."""
         assert self._last is not None
         return self._last.size
 
     def resized(self, size: int) -> "Fit":
-        """This split, with micro-batches of at most `size` for batches like the last one, and not more than was chosen."""
+        """Bound the micro-batch of batches like the last one by `size` and the planned size."""
         last = self._last
         assert last is not None
         resized = last.split.resized
         last.size = min(size, last.chosen)
-        is_asked = size >= last.chosen and last.split is not last.asked  # one that changes itself is told of the size
+        is_asked = size >= last.chosen and last.split is not last.asked  # a split that searches resizes itself
         last.split = last.asked if is_asked or resized is None else resized(size)
         return self
 
-    def _tokens_for(self, batch: Batch) -> Tokens | None:
-        if self.most is None and isinstance(batch, Mapping) and "attention_mask" in batch:
-            return Tokens(1, slack=0)  # slack gives up time for memory, and here memory is what there is
-        return self.most if isinstance(self.most, Tokens) else None
-
     def _predict(self, workload: Workload, batch: Batch, shape: _BatchShape) -> _Fitting:
-        tokens = self._tokens_for(batch)
+        tokens = self.most if isinstance(self.most, Tokens) else None
+        if self.most is None and isinstance(batch, Mapping) and "attention_mask" in batch:
+            tokens = Tokens(1, slack=0)  # slack would trade memory for time
         try:
             found = plan(
                 workload.model,
@@ -272,7 +281,7 @@ class Fit(Split):
                 checkpointing=False,
                 options=workload.options,
             )
-        except Exception as error:  # an odd model is no reason not to train it
+        except Exception as error:  # a model that cannot be predicted can still be trained
             return self._unpredicted(workload, shape, error)
         if not found.fits and self.memory is not None:
             raise MemoryLimitError(
@@ -284,14 +293,14 @@ class Fit(Split):
         if tokens is None:
             size = max(min(found.micro_batch, self.most.size if isinstance(self.most, Rows) else found.rows), 1)
             most = Rows(size) if self.fastest else Rows(size, tail=_least_tail(workload.model, size))
-        else:  # where memory seems not to suffice for a row, a row is tried
+        else:  # if not even one row is predicted to fit, one row is tried
             largest = tokens.budget if self.most is tokens else found.whole_size
             size = max(min(found.micro_batch, largest), found.whole_size // found.rows)
             most = tokens.with_budget(size)
         return _Fitting(shape, Auto(most=most) if self.fastest else most, found.unit, size, found)
 
     def _unpredicted(self, workload: Workload, shape: _BatchShape, error: Exception) -> _Fitting:
-        """Keep the size of a smaller batch of such rows; without one, double the rows until memory runs out."""
+        """Keep the size of a smaller batch of such rows, or double the rows until memory runs out."""
         fewer = [one for one in self._fits if one.plan is not None and one.shape.covers(replace(shape, rows=1))]
         if fewer:
             last = fewer[-1]
@@ -309,7 +318,7 @@ class Fit(Split):
 
 
 def fastest_fit(memory: str | int | None = None, *, most: "int | Rows | Tokens | None" = None) -> Fit:
-    """The split that `"auto"` stands for: a search by rate (`Auto`) up to the largest micro-batch that fits."""
+    """Return the split of `micro_batch="auto"`: the fastest size up to the largest that fits."""
     fit = Fit(memory, most=most)
     fit.fastest = True
     return fit
@@ -323,5 +332,5 @@ def _shape_of(batch: Batch, most: Rows | Tokens | None) -> _BatchShape:
 
 
 def _least_tail(model: nn.Module, size: int) -> int:
-    """The fewest rows of a last micro-batch: a quarter of the others where it has statistics of its own, else 2."""
+    """Return the fewest rows of the last micro-batch: a quarter of the others if it has batch statistics, else 2."""
     return max(size // 4, 2) if any(map(uses_batch_statistics, batch_norms(model).values())) else 2

@@ -1,4 +1,4 @@
-"""The real meter: every allocation of the CPU as the profiler saw it; on a GPU the allocator's own counters."""
+"""Measure memory: by the profiler on the CPU, by the allocator's counters on an accelerator."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -29,25 +29,25 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Metered(Generic[Result]):
-    """Result of an action, and its allocations in order."""
+    """Result of an action and its allocations in order."""
 
     result: Result
     allocations: tuple[tuple[int, int], ...]
-    """(nanoseconds, bytes): more than 0 was allocated, less was freed."""
+    """(nanoseconds, bytes); negative bytes were freed."""
     stages: tuple[tuple[int, str], ...]
-    """(nanoseconds, name) of the beginning of each stage of the updates inside; none where ops have no names."""
+    """(nanoseconds, name) of the start of each stage of an update; empty without names of ops."""
 
     def peak(self, standing: int) -> int:
-        """The most in use at any moment, on top of `standing` bytes that were there before."""
+        """Return the most bytes in use at any moment, on top of `standing` bytes from before."""
         return max(accumulate((nbytes for _, nbytes in self.allocations), initial=standing))
 
 
 def metered(action: Callable[[], Result], device_type: str = "cpu", *, names_ops: bool = False) -> Metered[Result]:
-    """Run `action` under the profiler. Byte-true and deterministic on the CPU, where resident memory is not.
+    """Run `action` under the profiler. Exact to the byte and deterministic on the CPU, unlike resident memory.
 
-    Only this thread's allocations and those of the backward passes it starts are seen, and on the CPU only those by torch's
-    allocator: buffers that kernels allocate for themselves are not. Names of ops tell of stages; they may take more memory than
-    the action does, and some 1,200 bytes per allocation are taken without.
+    Records the allocations of torch's allocator by this thread and its backward passes; buffers that CPU kernels allocate
+    themselves are not seen. The profiler itself takes about 1,200 bytes per allocation, and more with names of ops, which
+    `stages` needs.
     """
     named: AbstractContextManager[None] = nullcontext() if names_ops else without_op_names()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
@@ -64,9 +64,17 @@ def metered(action: Callable[[], Result], device_type: str = "cpu", *, names_ops
 
 
 def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:
-    """Learn from `batch`, and say what the most memory in use was: weights, optimizer, gradients, activations and the batch.
+    """Run one update and measure its peak memory.
 
-    On an accelerator the allocator's counter is read, which knows of everything that this process holds there.
+    The peak counts weights, optimizer state, gradients, activations and the batch. On an accelerator it is the allocator's
+    counter, which counts everything that this process holds there.
+
+    Args:
+        update: The update to run; its model learns from the batch.
+        batch: A batch, as for `Update`.
+
+    Returns:
+        The result of the update, and the peak in bytes.
     """
     device = update.parameters()[0].device
     drop_gradients(update.parameters())
@@ -78,23 +86,23 @@ def measure_peak(update: Update, batch: Batch) -> tuple[UpdateResult, int]:
 
 
 def standing_tensors(update: Update) -> list[Tensor]:
-    """List what lives from update to update: parameters, buffers, the optimizer's state."""
+    """List the tensors that live between updates: parameters, buffers, optimizer state."""
     return [*update.parameters(), *update.model.buffers(), *optimizer_tensors(update.optimizer)]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes that these tensors hold together, in this process; views of one storage count once."""
+    """Sum the bytes of these tensors in this process; views of one storage count once."""
     held = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
     return sum({storage_cdata(one.untyped_storage()): one.untyped_storage().nbytes() for one in held}.values())
 
 
 def optimizer_tensors(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Yield the optimizer's state: moments, momentum buffers; nothing without an optimizer."""
+    """Yield the tensors of the optimizer's state."""
     for state in () if optimizer is None else optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Free all gradients: the profiler would not see the end of what was there before it."""
+    """Free all gradients. The profiler would not see that memory from before it is freed."""
     for parameter in parameters:
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""`plan()`: the largest micro-batch that fits, before anything runs; `Plan`: what it found."""
+"""`plan()`: predict the peak memory of an update, and the largest micro-batch that fits."""
 
 import gc
 import warnings
@@ -49,75 +49,77 @@ from anybatch.parallel import peeled, wrapping_of
 from anybatch.ragged import Tokens
 
 MARGIN = 0.05
-"""The share of an accelerator's memory that a plan leaves free, unless told otherwise."""
+"""Default share of an accelerator's memory to leave free."""
 MARGIN_ON_CPU = 0.15
-"""The same on the CPU, whose kernels allocate and keep memory that neither fake tensors nor the profiler show."""
+"""Default on the CPU, whose kernels keep memory that neither fake tensors nor the profiler show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizePeak:
-    """The predicted peak of one micro-batch size."""
+    """Predicted peak of one micro-batch size."""
 
     size: int
-    """Rows, or tokens."""
+    """Rows or tokens."""
     peak: int
+    """Bytes."""
     fits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointing:
-    """The effect of recomputing each block of the model in backward, instead of keeping what it saved."""
+    """Effect of gradient checkpointing of the model's repeated blocks."""
 
     blocks: str
-    """Which modules: their path, how many, of what kind."""
+    """The modules: path, number and class."""
     size: int
-    """The micro-batch that is compared."""
+    """Micro-batch of the comparison, in rows or tokens."""
     peak: int
-    """With checkpointing."""
+    """Peak with checkpointing, in bytes."""
     saved: int
-    """Bytes less than without it; 0 where it does not help."""
+    """Bytes saved; 0 if it does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The peak memory of a whole update for any micro-batch size, and the largest that fits.
+    """Peak memory of an update for any micro-batch size, and the largest size that fits.
 
-    Sizes are rows, or tokens of a `Tokens` split (`unit`). A peak counts parameters, buffers, gradients that live from
-    micro-batch to micro-batch, the optimizer's state, activations, temporaries, and the batch where it lies in that memory.
+    A peak counts parameters, buffers, gradients, optimizer state, activations, temporaries, and the batch if it lies on the
+    same device.
     """
 
     unit: Literal["rows", "tokens"]
+    """Unit of sizes."""
     micro_batch: int
-    """The largest that fits; 0: not even one row does."""
+    """Largest size that fits; 0 if not even one row does."""
     peak_bytes: int
-    """The peak at that size; where nothing fits, the peak of one row."""
+    """Peak at that size, or of one row if nothing fits."""
     rows: int
-    """The rows of the batch."""
+    """Rows of the batch."""
     whole_size: int
-    """The size of the batch in one piece: rows, or padded tokens."""
+    """Size of the whole batch: rows, or padded tokens."""
     whole_bytes: int
-    """The peak of the batch in one piece."""
+    """Peak of the whole batch as one micro-batch."""
     least_bytes: int
-    """The peak of the smallest micro-batch: one row."""
+    """Lowest peak of any size."""
     memory: int
-    """All the memory there is, in bytes."""
+    """All available memory, in bytes."""
     margin: float
-    """The share of it that is left free."""
+    """Share of it that is left free."""
     device: str
     sizes: tuple[SizePeak, ...]
     breakdown: Breakdown
     checkpointing: Checkpointing | None
     method: Method
     reason: str
-    """Why this method."""
+    """Why this method was used."""
     is_confirmed: bool
-    """True where the size chosen was itself tried, and its peak is not computed from others."""
+    """True if the chosen size was tried itself; its peak is not computed from others."""
     notes: tuple[str, ...]
     peaks: Peaks = field(repr=False)
     sums: Literal["fp32", "param"] = "fp32"
-    """The dtype that gradients of bf16 and fp16 parameters are summed in."""
+    """Dtype of the gradient sums of bf16 and fp16 parameters."""
     ways_to_fit: tuple[WayToFit, ...] = ()
-    """Possible changes, with the peak of `micro_batch`, or of one row where nothing fits."""
+    """Changes that save memory, with the peak of `micro_batch`, or of one row if nothing fits."""
 
     def __repr__(self) -> str:
         size = f"{self.micro_batch} {self.unit}" if self.fits else "nothing fits"
@@ -135,41 +137,50 @@ class Plan:
 
     @property
     def limit(self) -> int:
-        """The highest peak that fits: the memory without the margin."""
+        """Highest peak that fits: `memory` less the margin."""
         return int(self.memory * (1 - self.margin))
 
     @property
     def fits(self) -> bool:
-        """True if some micro-batch does."""
+        """True if some micro-batch fits."""
         return self.micro_batch > 0
 
     @property
     def needs_accumulation(self) -> bool:
-        """True where the whole batch in one piece does not fit."""
+        """True if the whole batch does not fit as one micro-batch."""
         return self.whole_bytes > self.limit
 
     def peak(self, size: int) -> int:
-        """The predicted peak of an update in micro-batches of `size` rows, or at most `size` tokens.
+        """Predict the peak of an update in two or more micro-batches; `whole_bytes` is the peak of one.
 
-        For a batch like the one that was planned for, in more than one micro-batch; `whole_bytes` is for one. Where sizes
-        could only be tried one by one, it is the peak of the next larger one that was.
+        Args:
+            size: Rows of a micro-batch, or its most tokens.
+
+        Returns:
+            Bytes. If sizes could only be tried one by one, an upper bound from the sizes around it.
         """
         return self.peaks.peak(size)
 
     def outside(self, size: int) -> int:
-        """The part of `peak(size)` outside torch's allocator: the nodes of the graph, what each micro-batch leaves.
+        """Return the part of `peak(size)` outside torch's allocator: nodes of the graph, leftovers of each micro-batch.
 
-        Counted on the CPU, where it lies in the same memory: some 1,000 bytes a node and 2,000 a micro-batch.
+        Counted on the CPU, where it is the same memory: about 1,000 bytes per node and 2,000 per micro-batch.
+
+        Args:
+            size: Rows of a micro-batch, or its most tokens.
+
+        Returns:
+            Bytes.
         """
         return self.peaks.outside(size)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: everything but the curves."""
+        """Return everything but the curves as plain values for JSON."""
         found = {name: value for name, value in asdict(self).items() if name != "peaks"}
         return found | {"limit": self.limit, "fits": self.fits, "needs_accumulation": self.needs_accumulation}
 
     def describe(self) -> str:
-        """The plan in sentences."""
+        """Return the plan in sentences."""
         return "\n".join(_sentences(self))
 
 
@@ -235,29 +246,47 @@ def plan(
 ) -> Plan:
     """Predict the peak memory of an update for any micro-batch size, and the largest size that fits into `memory`.
 
-    Tries updates on a copy of fake tensors, which takes no memory and runs nothing, so that model and batch may lie on the
-    meta device and `device` need not be there; where fake tensors cannot see or run it, small real steps in place. Parameters,
-    buffers, gradients, the optimizer and random states stay as they are. In `DistributedDataParallel` each rank plans for its
-    own rows, and its buckets are taken off `memory`; a model sharded by `fully_shard` has to be planned before.
+    Trial updates run on fake tensors, which take no memory, so model and batch may be on the meta device and `device` need
+    not exist here. If fake tensors cannot run the update, or miss memory of CPU kernels, small real updates run instead and
+    are undone. Parameters, buffers, gradients, the optimizer and random states stay as they are. With
+    `DistributedDataParallel` each rank plans for its own rows, and its buckets are subtracted from `memory`; plan a model
+    before `fully_shard`.
 
     Args:
-        model: The model, with or without `torch.compile` and `DistributedDataParallel` around it.
-        optimizer: Its optimizer; None: the gradient alone is planned.
+        model: The model, bare or wrapped by `torch.compile` or `DistributedDataParallel`.
+        optimizer: Its optimizer; None plans the gradient alone.
         objective: The loss, as for `Update`.
-        batch: A batch like those that will come.
-        memory: All there is for the update, "6GiB" or bytes; None: what the device has free, with what this model already
-            takes there.
-        device: Where the update will run; None: where the model lies.
-        split: With `Tokens(...)` sizes are budgets of tokens.
-        clip_norm: As for `Update`; so are `clip_value`, `autocast`, `batch_norm`, `offload` and `sums`.
-        check: Deprecated, and ignored: what is looked at before the first batch takes less than the update.
+        batch: A typical batch.
+        memory: Memory of the whole update, "6GiB" or bytes; None: what is free on the device, plus what the model and the
+            optimizer already take there.
+        device: Device of the update; None: the model's.
+        split: `Tokens(...)` plans budgets of tokens instead of rows.
+        clip_norm: As for `Update`.
+        clip_value: As for `Update`.
+        autocast: As for `Update`.
+        batch_norm: As for `Update`.
+        offload: As for `Update`.
+        sums: As for `Update`.
+        check: Deprecated and ignored.
         margin: Share of the memory to leave free. None: 5 %, and 15 % on the CPU.
-        checkpointing: Whether to say what gradient checkpointing would save.
-        ranking: Deprecated, and ignored: ways are no longer timed.
-        options: All options of `Update` as one value; keywords that are given win. `running` is its earlier name.
+        checkpointing: Also predict what gradient checkpointing would save.
+        ranking: Deprecated and ignored.
+        options: All options of `Update` as one value; other keywords override it.
+        running: Earlier name of `options`.
+
+    Returns:
+        The plan.
 
     Raises:
-        PlanError: If the update can be tried neither on fake tensors nor by real steps, or free memory is not known.
+        PlanError: If the update can run neither on fake tensors nor for real, or free memory is unknown.
+
+    >>> import torch
+    >>> from anybatch import plan, supervised
+    >>> model = torch.nn.Linear(8, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> batch = torch.randn(32, 8), torch.zeros(32).long()
+    >>> plan(model, optimizer, supervised(torch.nn.CrossEntropyLoss()), batch, memory="64MiB").micro_batch
+    32
     """
     if margin is not None and not 0 <= margin < 1:
         raise PlanError(f"plan(margin={margin!r}): expected a share of the memory to leave free, from 0 to below 1.")
@@ -311,7 +340,7 @@ def _plan(
         undo.callback(outer_random().restore)
         undo.enter_context(torch.random.fork_rng())
         trials = start_trials(setup, source, undo)
-        # what the first trial had torch load is no longer free, nor are buckets that are there already
+        # after the first trial, for which torch loads libraries that take memory
         room = available_bytes(setup.device) + _already(setup.parts, setup.device) if asked is None else asked
         limit = int(room * (1 - margin))
         found = find_largest_fitting(trials, limit)
@@ -322,7 +351,7 @@ def _plan(
     clear_fake_cache()
     gc.collect()
     top = highest(moments)
-    beside = found.peak - top.total  # what kernels allocate that fake tensors do not show
+    beside = found.peak - top.total  # memory of kernels, which fake tensors do not show
     is_fp32_sum = setup.options.sums != "param"
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
@@ -357,10 +386,9 @@ def _plan(
 
 
 def _without_wrappers(model: nn.Module) -> tuple[nn.Module, int]:
-    """The module inside `torch.compile` and `DistributedDataParallel`, and the bytes of the buckets that the latter keeps.
+    """Return the module inside `torch.compile` and `DistributedDataParallel`, and the bytes of DDP's buckets.
 
-    Fake tensors follow a module's ops, which a compiler may fuse into fewer. A rank tries its own rows alone: a wrapped copy
-    would wait for the other ranks, which may try other sizes.
+    A wrapped copy would wait for the other ranks, which may try other sizes.
     """
     *wrappers, model = peeled(model)
     buckets = sum(
@@ -386,13 +414,13 @@ def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.dev
 
 
 def _already(parts: Parts, device: torch.device) -> int:
-    """Bytes of the model and the optimizer that lie on the device already: the update needs them, and they are not free."""
+    """Return the bytes of the model and the optimizer on the device, which count as available."""
     held = [*parts[0].parameters(), *parts[0].buffers(), *optimizer_tensors(parts[1])]
     return bytes_of(tensor for tensor in held if tensor.device.type == device.type)
 
 
 def _table(found: LargestFitting, source: MicroBatchSource, limit: int) -> tuple[SizePeak, ...]:
-    """Powers of two, the size chosen, and the whole batch in one piece."""
+    """Return the peaks of powers of two, the chosen size, and the whole batch."""
     most = source.num_rows * source.one
     sizes = {source.one * 2**power for power in range(source.num_rows.bit_length())} | {found.size}
     if found.peaks.envelope is None:
@@ -402,7 +430,7 @@ def _table(found: LargestFitting, source: MicroBatchSource, limit: int) -> tuple
 
 
 def _known_parts(trials: Trials, peak: int) -> Moment:
-    """The peak without fake tensors: what lives between updates is known, and the rest counts as activations."""
+    """Break down a peak without fake tensors: what standing tensors do not explain counts as activations."""
     model, optimizer, _ = trials.probe.parts
     known = Moment(
         parameters=bytes_of([*model.parameters(), *model.buffers()]),
@@ -416,13 +444,13 @@ def _known_parts(trials: Trials, peak: int) -> Moment:
 def _try_checkpointing(
     trials: Trials, found: LargestFitting, without: tuple[int, Moments] | None
 ) -> tuple[Checkpointing | None, Moments]:
-    """Try the same update with the model's repeated blocks recomputed, on fake tensors; None where that cannot run."""
+    """Try the chosen size with gradient checkpointing, on fake tensors; None if that cannot run."""
     if trials.fake is None or without is None:
         return None, ()
     try:
-        blocks = recompute_blocks(trials.fake.parts[0])  # of a copy that is not tried again without
+        blocks = recompute_blocks(trials.fake.parts[0])  # of a copy that is not used without it any more
         tried = trials.fake_peak(found.shape, is_whole=found.is_whole, is_known=False)
-    except Exception:  # blocks that cannot be run a second time have nothing to save
+    except Exception:  # blocks that cannot run a second time
         return None, ()
     assert tried is not None
     saved = without[0] - tried[0]
@@ -431,7 +459,7 @@ def _try_checkpointing(
 
 
 def _notes(trials: Trials, bucket_bytes: int) -> tuple[str, ...]:
-    """Say where this plan may be off, and by how much."""
+    """Describe possible errors of this plan."""
     setup, (model, optimizer, _), options = trials.setup, trials.setup.parts, trials.setup.options
     notes = []
     if bucket_bytes:

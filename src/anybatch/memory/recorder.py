@@ -1,4 +1,4 @@
-"""Following tensor memory op by op: what each op left alive, and of what kind it was."""
+"""Record the tensor memory of an update op by op, by kind."""
 
 import bisect
 import threading
@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from anybatch.core import TO_COPY, TorchDispatchMode, is_in_backward, storage_cdata
 
 ELSEWHERE = "meta"
-"""The device that stands for memory which is not planned: a batch that waits on the host for a model on a GPU."""
+"""Device that stands for memory which is not counted: a batch on the host for a model on a GPU."""
 _ASK_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """The memory at one moment by kind, in bytes."""
+    """Memory at one moment by kind, in bytes."""
 
     parameters: int = 0
     """Parameters and buffers."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """Tensors that forward left for backward."""
+    """Tensors that forward saved for backward."""
     inputs: int = 0
     temporaries: int = 0
-    """All else that lives at that moment: what one op hands to the next."""
+    """Everything else that is alive at that moment."""
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -44,51 +44,50 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment(Breakdown):
-    """The bytes of each kind that were alive after one op."""
+    """Bytes alive after one op, by kind."""
 
     is_step: bool = False
-    """True after the last backward pass, when nothing is left of forwards: gradients are clipped, the optimizer steps."""
+    """True after the last backward pass: gradients are clipped, the optimizer steps."""
 
 
 Moments = tuple[Moment, ...]
 
 
 def highest(moments: Iterable[Moment]) -> Moment:
-    """Return the moment with most memory: the peak."""
+    """Return the moment of the peak."""
     return max(moments, key=lambda moment: moment.total, default=Moment())
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Bytes alive after each op of one update, in the order in which they ran."""
+    """Bytes alive after each op of one update, in order."""
 
     ops: tuple[str, ...]
     live: tuple[int, ...]
 
     @property
     def peak(self) -> int:
-        """The most at any moment."""
         return max(self.live, default=0)
 
 
 @dataclass(slots=True)
 class _Held:
-    """One storage: its size, and the ops between which it lives."""
+    """One storage: its size, and the ops at which it was allocated and freed."""
 
     size: int
     born: int
     kind: str | None = None
-    """None until it is known; what backward finds alive is an activation, the rest is temporary."""
+    """None for an activation or a temporary: an activation is alive when backward starts."""
     gradient_from: int | None = None
-    """The op from which it is a gradient."""
+    """The op at which it became a gradient."""
     died: int | None = None
 
 
 class Recorder(TorchDispatchMode):
-    """Inside this block every storage that an op returns is followed by a weak reference until it dies.
+    """A dispatch mode that follows every storage that an op returns, by a weak reference.
 
-    It works on fake tensors as on real ones, in every thread that takes the mode along. Views of `uncounted` tensors are
-    not followed; `batch_bytes` stand for them. What a kernel allocates and frees inside is not seen.
+    Works on fake and real tensors, in every thread that enters the mode. Views of `uncounted` tensors are not followed;
+    `batch_bytes` stand for them. Memory that a kernel allocates and frees itself is not seen.
     """
 
     def __init__(
@@ -108,11 +107,11 @@ class Recorder(TorchDispatchMode):
 
     @property
     def num_forward_ops(self) -> int:
-        """How many ops ran before the first of a backward pass: about as many as the graph then has nodes."""
+        """Number of ops before the first of a backward pass: about the number of nodes in the graph."""
         return self._backward_ops[0] if self._backward_ops else 0
 
     def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        """From the moment backward has added to `.grad`, its memory counts as gradients; returns the hooks, to remove."""
+        """Count a `.grad` as gradients once backward has added to it; return the hooks, to be removed."""
         return [
             parameter.register_post_accumulate_grad_hook(self._is_gradient)
             for parameter in parameters
@@ -135,11 +134,11 @@ class Recorder(TorchDispatchMode):
         return output
 
     def moments(self) -> Moments:
-        """The memory by kind after each op that may be the highest when some kind counts less.
+        """Return the memory by kind after each op that can be the peak if some kind takes less.
 
-        Left out are ops after which no kind had more than after another one of the same phase.
+        An op is left out if another op of the same phase had at least as much of every kind.
         """
-        changes: dict[int, list[tuple[str, int]]] = {}  # bytes that came, or went, by the number of the op
+        changes: dict[int, list[tuple[str, int]]] = {}  # bytes allocated or freed, by the number of the op
         for held in self._held:
             kind = self._kind_of(held)
             changes.setdefault(held.born, []).append((kind, held.size))
@@ -163,10 +162,10 @@ class Recorder(TorchDispatchMode):
         )
 
     def _kind_of(self, held: _Held) -> str:
-        """Tell the kind of a storage until it becomes a gradient."""
+        """Return the kind of a storage before it becomes a gradient."""
         if held.kind is not None:
             return held.kind
-        # the first op of backward after its birth: a forward's storage that lives until then was saved for it
+        # a storage of a forward that is alive at the next op of backward was saved for it
         index = bisect.bisect_left(self._backward_ops, held.born)
         backward = self._backward_ops[index] if index < len(self._backward_ops) else None
         is_saved = backward not in (None, held.born) and (held.died is None or held.died >= backward)
@@ -181,7 +180,7 @@ class Recorder(TorchDispatchMode):
         key, size = id(storage), storage.nbytes()
         known = self._alive.get(key)
         if known is not None and known[0]() is storage:
-            self._now += size - known[1].size  # not 0 where it was resized
+            self._now += size - known[1].size  # not 0 if it was resized
             known[1].size = size
             return
         held = _Held(size, len(self.ops), kind)
