@@ -8,8 +8,7 @@ from torch import Tensor
 
 from anybatch.memory.recorder import Timeline
 
-PassShape = tuple[int, int | None]
-"""Rows of a micro-batch, and their length if it varies."""
+PassShape = tuple[int, int | None]  # rows of a micro-batch, and their length if it varies
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +19,7 @@ class Envelope:
     curves: convex and piecewise, so a curve through a few peaks would be wrong.
     """
 
-    curves: tuple[tuple[float, ...], ...]
-    """Coefficients of `curve_terms(shape)` for each op that can be the highest."""
+    curves: tuple[tuple[float, ...], ...]  # coefficients of `curve_terms(shape)` for each op that can be the highest
 
     def peak(self, shape: PassShape) -> int:
         values = curve_terms(shape)
@@ -69,26 +67,19 @@ class Peaks:
     """Peak by micro-batch size, in rows, or in tokens if `row_length` or `lengths` is set."""
 
     num_rows: int
-    tried: tuple[tuple[int, int], ...]
-    """(size, peak) of trial updates in two micro-batches, smallest first."""
-    envelope: Envelope | None
-    """Prediction for all other sizes; None if each size has to be tried."""
-    lengths: tuple[int, ...] = ()
-    """Lengths of rows, shortest first, if they differ."""
-    row_length: int = 1
-    """Size of one row, if all have one length."""
-    left_behind: int = 0
-    """Bytes that each micro-batch after the second leaves until the end of the update."""
-    outside_once: int = 0
-    """Bytes outside torch's allocator, for any size."""
-    outside_each: int = 0
-    """Bytes outside torch's allocator, per micro-batch."""
+    tried: tuple[tuple[int, int], ...]  # (size, peak) of trial updates in two micro-batches, smallest first
+    envelope: Envelope | None  # prediction for all other sizes; None if each size has to be tried
+    lengths: tuple[int, ...] = ()  # lengths of rows, shortest first, if they differ
+    row_length: int = 1  # size of one row, if all have one length
+    kept_per_pass: int = 0  # bytes that each micro-batch after the second leaves until the end of the update
+    outside_once: int = 0  # bytes outside torch's allocator, for any size
+    outside_each: int = 0  # bytes outside torch's allocator, per micro-batch
     fixed: int = 0
     """Bytes that do not depend on the micro-batch: weights, optimizer state, gradients and the batch, if known."""
 
     def peak(self, size: int) -> int:
         """Predict the peak of an update in micro-batches of at most `size`."""
-        return self._of_two(size) + self.left_behind * max(self._num_passes(size) - 2, 0)
+        return self._peak_of_two(size) + self.kept_per_pass * max(self._num_passes(size) - 2, 0)
 
     def outside(self, size: int) -> int:
         """Return the part of the peak outside torch's allocator."""
@@ -104,7 +95,7 @@ class Peaks:
         return shapes[-1] if self.envelope is None else max(shapes, key=self.envelope.peak)
 
     def least(self, smallest: int) -> int:
-        """Return the lowest peak. Because of `left_behind` it need not be that of the smallest size."""
+        """Return the lowest peak. Because of `kept_per_pass` it need not be that of the smallest size."""
         whole = self.num_rows * self.row_length
         return min(self.peak(smallest * 2**power) for power in range((whole // smallest).bit_length()))
 
@@ -123,7 +114,7 @@ class Peaks:
         rows = max(size // (self.lengths[-1] if self.lengths else self.row_length), 1)
         return -(-self.num_rows // rows)
 
-    def _of_two(self, size: int) -> int:
+    def _peak_of_two(self, size: int) -> int:
         """Predict the peak of two micro-batches; between two tried sizes on their chord, an upper bound of a convex curve."""
         known = dict(self.tried)
         if size in known:

@@ -27,8 +27,7 @@ from anybatch.errors import MemoryLimitError, SplitError, first_line, user_stack
 from anybatch.memory.planning import Plan, plan
 from anybatch.ragged import Auto, Choice, Doubling, Tokens
 
-WORTH_PLANNING = 0.85
-"""Rows shorter than this share of the planned rows get a plan of their own."""
+WORTH_PLANNING = 0.85  # rows shorter than this share of the planned rows get a plan of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +93,15 @@ class _Fitting:
     plan: Plan | None = None
     reason: str = ""
     retries: int = 0
-    chosen: int = field(init=False)
-    """Planned size, an upper bound of `size`; `asked` is its split."""
-    asked: Split = field(init=False)
+    planned_size: int = field(init=False)  # upper bound of `size`
+    planned_split: Split = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chosen, self.asked = self.size, self.split
+        self.planned_size, self.planned_split = self.size, self.split
 
-    def wastes(self, shape: _BatchShape) -> bool:
+    def is_worth_planning(self, shape: _BatchShape) -> bool:
         """Return True if many more rows of this shape would fit, so that they are worth a plan of their own."""
-        is_cut = isinstance(self.asked, Rows) and shape.rows > self.chosen and not self.reason
+        is_cut = isinstance(self.planned_split, Rows) and shape.rows > self.planned_size and not self.reason
         return is_cut and shape.row_elements < WORTH_PLANNING * self.shape.row_elements
 
 
@@ -121,7 +119,7 @@ class Fit(Split):
         most: Upper bound of the micro-batch, and its unit: `Rows(n)`, n, or `Tokens(budget, ...)`. None: tokens for a batch
             with `attention_mask`, else rows.
         fastest: Deprecated. True tries sizes up to the largest on real updates and keeps the fastest, like `"auto"`.
-        margin: Share of the memory to leave free. None: 5 %, and 15 % on the CPU, whose kernels keep memory of their own.
+        margin: Share of the memory to leave free. None: 5 %, and 15 % on the CPU, where kernels keep memory of their own.
 
     Raises:
         SplitError: If `most` or `margin` cannot be used.
@@ -202,7 +200,7 @@ class Fit(Split):
         shape = _shape_of(batch, self.most)
         covering = [fitting for fitting in self._fits if fitting.shape.covers(shape)]
         found = min(covering, key=lambda fitting: (fitting.shape.row_elements, fitting.shape.rows), default=None)
-        if found is None or found.wastes(shape):
+        if found is None or found.is_worth_planning(shape):
             found = self._predict(workload, batch, shape)
             self._fits.append(found)
         self._last = found
@@ -260,9 +258,10 @@ class Fit(Split):
         last = self._last
         assert last is not None
         resized = last.split.resized
-        last.size = min(size, last.chosen)
-        is_asked = size >= last.chosen and last.split is not last.asked  # a split that searches resizes itself
-        last.split = last.asked if is_asked or resized is None else resized(size)
+        last.size = min(size, last.planned_size)
+        # a split that searches resizes itself
+        is_planned = size >= last.planned_size and last.split is not last.planned_split
+        last.split = last.planned_split if is_planned or resized is None else resized(size)
         return self
 
     def _predict(self, workload: Workload, batch: Batch, shape: _BatchShape) -> _Fitting:

@@ -32,8 +32,7 @@ class Metered(Generic[Result]):
     """Result of an action and its allocations in order."""
 
     result: Result
-    allocations: tuple[tuple[int, int], ...]
-    """(nanoseconds, bytes); negative bytes were freed."""
+    allocations: tuple[tuple[int, int], ...]  # (nanoseconds, bytes); negative bytes were freed
     stages: tuple[tuple[int, str], ...]
     """(nanoseconds, name) of the start of each stage of an update; empty without names of ops."""
 

@@ -32,7 +32,7 @@ from anybatch.errors import PlanError, user_stacklevel
 from anybatch.memory.checkpointing import recompute_blocks
 from anybatch.memory.envelope import Peaks
 from anybatch.memory.meter import bytes_of, optimizer_tensors
-from anybatch.memory.probe import Parts, TrialSetup, is_watched
+from anybatch.memory.probe import TrialSetup, is_watched
 from anybatch.memory.recorder import Breakdown, Moment, Moments, highest
 from anybatch.memory.trials import (
     LargestFitting,
@@ -48,10 +48,8 @@ from anybatch.memory.ways_to_fit import PRICE_OF_LOW_SUMS, WayToFit, find_ways, 
 from anybatch.parallel import peeled, wrapping_of
 from anybatch.ragged import Tokens
 
-MARGIN = 0.05
-"""Default share of an accelerator's memory to leave free."""
-MARGIN_ON_CPU = 0.15
-"""Default on the CPU, whose kernels keep memory that neither fake tensors nor the profiler show."""
+MARGIN = 0.05  # default share of an accelerator's memory to leave free
+MARGIN_ON_CPU = 0.15  # default on the CPU, where kernels keep memory that neither fake tensors nor the profiler show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,23 +303,23 @@ def plan(
     there = _device_of(module, device)
     if margin is None:
         margin = MARGIN_ON_CPU if there.type == "cpu" else MARGIN
-    asked = None if memory is None else parse_bytes(memory) - bucket_bytes
+    given_memory = None if memory is None else parse_bytes(memory) - bucket_bytes
     source = micro_batch_source_of(
         batch.batch if isinstance(batch, Dealt) else batch, split if isinstance(split, Tokens) else None
     )
-    is_elsewhere = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
+    batch_on_host = there.type != "cpu" and all(tensor.device.type != there.type for tensor in tensors(source.batch))
     own = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
     setup = TrialSetup(
         parts=(module, optimizer, objective),
         device=there,
-        batch_bytes=0 if is_elsewhere else source.nbytes,
-        is_elsewhere=is_elsewhere,
+        batch_bytes=0 if batch_on_host else source.nbytes,
+        batch_on_host=batch_on_host,
         options=options,
         is_in_place=own <= {there.type} and not bucket_bytes and not is_watched(module),
     )
     for kind in ("fp32", "param") if options.sums == "auto" else (options.sums,):
         setup = replace(setup, options=replace(options, sums=kind))
-        planned = _plan(setup, source, asked, margin, checkpointing=checkpointing, bucket_bytes=bucket_bytes)
+        planned = _plan(setup, source, given_memory, margin, checkpointing=checkpointing, bucket_bytes=bucket_bytes)
         if planned.fits:
             break
     return planned
@@ -330,7 +328,7 @@ def plan(
 def _plan(
     setup: TrialSetup,
     source: MicroBatchSource,
-    asked: int | None,
+    given_memory: int | None,
     margin: float,
     *,
     checkpointing: bool,
@@ -340,8 +338,12 @@ def _plan(
         undo.callback(outer_random().restore)
         undo.enter_context(torch.random.fork_rng())
         trials = start_trials(setup, source, undo)
-        # after the first trial, for which torch loads libraries that take memory
-        room = available_bytes(setup.device) + _already(setup.parts, setup.device) if asked is None else asked
+        room = given_memory
+        if room is None:  # read after the first trial, for which torch loads libraries that take memory
+            model, optimizer, _ = setup.parts
+            held = [*model.parameters(), *model.buffers(), *optimizer_tensors(optimizer)]
+            already = bytes_of(tensor for tensor in held if tensor.device.type == setup.device.type)
+            room = available_bytes(setup.device) + already
         limit = int(room * (1 - margin))
         found = find_largest_fitting(trials, limit)
         tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
@@ -351,21 +353,21 @@ def _plan(
     clear_fake_cache()
     gc.collect()
     top = highest(moments)
-    beside = found.peak - top.total  # memory of kernels, which fake tensors do not show
+    kernel_bytes = found.peak - top.total  # memory of kernels, which fake tensors do not show
     is_fp32_sum = setup.options.sums != "param"
     return Plan(
         unit="rows" if source.row_length is None else "tokens",
         micro_batch=found.size,
         peak_bytes=found.peak,
         rows=source.num_rows,
-        whole_size=source.num_rows * source.one,
+        whole_size=source.num_rows * source.row_size,
         whole_bytes=found.whole,
         least_bytes=found.least,
         memory=room,
         margin=margin,
         device=str(setup.device),
         sizes=_table(found, source, limit),
-        breakdown=Breakdown(**{**top.kinds, "temporaries": max(top.temporaries + beside, 0)}),
+        breakdown=Breakdown(**{**top.kinds, "temporaries": max(top.temporaries + kernel_bytes, 0)}),
         checkpointing=saved,
         method=trials.method,
         reason=trials.reason,
@@ -380,7 +382,7 @@ def _plan(
             "" if saved is None else saved.blocks,
             is_fp32_sum=is_fp32_sum,
             limit=limit,
-            beside=max(beside, 0),
+            kernel_bytes=max(kernel_bytes, 0),
         ),
     )
 
@@ -413,16 +415,10 @@ def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.dev
     return torch.device("cpu") if own.type == "meta" else own
 
 
-def _already(parts: Parts, device: torch.device) -> int:
-    """Return the bytes of the model and the optimizer on the device, which count as available."""
-    held = [*parts[0].parameters(), *parts[0].buffers(), *optimizer_tensors(parts[1])]
-    return bytes_of(tensor for tensor in held if tensor.device.type == device.type)
-
-
 def _table(found: LargestFitting, source: MicroBatchSource, limit: int) -> tuple[SizePeak, ...]:
     """Return the peaks of powers of two, the chosen size, and the whole batch."""
-    most = source.num_rows * source.one
-    sizes = {source.one * 2**power for power in range(source.num_rows.bit_length())} | {found.size}
+    most = source.num_rows * source.row_size
+    sizes = {source.row_size * 2**power for power in range(source.num_rows.bit_length())} | {found.size}
     if found.peaks.envelope is None:
         sizes = {size for size, _ in found.peaks.tried}
     peaks = {size: found.peaks.peak(size) for size in sorted(sizes) if 0 < size < most} | {most: found.whole}
@@ -454,7 +450,7 @@ def _try_checkpointing(
         return None, ()
     assert tried is not None
     saved = without[0] - tried[0]
-    size = found.size or trials.source.one * trials.smallest
+    size = found.size or trials.source.row_size * trials.smallest
     return Checkpointing(blocks=blocks, size=size, peak=found.peak - saved, saved=max(saved, 0)), tried[1]
 
 
@@ -483,8 +479,8 @@ def _notes(trials: Trials, bucket_bytes: int) -> tuple[str, ...]:
             notes.append("The optimizer was stepped over all parameters at once (foreach), as torch does on a GPU.")
     if batch_norms(model) and options.batch_norm == "exact" and options.offload is not None:
         notes.append("What batch_norm='exact' moves to the host or to disk is counted as if it stayed: an upper bound.")
-    if options.prefetch and setup.is_elsewhere:
+    if options.prefetch and setup.batch_on_host:
         notes.append("prefetch=True has the inputs of two micro-batches on the device at a time; one is counted.")
-    if trials.is_together:
+    if trials.needs_whole_batch:
         notes.append("Micro-batches do not stand alone in this update, so each size was tried with the whole batch.")
     return tuple(notes)

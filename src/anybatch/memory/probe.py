@@ -1,4 +1,4 @@
-"""One update of a copy, to see what it allocates: on fake tensors, which take no memory, or on a few real rows."""
+"""Trial updates that record their allocations: on fake tensors, which take no memory, or on real rows."""
 
 import copy
 import gc
@@ -37,80 +37,68 @@ from anybatch.core import (
 )
 from anybatch.errors import PlanError
 from anybatch.memory.meter import bytes_of, drop_gradients, metered, optimizer_tensors
-from anybatch.memory.recorder import ELSEWHERE, Recorder, Timeline
+from anybatch.memory.recorder import UNCOUNTED_DEVICE, Recorder, Timeline
 from anybatch.verification import PythonState, functions_of
 
 Parts = tuple[nn.Module, Optimizer | None, Any]
-"""Model, optimizer and objective: copied together, so that what they share stays shared."""
+"""Model, optimizer and objective; copied together, so that what they share stays shared."""
 HIDDEN = {
     "aten::convolution": "a convolution",
     "aten::mkldnn_rnn_layer": "an LSTM",
     "aten::lstm": "an LSTM",
     "aten::gru": "a GRU",
 }
-"""Ops whose CPU kernels allocate what no tensor shows."""
-FIRST_RUNS = 2
-"""Updates before the first that is recorded: they fill the optimizer's state, and their steps are copied and watched."""
-NODE_BYTES = 1000
-"""Bytes of a node of the graph and its tensors, beside their numbers, outside torch's allocator: 840 to 910 were counted."""
-MICRO_BATCH_BYTES = 2000
-"""Bytes that each micro-batch leaves there until the end of the update: 1,830 to 1,860 were counted."""
-REPRESENTATION_BYTES = 2400
-"""Bytes of a micro-batch's representations there, as leaves of a coupled loss's graph: some 1,200 each, of two."""
-NORM_BYTES = 800
-"""Bytes of the statistics of one BatchNorm and one micro-batch there: estimated, not counted."""
-UNCOPYABLE = (TypeError, RuntimeError, AttributeError, NotImplementedError)
-"""Errors that deepcopy raises for what it cannot copy."""
+"""Ops with CPU kernels that allocate memory that no tensor shows."""
+FIRST_RUNS = 2  # updates before the first recorded one: they fill the optimizer's state
+# bytes outside torch's allocator:
+NODE_BYTES = 1000  # of a graph node and its tensor objects; 840 to 910 were measured
+MICRO_BATCH_BYTES = 2000  # that each micro-batch keeps until the end of the update; 1,830 to 1,860 were measured
+REPRESENTATION_BYTES = 2400  # of a micro-batch's representations, as leaves of a coupled loss: about 1,200 each, of two
+NORM_BYTES = 800  # of the statistics of one BatchNorm and one micro-batch: an estimate
+UNCOPYABLE = (TypeError, RuntimeError, AttributeError, NotImplementedError)  # raised by deepcopy
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSetup:
-    """The parts of an update to try, and where it is to run."""
+    """The parts of an update to try, its device and options."""
 
     parts: Parts
     device: torch.device
-    batch_bytes: int
-    """The whole batch, where it lies in the memory that is planned; else 0."""
-    is_elsewhere: bool
-    """True where micro-batches are brought to the device one by one."""
-    options: UpdateOptions
-    """The options of `Update`, or of `Accumulator` where there is no optimizer."""
-    is_in_place: bool
-    """True where real trials may run on the parts themselves, and are undone; else they run on copies."""
+    batch_bytes: int  # bytes of the whole batch if it lies on the device, else 0
+    batch_on_host: bool  # True if micro-batches are moved to the device one by one
+    options: UpdateOptions  # options of `Update`, or of `Accumulator` without an optimizer
+    is_in_place: bool  # True if real trials run on the parts themselves and are undone; else they run on copies
 
     @property
     def is_coupled(self) -> bool:
-        """True where the loss sees all rows."""
         return isinstance(self.parts[2], Coupled)
 
     @property
     def is_exact(self) -> bool:
-        """True where all micro-batches run in lockstep, and their graphs live side by side."""
+        """True if all micro-batches run in lockstep, so that their graphs are alive together."""
         norms = batch_norms(self.parts[0]).values()
         return self.options.batch_norm == "exact" and any(map(uses_batch_statistics, norms))
 
     @property
     def num_norms(self) -> int:
-        """How many layers are BatchNorms."""
         return len(batch_norms(self.parts[0]))
 
     @property
     def outside_each(self) -> int:
-        """Bytes that each micro-batch leaves outside torch's allocator, where it runs with all others."""
+        """Bytes that each micro-batch keeps outside torch's allocator."""
         if not self.is_coupled:
             return MICRO_BATCH_BYTES
         return MICRO_BATCH_BYTES + REPRESENTATION_BYTES + NORM_BYTES * self.num_norms * (not self.is_exact)
 
 
 class Probe:
-    """Runs updates of `parts`: the real path of `Update`, or of `Accumulator` where there is no optimizer."""
+    """Runs updates of `parts` by `Update`, or by `Accumulator` without an optimizer."""
 
     def __init__(self, setup: TrialSetup, parts: Parts, objective: Objective | Coupled) -> None:
         self._setup, self.parts = setup, parts
-        self.num_nodes = 0
-        """Nodes in the graph of one micro-batch; 0 before the first trial."""
+        self.num_nodes = 0  # nodes in the graph of one micro-batch; 0 before the first trial
         model, optimizer, _ = parts
-        # whether a gradient is finite, and its noise, need its numbers; looking takes no memory, dropping a set of gradients
+        # fake tensors have no numbers to check for inf or to measure noise by; dropping takes a second set of gradients
         options = replace(
             setup.options,
             batch_norm=setup.options.batch_norm or "micro",
@@ -127,9 +115,9 @@ class Probe:
         self._objective = objective
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Parameters of the model and of the loss, their gradients as they are before a trial.
+        """Return the parameters of model and loss, with gradients reset.
 
-        Zeros where the caller's `Accumulator` adds to gradients that are there already, else none.
+        They become zeros if the caller's `Accumulator` adds to existing gradients, else None.
         """
         model, optimizer, _ = self._setup.parts
         found = [*dict.fromkeys([*self._learner.parameters(), *self._objective.parameters()])]
@@ -140,11 +128,11 @@ class Probe:
         return found
 
     def _count_nodes(self, recorder: Recorder, num_micro_batches: int) -> int:
-        all_first = self._setup.is_exact or self._setup.is_coupled  # every forward before the first backward pass
+        all_first = self._setup.is_exact or self._setup.is_coupled  # every forward runs before the first backward
         return recorder.num_forward_ops // (num_micro_batches if all_first else 1)
 
     def _timeline(self, ops: Iterable[str], live: Iterable[int], num_micro_batches: int) -> Timeline:
-        """With what lies outside torch's allocator; a plan for an accelerator does not count what lies on the host."""
+        """Add the bytes outside torch's allocator, which lie on the host: only for a plan on the CPU."""
         outside = 0
         if self._setup.device.type == "cpu":
             graphs = num_micro_batches if self._setup.is_exact else 1
@@ -153,7 +141,7 @@ class Probe:
 
 
 class FakeProbe(Probe):
-    """Updates of fake tensors: every op of them, and no memory. Keeps the last recording."""
+    """Runs updates on fake tensors, and keeps the last recording."""
 
     def __init__(self, setup: TrialSetup, *first: Batch) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -162,7 +150,7 @@ class FakeProbe(Probe):
             model, optimizer, objective = _copied(setup.parts, memo)
         if optimizer is not None and setup.device.type != "cpu":
             _choose_foreach(optimizer)
-        # rows for units: counting targets needs their numbers, and shares take no memory
+        # rows as units: fake tensors have no targets to count, and shares take no memory
         counting = {"units": rows} if isinstance(objective, Coupled) else {"units": rows, "units_for": None}
         super().__init__(setup, (model, optimizer, objective), replace(objective, **counting))
         self.recorder = Recorder([])
@@ -170,7 +158,6 @@ class FakeProbe(Probe):
             self._run_fake(self._fake(first))
 
     def __call__(self, *micro_batches: Batch) -> Timeline:
-        """The timeline of one update of these micro-batches."""
         model, optimizer, _ = self.parts
         with self._mode:
             parameters = self._parameters()
@@ -191,14 +178,14 @@ class FakeProbe(Probe):
         return self._timeline(self.recorder.ops, self.recorder.live, len(faked))
 
     @property
-    def hidden(self) -> str | None:
-        """In words, an op that ran and whose CPU kernel allocates more than its tensors show; None where there was none."""
+    def hidden_op(self) -> str | None:
+        """Name of an op that ran with a CPU kernel that allocates more than its tensors show, or None."""
         if self._setup.options.autocast is not None or any(map(is_low, self.parts[0].parameters())):
             return "matrix products in bf16 or fp16"
         return next((HIDDEN[name] for op in self.recorder.ops if (name := op.split(".")[0]) in HIDDEN), None)
 
     def _fake(self, micro_batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
-        device = ELSEWHERE if self._setup.is_elsewhere else "cpu"  # where memory is not counted
+        device = UNCOUNTED_DEVICE if self._setup.batch_on_host else "cpu"
         return tuple(map_tensors(one, lambda each: _fake_like(each, self._mode, device)) for one in micro_batches)
 
     def _run_fake(self, faked: tuple[Batch, ...], recorder: Recorder | None = None) -> None:
@@ -207,10 +194,10 @@ class FakeProbe(Probe):
 
 
 class RealProbe(Probe):
-    """Real updates, read through the profiler: what kernels allocate inside is seen too.
+    """Runs real updates under the profiler, which also sees what kernels allocate.
 
-    They run in place, on what `undo` puts back: a copy would need the memory that is planned for. Parts that lie elsewhere, or
-    that others watch, are copied. Where memory runs out, that is an error: half the rows would say nothing of all.
+    They run in place and are undone by `undo`, because a copy would need the memory that is planned for. Parts on another
+    device, or with hooks, are copied. Running out of memory raises: an update with half the rows would say nothing.
     """
 
     def __init__(self, setup: TrialSetup, undo: ExitStack) -> None:
@@ -223,9 +210,9 @@ class RealProbe(Probe):
         super().__init__(setup, parts, parts[2])
 
     def __call__(self, *micro_batches: Batch) -> Timeline:
-        """The timeline of one update of these micro-batches: allocations, not ops."""
+        """Return the timeline of one update, by allocations instead of ops."""
         setup, (model, optimizer, _) = self._setup, self.parts
-        there = micro_batches if setup.is_elsewhere else tuple(move(one, setup.device) for one in micro_batches)
+        there = micro_batches if setup.batch_on_host else tuple(move(one, setup.device) for one in micro_batches)
         if not self.num_nodes:
             recorder = Recorder([])
             with _without_warnings():
@@ -245,17 +232,17 @@ class RealProbe(Probe):
 
 
 def is_watched(model: nn.Module) -> bool:
-    """True where somebody has hooks on parameters, which trials in place would call."""
+    """Return True if parameters have hooks, which trials in place would call."""
     return any(any(gradient_hooks_of(parameter)) for parameter in model.parameters())
 
 
 def is_real(parts: Parts, batch: Batch) -> bool:
-    """True where every tensor holds numbers, so that it could really run."""
+    """Return True if every tensor holds data, so that a real update can run."""
     return not any(map(_is_without_data, (*parts[0].parameters(), *parts[0].buffers(), *tensors(batch))))
 
 
 class _Fakes(TorchFunctionMode):
-    """Inside this block copying a tensor makes a fake one, on the CPU, wherever the tensor lies."""
+    """A mode in which `copy.deepcopy` of a tensor makes a fake one on the CPU."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -270,7 +257,7 @@ class _Fakes(TorchFunctionMode):
 
 
 def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: str = "cpu") -> Tensor:
-    """A fake tensor of this shape and dtype; a single number keeps its value, which optimizers read their step from."""
+    """Make a fake tensor of this shape and dtype. A scalar keeps its value, which optimizers read their step from."""
     if tensor.layout is not torch.strided:
         raise NotImplementedError(f"a tensor with layout {tensor.layout} cannot be planned with fake tensors")
     has_number = tensor.dim() == 0 and not _is_without_data(tensor) and device == "cpu"
@@ -306,7 +293,7 @@ def _copied(parts: Parts, memo: dict[int, Any]) -> Parts:
 
 
 def _shared(parts: Parts) -> dict[int, Any]:
-    """Attributes of modules that nobody can copy, such as locks: copies have the same ones. No tensor is copied to find out."""
+    """Find attributes of modules that cannot be copied, such as locks, without copying tensors. Copies will share them."""
     known = {id(tensor): tensor for tensor in _large_tensors(parts)}
     found: dict[int, Any] = {}
     for module in (module for top in _modules(parts) for module in top.modules()):
@@ -321,7 +308,7 @@ def _shared(parts: Parts) -> dict[int, Any]:
 
 
 def _modules(parts: Parts) -> list[nn.Module]:
-    """The model, and the loss where it is a module."""
+    """Return the model, and the loss if it is a module."""
     loss = getattr(parts[2], "loss", None)
     return [parts[0], loss] if isinstance(loss, nn.Module) else [parts[0]]
 
@@ -336,13 +323,13 @@ def _large_tensors(parts: Parts) -> Iterator[Tensor]:
 
 @contextmanager
 def _undone(parts: Parts) -> Iterator[None]:
-    """The block after which parameters, buffers, gradients, the optimizer and what Python code can reach are as they were.
+    """Restore parameters, buffers, gradients, the optimizer and Python state after the block.
 
-    Copies lie aside: on disk, or from an accelerator on the host. Gradients are None inside.
+    Copies are spilled to disk, or from an accelerator to the host. Gradients are None inside.
     """
     model, optimizer, objective = parts
     large = list(dict.fromkeys(_large_tensors(parts)))
-    # .data: what is put back does not count as a write, which would be told as one of the model's forward
+    # .data: restoring must not count as a write by the model's forward
     before = replace(
         Snapshot.of([one.data for one in large], optimizer=optimizer, spill=True),
         buffers={(one, name): (held, None) for one in model.modules() for name, held in buffers_of(one).items()},
@@ -355,7 +342,7 @@ def _undone(parts: Parts) -> Iterator[None]:
         yield
     finally:
         for one in large:
-            one.grad = None  # makes room for what is read back
+            one.grad = None  # makes room for the copies
         before.put_back()
         for one, gradient in gradients:
             one.grad = gradient
@@ -363,7 +350,7 @@ def _undone(parts: Parts) -> Iterator[None]:
 
 
 def _choose_foreach(optimizer: Optimizer) -> None:
-    """Let the step of fake tensors on the CPU run as a GPU's would: over all parameters at once, unless told otherwise."""
+    """Step over all parameters at once by default, as torch does on a GPU."""
     for group in optimizer.param_groups:
         is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
         if is_open and not group.get("differentiable"):
@@ -372,11 +359,10 @@ def _choose_foreach(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _choosing_as_real(micro_batches: Iterable[Batch]) -> Iterator[None]:
-    """Inside this block transformers leaves the mask of attention out where a real run would.
+    """Make transformers leave out the attention mask inside the block, as in a real run.
 
-    Positions that a model counts itself are those of one sequence a row. A real run reads that off their numbers, and needs no
-    mask; fake tensors are not asked: a mask is made, and keys and values are repeated to go with it. Batches that bring
-    positions are planned with the mask: an upper bound.
+    A real run reads from the position ids that each row is one sequence, and needs no mask. With fake tensors transformers
+    cannot tell, makes a mask, and repeats keys and values. Batches with `position_ids` keep the mask: an upper bound.
     """
     masking = sys.modules.get("transformers.masking_utils")
     own = getattr(masking, "find_packed_sequence_indices", None)
@@ -393,7 +379,7 @@ def _choosing_as_real(micro_batches: Iterable[Batch]) -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Inside this block warnings are silent, because the model will warn again when it trains."""
+    """Silence warnings: the model will warn again when it trains."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anybatch.core import TO_COPY, TorchDispatchMode, is_in_backward, storage_cdata
 
-ELSEWHERE = "meta"
+UNCOUNTED_DEVICE = "meta"
 """Device that stands for memory which is not counted: a batch on the host for a model on a GPU."""
 _ASK_DEVICE = torch.ops.prim.device.default
 
@@ -46,8 +46,7 @@ class Breakdown:
 class Moment(Breakdown):
     """Bytes alive after one op, by kind."""
 
-    is_step: bool = False
-    """True after the last backward pass: gradients are clipped, the optimizer steps."""
+    is_step: bool = False  # True after the last backward pass: gradients are clipped, the optimizer steps
 
 
 Moments = tuple[Moment, ...]
@@ -76,10 +75,8 @@ class _Held:
 
     size: int
     born: int
-    kind: str | None = None
-    """None for an activation or a temporary: an activation is alive when backward starts."""
-    gradient_from: int | None = None
-    """The op at which it became a gradient."""
+    kind: str | None = None  # None for an activation or a temporary: an activation is alive when backward starts
+    gradient_from: int | None = None  # the op at which it became a gradient
     died: int | None = None
 
 
@@ -123,7 +120,7 @@ class Recorder(TorchDispatchMode):
         if func is _ASK_DEVICE:
             return output
         with self._lock:
-            is_moved = func is TO_COPY and args[0].device.type == ELSEWHERE
+            is_moved = func is TO_COPY and args[0].device.type == UNCOUNTED_DEVICE
             for tensor in output if isinstance(output, (tuple, list)) else (output,):
                 if isinstance(tensor, Tensor):
                     self._follow(tensor, "inputs" if is_moved else None)
@@ -172,7 +169,7 @@ class Recorder(TorchDispatchMode):
         return "activations" if is_saved else "temporaries"
 
     def _follow(self, tensor: Tensor, kind: str | None = None) -> None:
-        if tensor.device.type == ELSEWHERE:
+        if tensor.device.type == UNCOUNTED_DEVICE:
             return
         storage = tensor.untyped_storage()
         if storage_cdata(storage) in self._uncounted:

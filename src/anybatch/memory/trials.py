@@ -1,4 +1,4 @@
-"""Trying sizes: which way an update can be tried, what was found, and the largest size that fits."""
+"""Try micro-batch sizes and find the largest that fits."""
 
 import gc
 from contextlib import ExitStack, suppress
@@ -17,62 +17,53 @@ from anybatch.memory.recorder import Moments, Timeline
 from anybatch.ragged import RowLengths, Tokens, narrow, padded_dims
 
 Method = Literal["fake tensors", "real steps"]
-SHORTEST = 4
-"""Rows shorter than this are planned as if all were as long as the longest: three lengths are needed for a curve."""
-MOST_OFF = 0.001
-"""How far the size chosen may be from its prediction when it is tried; if farther, sizes are tried one by one."""
-MOST_LENGTHS = 32
-"""A budget is checked for this many row lengths at most, picked evenly, the longest among them."""
-LEAST_SLACK = 0.02
-"""How far above its line the next real size is held to be possible, at least; more where the last one was farther off."""
-GROWTH = 4
-"""The next real size is at most so many times the last one: kernels of the CPU change with size."""
-WORTH_TRYING = 1.05
-"""How much larger a real size has to be to be tried."""
+SHORTEST = 4  # shorter rows are planned as if all had the longest's length: a curve needs three lengths
+MOST_OFF = 0.001  # largest relative error of the envelope at the chosen size; above it, sizes are tried one by one
+MOST_LENGTHS = 32  # row lengths that a budget is checked for, the longest among them
+LEAST_SLACK = 0.02  # smallest relative error to expect of the next real size; more if the last one was farther off
+GROWTH = 4  # largest ratio of two real sizes in a row, because CPU kernels change with size
+WORTH_TRYING = 1.05  # smallest ratio of two real sizes in a row
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSource:
-    """A batch to take micro-batches from; rows repeat where it has too few."""
+    """A batch to take micro-batches from; its rows repeat if there are too few."""
 
     batch: Batch
     num_rows: int
-    row_length: int | None = None
-    """The longest row, where sizes are counted in tokens."""
-    lengths: RowLengths | None = None
-    """How long rows are, where they differ."""
+    row_length: int | None = None  # length of the longest row, if sizes are in tokens
+    lengths: RowLengths | None = None  # lengths of rows, if they differ
 
     @property
-    def one(self) -> int:
-        """The size of one row."""
+    def row_size(self) -> int:
+        """Size of one row."""
         return self.row_length or 1
 
     @property
     def longest(self) -> int | None:
-        """The length that varies at its longest; None where it does not vary."""
+        """Largest length of a row; None if lengths do not vary."""
         return None if self.lengths is None else self.row_length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the batch during an update. Cutting ragged rows copies everything but the padding."""
+        """Bytes of the batch during an update. Splitting ragged rows copies everything but the padding."""
         whole = bytes_of(tensors(self.batch))
         if self.lengths is None:
             return whole
         return whole + round(whole * sum(self.lengths.lengths) / (self.num_rows * self.lengths.width))
 
     def micro_batch(self, shape: PassShape) -> Batch:
-        """Rows of the batch, cut to a length if there is one."""
+        """Take rows of the batch, truncated to a length if there is one."""
         rows, length = shape
         chosen = slice(0, rows) if rows <= self.num_rows else torch.arange(rows) % self.num_rows
         taken = take_rows(self.batch, chosen)
         if length is None or self.lengths is None:
             return taken
         trimmed = narrow(taken, slice(0, length), self.lengths.dims)
-        return map_tensors(trimmed, torch.Tensor.contiguous)  # as the split hands them over
+        return map_tensors(trimmed, torch.Tensor.contiguous)  # as the split makes them
 
 
 def micro_batch_source_of(batch: Batch, tokens: Tokens | None) -> MicroBatchSource:
-    """Read the batch as a split sees it."""
     if tokens is None:
         return MicroBatchSource(batch, num_rows(batch))
     lengths = tokens.measure(batch)
@@ -89,87 +80,85 @@ def micro_batch_source_of(batch: Batch, tokens: Tokens | None) -> MicroBatchSour
 
 @dataclass
 class Trials:
-    """Updates tried on a copy, and their peaks."""
+    """Trial updates and their peaks."""
 
     setup: TrialSetup
     source: MicroBatchSource
     probe: FakeProbe | RealProbe
-    fake: FakeProbe | None
-    """The same on fake tensors, where they can run: for what they are made of."""
-    reason: str
-    """Why updates are tried this way."""
-    is_together: bool
-    """True where micro-batches do not stand alone, so that the whole batch has to be tried in each size."""
+    fake: FakeProbe | None  # probe on fake tensors, for the breakdown of a peak; None if they cannot run
+    reason: str  # why this probe is used
+    needs_whole_batch: bool
+    """True if micro-batches depend on each other, so that each size is tried with the whole batch."""
     tried: dict[PassShape, int] = field(default_factory=dict)
-    moments: dict[PassShape, Moments] = field(default_factory=dict)
-    """The memory of a shape by kind, as fake tensors show it."""
+    moments: dict[PassShape, Moments] = field(default_factory=dict)  # memory of a shape by kind, from fake tensors
     timelines: dict[PassShape, Timeline] = field(default_factory=dict)
 
     @property
     def method(self) -> Method:
-        """How updates are tried; fake tensors take no memory."""
         return "fake tensors" if self.probe is self.fake else "real steps"
 
     @cached_property
     def smallest(self) -> int:
-        """The fewest rows that a micro-batch can have: 1, or 2 where BatchNorm has no variance over one."""
-        if not self.is_together or self.probe is not self.fake:  # whole batches row by row are the slowest fake trial
+        """Fewest rows of a micro-batch: 1, or 2 if BatchNorm needs a variance."""
+        if (
+            not self.needs_whole_batch or self.probe is not self.fake
+        ):  # whole batches row by row are the slowest fake trial
             try:
                 self.peak((1, self.source.longest))
             except ValueError:
                 return 2
         return 1
 
-    def left_behind(self) -> int:
-        """Bytes that each further micro-batch leaves until the end of the update.
+    def kept_per_pass(self) -> int:
+        """Return the bytes that each further micro-batch keeps until the end of the update.
 
-        BatchNorm's statistics, waiting to be merged; the random state that the second forward of a coupled loss starts from;
-        the graph of each in lockstep; and what lies outside torch's allocator.
+        These are BatchNorm statistics to merge, the random state for the second forward of a coupled loss, the graph in
+        lockstep, and memory outside torch's allocator.
         """
         outside = self.outside()[1]
         if self.setup.is_coupled:
             return torch.get_rng_state().nbytes + outside
-        if self.is_together or not self.setup.num_norms:
+        if self.needs_whole_batch or not self.setup.num_norms:
             return outside
         shape = 2, self.source.longest
         more = self.probe(*[self.source.micro_batch(shape)] * 3).peak - self.peak(shape)
         return more + (NORM_BYTES * self.setup.num_norms if outside else 0)
 
     def outside(self) -> tuple[int, int]:
-        """Bytes outside torch's allocator: those of one graph, and those of each micro-batch."""
+        """Return the bytes outside torch's allocator: of one graph, and of each micro-batch."""
         if self.setup.device.type != "cpu":
             return 0, 0
         graph = NODE_BYTES * self.probe.num_nodes
         if self.setup.is_exact:
             return 0, graph + self.setup.outside_each
-        norms = 0 if self.is_together else NORM_BYTES * self.setup.num_norms
+        norms = 0 if self.needs_whole_batch else NORM_BYTES * self.setup.num_norms
         return graph - 2 * norms, self.setup.outside_each + norms
 
     def peak(self, shape: PassShape) -> int:
-        """The peak of an update in micro-batches of this shape, tried once."""
+        """Return the peak of an update in micro-batches of this shape, tried once."""
         if shape not in self.tried:
             self.timeline(shape)
         return self.tried[shape]
 
     def timeline(self, shape: PassShape) -> Timeline:
-        """An update in micro-batches of this shape: two of them, or as many as the batch has if they meet."""
+        """Try an update in micro-batches of this shape: two, or the whole batch if `needs_whole_batch`."""
         if shape not in self.timelines:
             parts = self._cut(shape)
             self.keep(shape, self.probe(*parts))
-            if self.fake is self.probe and self.setup.is_coupled:  # no op makes a random state
+            if self.fake is self.probe and self.setup.is_coupled:  # the random state is made by no op
                 self.tried[shape] += torch.get_rng_state().nbytes * len(parts)
         return self.timelines[shape]
 
     def keep(self, shape: PassShape, timeline: Timeline) -> None:
-        """Remember what the last trial showed."""
+        """Store the result of the last trial."""
         self.timelines[shape], self.tried[shape] = timeline, timeline.peak
         if self.probe is self.fake:
             self.moments[shape] = self.fake.recorder.moments()
 
     def fake_peak(self, shape: PassShape, *, is_whole: bool, is_known: bool = True) -> tuple[int, Moments] | None:
-        """The peak that fake tensors show, and what memory is made of; None where they cannot run.
+        """Return the peak and the memory by kind on fake tensors; None if they cannot run.
 
-        With `is_known` False it is tried anew, for a model that has changed since.
+        `is_known=False` tries again, for a model that has changed since.
         """
         if self.fake is None:
             return None
@@ -180,28 +169,28 @@ class Trials:
 
     def _cut(self, shape: PassShape) -> tuple[Batch, ...]:
         source, size = self.source, shape[0]
-        if self.is_together:
+        if self.needs_whole_batch:
             starts = range(0, source.num_rows, size)
             return tuple(take_rows(source.batch, slice(start, start + size)) for start in starts)
         return (source.micro_batch(shape),) * 2
 
     def whole(self) -> int:
-        """The peak of the whole batch in one piece, tried."""
+        """Return the peak of the whole batch as one micro-batch."""
         return self.probe(self.source.micro_batch((self.source.num_rows, self.source.longest))).peak
 
-    def table(self, left_behind: int) -> tuple[tuple[int, int], ...]:
-        """Sizes tried at full length and their peaks, less what `Peaks` adds for each further micro-batch where all ran."""
+    def table(self, kept_per_pass: int) -> tuple[tuple[int, int], ...]:
+        """Return (size, peak) at full length, less what `Peaks` adds for further micro-batches."""
         source = self.source
         at_length = [(rows, peak) for (rows, length), peak in self.tried.items() if length == source.longest]
-        further = {rows: max(-(-source.num_rows // rows) - 2, 0) * self.is_together for rows, _ in at_length}
-        return tuple(sorted((rows * source.one, peak - left_behind * further[rows]) for rows, peak in at_length))
+        further = {rows: max(-(-source.num_rows // rows) - 2, 0) * self.needs_whole_batch for rows, _ in at_length}
+        return tuple(sorted((rows * source.row_size, peak - kept_per_pass * further[rows]) for rows, peak in at_length))
 
 
 def start_trials(setup: TrialSetup, source: MicroBatchSource, undo: ExitStack) -> Trials:
-    """Choose fake tensors if they can run and see what kernels allocate; else real steps, in place, which `undo` undoes."""
-    # sparse gradients of all rows stand side by side until they are joined before the step
+    """Choose fake tensors if they can run the update and show all memory, else real updates, which `undo` undoes."""
+    # sparse gradients of all micro-batches are alive together until the step joins them
     is_sparse = any(getattr(module, "sparse", False) is True for module in setup.parts[0].modules())
-    is_together = setup.is_coupled or is_sparse or setup.is_exact
+    needs_whole_batch = setup.is_coupled or is_sparse or setup.is_exact
     shape = 2, source.longest
     first = source.micro_batch(shape)
     fake, failure = None, ""
@@ -210,22 +199,22 @@ def start_trials(setup: TrialSetup, source: MicroBatchSource, undo: ExitStack) -
         timeline = fake(first, first)
     except PlanError:
         raise
-    except Exception as error:  # whatever a model does that needs numbers
+    except Exception as error:  # a model that needs data
         fake, failure = None, f"fake tensors could not run this update ({first_line(error)})"
-    hidden = fake.hidden if fake is not None and setup.device.type == "cpu" else None
+    hidden = fake.hidden_op if fake is not None and setup.device.type == "cpu" else None
     if fake is not None and hidden is None:
-        trials = Trials(setup, source, fake, fake, "every op of the update could run on them", is_together)
-        if not is_together:
+        trials = Trials(setup, source, fake, fake, "every op of the update could run on them", needs_whole_batch)
+        if not needs_whole_batch:
             trials.keep(shape, timeline)
         return trials
     why_not = _why_not_real(setup, source)
     if why_not is None:
         reason = failure or f"the CPU's kernels for {hidden} allocate memory that fake tensors do not show"
-        return Trials(setup, source, RealProbe(setup, undo), fake, reason, is_together)
+        return Trials(setup, source, RealProbe(setup, undo), fake, reason, needs_whole_batch)
     if fake is None:
         raise PlanError(f"the memory of this update cannot be predicted: {failure}, and {why_not}.")
     reason = f"{why_not}, though the CPU's kernels for {hidden} allocate some 3 to 30 % more than fake tensors show"
-    return Trials(setup, source, fake, fake, reason, is_together)
+    return Trials(setup, source, fake, fake, reason, needs_whole_batch)
 
 
 def _why_not_real(setup: TrialSetup, source: MicroBatchSource) -> str | None:
@@ -239,8 +228,8 @@ def _why_not_real(setup: TrialSetup, source: MicroBatchSource) -> str | None:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that could still be allocated there now. Garbage is collected first: it is free, and not yet counted so."""
-    gc.collect()
+    """Return the bytes that can be allocated now."""
+    gc.collect()  # garbage counts as free
     free = free_bytes(device)
     if free is not None:
         return free
@@ -255,12 +244,10 @@ def available_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestFitting:
-    """Result of the search; sizes are rows or tokens."""
+    """Result of the search, in rows or tokens."""
 
-    size: int
-    """0 where nothing fits."""
-    shape: PassShape
-    """The largest micro-batch of that size; where nothing fits, of the smallest size."""
+    size: int  # 0 if nothing fits
+    shape: PassShape  # largest micro-batch of that size, or of the smallest size if nothing fits
     peak: int
     whole: int
     least: int
@@ -270,10 +257,10 @@ class LargestFitting:
 
 
 def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
-    """Find the largest size that fits into `limit` bytes: read off the envelope and confirmed, or found by trying."""
+    """Find the largest size that fits into `limit` bytes."""
     source = trials.source
     size, whole, peaks = (_by_fake_steps if trials.method == "fake tensors" else _by_real_steps)(trials, limit)
-    is_whole, smallest = whole <= limit, trials.smallest * source.one
+    is_whole, smallest = whole <= limit, trials.smallest * source.row_size
     rows, length = (source.num_rows, None) if is_whole else peaks.worst(size or smallest)
     shape = rows, length or source.longest
     return LargestFitting(
@@ -289,30 +276,30 @@ def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
 
 
 def _by_fake_steps(trials: Trials, limit: int) -> tuple[int, int, Peaks]:
-    """The size, the peak of the whole batch, and those of all sizes."""
+    """Return the size, the peak of the whole batch, and the peaks of all sizes."""
     source, peaks = trials.source, _predict(trials)
-    whole, smallest = trials.whole(), trials.smallest * source.one
+    whole, smallest = trials.whole(), trials.smallest * source.row_size
     if whole <= limit:
-        if not _holds(trials, peaks, source.num_rows // 2 * source.one):
-            for parts in (2, 8, 32):  # the whole batch in so many micro-batches, for the curve
+        if not _holds(trials, peaks, source.num_rows // 2 * source.row_size):
+            for parts in (2, 8, 32):  # micro-batches of the whole batch, as points of the curve
                 trials.peak((max(source.num_rows // parts, trials.smallest), source.longest))
             peaks = _without_envelope(trials, peaks)
-        return source.num_rows * source.one, whole, peaks
+        return source.num_rows * source.row_size, whole, peaks
     if peaks.envelope is not None:
-        size = peaks.largest(limit, smallest, max(source.num_rows * source.one - 1, smallest))
+        size = peaks.largest(limit, smallest, max(source.num_rows * source.row_size - 1, smallest))
         if not size or _holds(trials, peaks, size):
             return size, whole, peaks
 
     def peak(rows: int) -> int:
         return trials.peak((max(rows, trials.smallest), source.longest))
 
-    rows = largest_below(limit, peak, source.num_rows - 1)  # by trying, which costs no memory
-    size = max(rows, trials.smallest) * source.one if rows else 0
+    rows = largest_below(limit, peak, source.num_rows - 1)  # trials take no memory
+    size = max(rows, trials.smallest) * source.row_size if rows else 0
     return size, whole, _without_envelope(trials, peaks)
 
 
 def _predict(trials: Trials) -> Peaks:
-    """Fit an envelope to two numbers of rows, and three lengths where they differ."""
+    """Fit an envelope to two numbers of rows, and three lengths if they differ."""
     source, few = trials.source, (2, 3)
     lengths: tuple[int, ...] = ()
     tried: tuple[tuple[int, int], ...] = ()
@@ -320,33 +307,33 @@ def _predict(trials: Trials) -> Peaks:
     needed: list[PassShape] = []
     if source.lengths is not None:
         lengths = _some_of(sorted(set(source.lengths.lengths)))
-        three = (source.one // 4, source.one // 2, source.one)
+        three = (source.row_size // 4, source.row_size // 2, source.row_size)
         shapes = [(rows, length) for rows in few for length in three]
         powers = [2**power for power in range(source.num_rows.bit_length())]
         needed = [(rows, length) for rows in powers for length in lengths]
-    envelope = None  # where the whole batch has to be tried in each size
-    if not trials.is_together:
+    envelope = None  # if each size is tried with the whole batch
+    if not trials.needs_whole_batch:
         envelope = fit_envelope(shapes, [trials.timeline(shape) for shape in shapes], needed)
     if envelope is not None and not lengths:  # a single row runs other ops
-        tried = ((trials.smallest * source.one, trials.peak((trials.smallest, None))),)
-    return replace(_known_peaks(trials, envelope, trials.left_behind()), tried=tried, lengths=lengths)
+        tried = ((trials.smallest * source.row_size, trials.peak((trials.smallest, None))),)
+    return replace(_known_peaks(trials, envelope, trials.kept_per_pass()), tried=tried, lengths=lengths)
 
 
-def _known_peaks(trials: Trials, envelope: Envelope | None, left_behind: int) -> Peaks:
+def _known_peaks(trials: Trials, envelope: Envelope | None, kept_per_pass: int) -> Peaks:
     once, each = trials.outside()
     return Peaks(
         num_rows=trials.source.num_rows,
-        tried=trials.table(left_behind),
+        tried=trials.table(kept_per_pass),
         envelope=envelope,
-        row_length=trials.source.one,
-        left_behind=left_behind,
+        row_length=trials.source.row_size,
+        kept_per_pass=kept_per_pass,
         outside_once=once,
         outside_each=each,
     )
 
 
 def _holds(trials: Trials, peaks: Peaks, size: int) -> bool:
-    """True if a trial of the size chosen gives what the envelope predicted."""
+    """Return True if a trial of this size confirms the envelope."""
     if peaks.envelope is None:
         return False
     shape = peaks.worst(size)
@@ -357,7 +344,7 @@ def _holds(trials: Trials, peaks: Peaks, size: int) -> bool:
 
 
 def _without_envelope(trials: Trials, peaks: Peaks) -> Peaks:
-    return replace(peaks, envelope=None, tried=trials.table(peaks.left_behind))
+    return replace(peaks, envelope=None, tried=trials.table(peaks.kept_per_pass))
 
 
 def _some_of(lengths: list[int]) -> tuple[int, ...]:
@@ -369,21 +356,21 @@ def _some_of(lengths: list[int]) -> tuple[int, ...]:
 
 def _by_real_steps(trials: Trials, limit: int) -> tuple[int, int, Peaks]:
     source, found = trials.source, _RealSizes(trials, limit)
-    left_behind = trials.left_behind()
+    kept_per_pass = trials.kept_per_pass()
     found.climb()
     whole = found.whole()
     if whole > limit:
         found.climb(beyond_half=True)
-    peaks = replace(_known_peaks(trials, found.envelope, left_behind), fixed=found.fixed)
+    peaks = replace(_known_peaks(trials, found.envelope, kept_per_pass), fixed=found.fixed)
     if whole <= limit:
-        return source.num_rows * source.one, whole, peaks
-    return peaks.largest(limit, trials.smallest * source.one, found.largest * source.one), whole, peaks
+        return source.num_rows * source.row_size, whole, peaks
+    return peaks.largest(limit, trials.smallest * source.row_size, found.largest * source.row_size), whole, peaks
 
 
 class _RealSizes:
-    """The peaks of growing sizes, each tried by a real step only where the line through the last two says that it fits.
+    """Tries growing sizes by real updates, each only if the line through the last two predicts that it fits.
 
-    Of one size alone nothing is known but that what an op has beside weights, state and gradients grows no faster than rows.
+    After one size, memory beyond `fixed` is assumed to grow in proportion to the rows.
     """
 
     def __init__(self, trials: Trials, limit: int) -> None:
@@ -395,31 +382,29 @@ class _RealSizes:
         self.fixed = standing + trials.setup.batch_bytes + learning
         self._above = limit + 1
         self._limit = min(limit, self.fixed + int(0.9 * available_bytes(trials.setup.device)))
-        self._failed = 0
-        """The fewest rows that memory ran out with; 0 where it did not."""
-        self._too_many = 0
-        """Rows that were tried, and were above the limit after all; 0 where there were none."""
+        self._failed = 0  # fewest rows that ran out of memory; 0 if none did
+        self._too_many = 0  # rows of a trial above the limit; 0 if there was none
         self._slack = LEAST_SLACK
 
     @property
     def largest(self) -> int:
-        """The most rows that were tried."""
+        """Most rows that were tried."""
         return max(self._sizes[-1], self._too_many)
 
     @property
     def envelope(self) -> Envelope | None:
-        """For sizes beyond those that were tried; None where the last two ran in other steps."""
-        if self._trials.is_together:
+        """Prediction for larger sizes; None if the last two trials ran different ops."""
+        if self._trials.needs_whole_batch:
             return None
         return self._line_through([self._trials.timeline(self._shape(rows)) for rows in self._sizes[-2:]])
 
     def climb(self, *, beyond_half: bool = False) -> None:
-        """Try sizes for as long as they fit, short of the whole batch: up to half of it, or where it must be cut, beyond."""
+        """Try growing sizes while they fit: up to half of the batch, or beyond it if the whole batch does not fit."""
         while (following := self._following(beyond_half=beyond_half)) >= WORTH_TRYING * self._sizes[-1]:
             expected = self._expected(following)
             try:
                 peak = self._trials.peak(self._shape(following))
-            except (MemoryLimitError, MemoryError):  # of the trial, or of the meter
+            except (MemoryLimitError, MemoryError):
                 self._failed = following
                 continue
             if peak > self._limit:
@@ -430,9 +415,9 @@ class _RealSizes:
             self._sizes.append(following)
 
     def whole(self) -> int:
-        """The peak of the whole batch in one piece: tried where it is expected to fit, else above the limit."""
+        """Return the peak of the whole batch: tried if it is expected to fit, else a value above the limit."""
         trials, count = self._trials, self._trials.source.num_rows
-        if trials.is_together:
+        if trials.needs_whole_batch:
             expected = self._expected(count)
         else:
             pieces = [trials.probe(trials.source.micro_batch(self._shape(rows))) for rows in self._sizes[-2:]]
@@ -445,7 +430,7 @@ class _RealSizes:
         return max(round(expected * (1 + self._slack)), self._above)
 
     def _following(self, *, beyond_half: bool) -> int:
-        """The next size to try; where even one row less than the batch fits, the whole of it is tried after halves."""
+        """Return the next size to try; half of the batch is enough if all but one row are predicted to fit."""
         last, count = self._sizes[-1], self._trials.source.num_rows
         bound = largest_below(self._limit, lambda rows: round(self._at_most(max(rows, last))), count - 1)
         is_half_enough = bound == count - 1 and not beyond_half
@@ -453,12 +438,12 @@ class _RealSizes:
         return min(following, (last + self._failed) // 2) if self._failed else following
 
     def _at_most(self, rows: int) -> float:
-        """Upper bound for a number of rows that is not tried yet."""
+        """Return an upper bound of the peak of a size that was not tried."""
         has_slack = len(self._sizes) > 1 and rows > self._sizes[-1]
         return self._expected(rows) * (1 + (self._slack if has_slack else 0.0))
 
     def _expected(self, rows: int) -> float:
-        """The peak by the envelope, or the line through the last two peaks, or in proportion to the only one."""
+        """Predict a peak by the envelope, the line through the last two peaks, or in proportion to the only one."""
         envelope = self.envelope
         if envelope is not None:
             return envelope.peak((rows, None))

@@ -216,15 +216,13 @@ class Results:
     run: Run
     updates: tuple[UpdateDone, ...] = ()
     epochs: tuple[EpochDone, ...] = ()
-    windows: tuple[WindowSeen, ...] = ()
-    """Stages are in the order of time; the first starts at 0."""
+    windows: tuple[WindowSeen, ...] = ()  # stages are in the order of time; the first starts at 0
     memory: tuple[MemorySeen, ...] = ()
     comparison: Comparison | None = None
     trace: Trace | None = None
     proof: ProofRecord | None = None
     plan: PlanRecord | None = None
-    num_unreadable: int = 0
-    """Lines of `metrics.jsonl` that are no JSON object."""
+    num_unreadable: int = 0  # lines of `metrics.jsonl` that are no JSON object
 
 
 def read_results(path: Path) -> Results:

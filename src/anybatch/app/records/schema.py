@@ -13,15 +13,11 @@ from anybatch.display import html_block, html_table, sentences, short
 
 RunKind = Literal["train", "compare", "trace", "plan", "verify"]
 Scalar = str | int | float | bool | None
-Scalars = Mapping[str, Scalar]
-"""Rows of a table: names and plain values."""
+Scalars = Mapping[str, Scalar]  # rows of a table: names and plain values
 Numbers = Mapping[str, float | None]
-Values = tuple["str | int | float | bool | Values | None", ...]
-"""Sample values of a tensor, nested like the tensor."""
-Shapes = tuple[tuple[int | str, ...], ...]
-"""Shapes of several tensors."""
-JSON_NAMES = {"shapes_in": "in", "shapes_out": "out"}
-"""Names of fields in JSON, if they are keywords of Python."""
+Values = tuple["str | int | float | bool | Values | None", ...]  # sample values of a tensor, nested like the tensor
+Shapes = tuple[tuple[int | str, ...], ...]  # shapes of several tensors
+JSON_NAMES = {"shapes_in": "in", "shapes_out": "out"}  # names of fields in JSON, if they are keywords of Python
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +123,7 @@ class MemorySeen:
     peak_bytes: int | None
 
 
-Metric = UpdateDone | EpochDone | WindowSeen | MemorySeen
-"""One line of `metrics.jsonl`."""
+Metric = UpdateDone | EpochDone | WindowSeen | MemorySeen  # one line of `metrics.jsonl`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

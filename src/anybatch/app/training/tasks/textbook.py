@@ -32,5 +32,5 @@ def task() -> Task:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> dict[str, Mean]:
-    """Share of rows whose largest output is at the target."""
+    """Share of rows with the largest output at the target."""
     return {"accuracy": Mean((outputs.argmax(dim=1) == targets).float().mean())}
