@@ -82,7 +82,6 @@ class Peaks:
         return self._peak_of_two(size) + self.kept_per_pass * max(self._num_passes(size) - 2, 0)
 
     def outside(self, size: int) -> int:
-        """Return the part of the peak outside torch's allocator."""
         return self.outside_once + self.outside_each * self._num_passes(size)
 
     def worst(self, size: int) -> PassShape:

@@ -196,7 +196,15 @@ class Fit(Split):
         return None if self._last is None or self._last.plan is None else show_bytes(self._last.plan.least_bytes)
 
     def choose_for(self, workload: Workload, batch: Batch) -> None:
-        """Plan for batches of this shape, unless an earlier plan covers it."""
+        """Plan for batches of this shape, unless an earlier plan covers it.
+
+        Args:
+            workload: Model, optimizer, objective and options of the update.
+            batch: The batch to plan for.
+
+        Raises:
+            MemoryLimitError: If not even one row is predicted to fit.
+        """
         shape = _shape_of(batch, self.most)
         covering = [fitting for fitting in self._fits if fitting.shape.covers(shape)]
         found = min(covering, key=lambda fitting: (fitting.shape.row_elements, fitting.shape.rows), default=None)
@@ -206,7 +214,17 @@ class Fit(Split):
         self._last = found
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """Split a batch into micro-batches of the chosen size."""
+        """Split a batch into micro-batches of the chosen size.
+
+        Args:
+            batch: A batch like the last one given to `choose_for`.
+
+        Returns:
+            The micro-batches.
+
+        Raises:
+            SplitError: If `choose_for` was not called before.
+        """
         if self._last is None:
             raise SplitError(
                 f"{self!r} chooses by the model and its optimizer, and has seen neither. Give it to Update or Accumulator as "
@@ -215,7 +233,15 @@ class Fit(Split):
         return self._last.split.cut(batch)
 
     def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
-        """Split a batch in the order of its rows, like the chosen split does."""
+        """Split a batch in the order of its rows.
+
+        Args:
+            batch: The batch.
+            like: Micro-batches of the chosen split, an upper bound for those returned.
+
+        Returns:
+            The micro-batches.
+        """
         assert self._last is not None
         return in_arrival_order(self._last.split, batch, like)
 
@@ -235,7 +261,14 @@ class Fit(Split):
         return "fp32" if self._last is None or self._last.plan is None else self._last.plan.sums
 
     def shrink(self, ran: MicroBatches) -> "Fit | None":
-        """Halve the micro-batch for batches like this one; return None if it was a single row."""
+        """Halve the micro-batch for batches like the last one.
+
+        Args:
+            ran: The micro-batches that ran out of memory.
+
+        Returns:
+            This split, or None if a micro-batch was a single row.
+        """
         last = self._last
         assert last is not None
         shrunk = smaller(last.split, ran)
@@ -254,7 +287,14 @@ class Fit(Split):
         return self._last.size
 
     def resized(self, size: int) -> "Fit":
-        """Bound the micro-batch of batches like the last one by `size` and the planned size."""
+        """Bound the micro-batch of batches like the last one.
+
+        Args:
+            size: Rows or tokens; the planned size remains an upper bound.
+
+        Returns:
+            This split.
+        """
         last = self._last
         assert last is not None
         resized = last.split.resized

@@ -96,7 +96,6 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def optimizer_tensors(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Yield the tensors of the optimizer's state."""
     for state in () if optimizer is None else optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 

@@ -455,7 +455,6 @@ def _try_checkpointing(
 
 
 def _notes(trials: Trials, bucket_bytes: int) -> tuple[str, ...]:
-    """Describe possible errors of this plan."""
     setup, (model, optimizer, _), options = trials.setup, trials.setup.parts, trials.setup.options
     notes = []
     if bucket_bytes:

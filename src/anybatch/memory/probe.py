@@ -308,7 +308,6 @@ def _shared(parts: Parts) -> dict[int, Any]:
 
 
 def _modules(parts: Parts) -> list[nn.Module]:
-    """Return the model, and the loss if it is a module."""
     loss = getattr(parts[2], "loss", None)
     return [parts[0], loss] if isinstance(loss, nn.Module) else [parts[0]]
 

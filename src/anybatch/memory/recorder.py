@@ -53,7 +53,6 @@ Moments = tuple[Moment, ...]
 
 
 def highest(moments: Iterable[Moment]) -> Moment:
-    """Return the moment of the peak."""
     return max(moments, key=lambda moment: moment.total, default=Moment())
 
 

@@ -36,7 +36,6 @@ class MicroBatchSource:
 
     @property
     def row_size(self) -> int:
-        """Size of one row."""
         return self.row_length or 1
 
     @property
@@ -87,8 +86,7 @@ class Trials:
     probe: FakeProbe | RealProbe
     fake: FakeProbe | None  # probe on fake tensors, for the breakdown of a peak; None if they cannot run
     reason: str  # why this probe is used
-    needs_whole_batch: bool
-    """True if micro-batches depend on each other, so that each size is tried with the whole batch."""
+    needs_whole_batch: bool  # True if micro-batches depend on each other: each size is tried with the whole batch
     tried: dict[PassShape, int] = field(default_factory=dict)
     moments: dict[PassShape, Moments] = field(default_factory=dict)  # memory of a shape by kind, from fake tensors
     timelines: dict[PassShape, Timeline] = field(default_factory=dict)
@@ -100,13 +98,12 @@ class Trials:
     @cached_property
     def smallest(self) -> int:
         """Fewest rows of a micro-batch: 1, or 2 if BatchNorm needs a variance."""
-        if (
-            not self.needs_whole_batch or self.probe is not self.fake
-        ):  # whole batches row by row are the slowest fake trial
-            try:
-                self.peak((1, self.source.longest))
-            except ValueError:
-                return 2
+        if self.needs_whole_batch and self.probe is self.fake:
+            return 1  # not tried: a whole batch row by row is the slowest fake trial
+        try:
+            self.peak((1, self.source.longest))
+        except ValueError:
+            return 2
         return 1
 
     def kept_per_pass(self) -> int:
@@ -150,7 +147,6 @@ class Trials:
         return self.timelines[shape]
 
     def keep(self, shape: PassShape, timeline: Timeline) -> None:
-        """Store the result of the last trial."""
         self.timelines[shape], self.tried[shape] = timeline, timeline.peak
         if self.probe is self.fake:
             self.moments[shape] = self.fake.recorder.moments()
@@ -175,7 +171,6 @@ class Trials:
         return (source.micro_batch(shape),) * 2
 
     def whole(self) -> int:
-        """Return the peak of the whole batch as one micro-batch."""
         return self.probe(self.source.micro_batch((self.source.num_rows, self.source.longest))).peak
 
     def table(self, kept_per_pass: int) -> tuple[tuple[int, int], ...]:
@@ -228,7 +223,6 @@ def _why_not_real(setup: TrialSetup, source: MicroBatchSource) -> str | None:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that can be allocated now."""
     gc.collect()  # garbage counts as free
     free = free_bytes(device)
     if free is not None:
@@ -257,7 +251,6 @@ class LargestFitting:
 
 
 def find_largest_fitting(trials: Trials, limit: int) -> LargestFitting:
-    """Find the largest size that fits into `limit` bytes."""
     source = trials.source
     size, whole, peaks = (_by_fake_steps if trials.method == "fake tensors" else _by_real_steps)(trials, limit)
     is_whole, smallest = whole <= limit, trials.smallest * source.row_size
@@ -388,7 +381,6 @@ class _RealSizes:
 
     @property
     def largest(self) -> int:
-        """Most rows that were tried."""
         return max(self._sizes[-1], self._too_many)
 
     @property

@@ -80,7 +80,6 @@ def _changes(parts: Parts, blocks: str, *, is_fp32_sum: bool) -> dict[str, Chang
     gathered = sum(one.nbytes for one in model.parameters()) - sum(block_bytes) + 2 * max(block_bytes, default=0)
 
     def by_parameter(moment: Moment) -> Moment:
-        """Step one parameter at a time."""
         return replace(moment, temporaries=min(moment.temporaries, 3 * largest)) if moment.is_step else moment
 
     def in_own_dtype(moment: Moment) -> Moment:

@@ -37,8 +37,6 @@ _ERRORS = "backslashreplace"  # for file names that are not Unicode
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of one run."""
-
     path: Path
 
     @property
@@ -50,7 +48,6 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def write(self, record: Run | Comparison | Trace | ProofRecord | PlanRecord) -> None:
-        """Replace the record's file."""
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.path / record.file, to_json(record, indent=1))
 
@@ -113,7 +110,6 @@ class RunFolder:
         return loaded
 
     def read_metrics(self) -> list[Mapping[str, Any]]:
-        """Read the JSON objects of `metrics.jsonl`."""
         return [event for _, event in self.lines() if event is not None]
 
     def rewind(self, update: int) -> int:
@@ -152,7 +148,6 @@ def _replace(path: Path, text: str) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and sync it to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -160,7 +155,6 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder to disk."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

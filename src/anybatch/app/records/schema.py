@@ -88,8 +88,6 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSeen:
-    """One micro-batch and its weight in the batch's loss."""
-
     rows: int
     units: float
     share: float
@@ -104,7 +102,6 @@ class WindowSeen:
 
     @property
     def seconds(self) -> float:
-        """End of the stage that ended last."""
         return max((stage.start + stage.seconds for stage in self.stages), default=0.0)
 
 
@@ -232,8 +229,6 @@ class ProofRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStage:
-    """One stage of an update; `micro_batch` is None for the whole batch."""
-
     stage: str
     micro_batch: int | None
     title: str
@@ -243,8 +238,6 @@ class TracedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedLayer:
-    """One layer, with the shapes of its inputs and outputs."""
-
     name: str
     kind: str
     shapes_in: Shapes
@@ -349,7 +342,6 @@ def spread_of(values: Iterable[float | None]) -> Spread:
 
 
 def over_runs(arm: Arm, number: Callable[[ArmRun], float | None]) -> Spread:
-    """Return the spread of one number over the runs of an arm."""
     return spread_of(number(run) for run in arm.runs)
 
 

@@ -46,8 +46,6 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTest:
-    """All checks on one device."""
-
     device: str  # such as "NVIDIA A100-SXM4-40GB (cuda:0)"
     versions: dict[str, str]
     seconds: float
@@ -180,7 +178,6 @@ def _accumulated_error(setup: Setup, device: torch.device) -> float:
 
 
 def _error(model: nn.Module, setup: Setup) -> float:
-    """Return the relative error of the gradient."""
     twin = setup.model().double()
     inputs, targets = some_rows()
     setup.whole(twin, inputs.double(), targets).backward()
@@ -190,7 +187,6 @@ def _error(model: nn.Module, setup: Setup) -> float:
 
 
 def updating(device: torch.device, micro_batch: int | Fit) -> Update:
-    """Make an update of a model with six layers."""
     model = mlp(*(partial(nn.Linear, WIDTH, WIDTH), nn.ReLU) * 4, width=WIDTH).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     return Update(model, optimizer, Setup().objective(device), micro_batch=micro_batch, check="off")

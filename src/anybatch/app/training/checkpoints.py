@@ -325,7 +325,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def size_and_checksum(path: Path) -> tuple[int, int]:
-    """Return the bytes and the CRC-32 of a file."""
     total = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -501,7 +500,6 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _optimizer_state(states: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Put the optimizer's `state_dict` together again."""
     state: dict[Any, dict[str, Any]] = {key: dict(values) for key, values in states["optimizer"]["state"].items()}
     for full, (key, name) in states["moments"].items():
         state[key][name] = tensors[full]

@@ -54,8 +54,6 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """A run that is ready to start."""
-
     task: Task
     settings: Settings
     plan: RunPlan

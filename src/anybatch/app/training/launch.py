@@ -29,8 +29,6 @@ LOST_RANK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One rank of a launch."""
-
     rank: int
     size: int
     local_rank: int  # number on this machine, and of its GPU

@@ -89,7 +89,6 @@ def rule_factor(rule: LRRule, times: float) -> float:
 
 
 def beta2_of(optimizer: Optimizer) -> float | None:
-    """Return the beta2 of the first group, or None for optimizers without one."""
     return float(optimizer.param_groups[0]["betas"][1]) if isinstance(optimizer, ADAMS) else None
 
 
@@ -160,12 +159,10 @@ class BatchSchedule:
 
     @property
     def is_fixed(self) -> bool:
-        """True if all batches have one size."""
         return len(self.steps) == 1 and not self.follows_noise
 
     @property
     def largest(self) -> int:
-        """Largest possible batch."""
         return self.rows if self.follows_noise else max(self.steps.values())
 
     def batch(self, epoch: int) -> int:

@@ -50,8 +50,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSums:
-    """Sums over the updates of an epoch so far."""
-
     units: float = 0.0
     loss: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -133,7 +131,6 @@ class Loop:
 
     @property
     def is_finished(self) -> bool:
-        """True when every update of the plan is done."""
         plan, schedule = self.experiment.plan, self.experiment.schedule
         return self.progress.update >= min(plan.updates, schedule.updates_before(plan.epochs + 1))
 
@@ -374,7 +371,6 @@ def all_batches(batches: Iterable[T], *, expected: int, data: str, done: int = 0
 
 
 def first_batch(task: Task, *, batch: int, seed: int) -> Any:
-    """Return the first batch of the training data."""
     loader = training_loader(task, batch=batch, seed=seed, epoch=1)
     return next(all_batches(loader, expected=1, data="training"))
 

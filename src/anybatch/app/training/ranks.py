@@ -68,7 +68,6 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def ranks_of_group(group: Any) -> Ranks:
-    """Return the ranks of a process group; None is one process."""
     if group is None or dist.get_world_size(group) == 1:
         return Ranks()
     return Ranks(dist.get_rank(group), dist.get_world_size(group), group)
@@ -95,18 +94,16 @@ def from_first_rank(make: Callable[[], Value], ranks: Ranks) -> Value:
     """
     if ranks.size == 1:
         return make()
-    own: list[Exception] = []
-
-    def attempt() -> tuple[Any, Exception | None]:
+    value: Any = None
+    error: Exception | None = None
+    if ranks.rank == 0:
         try:
-            return make(), None
-        except Exception as error:
-            own.append(error)
-            return None, error
-
-    value, error = ranks.lend(attempt, 0)
-    if error is not None:
-        if not own:
-            error.is_told = True  # type: ignore[attr-defined]
-        raise own[0] if own else error
-    return value  # type: ignore[no-any-return]
+            value = make()
+        except Exception as raised:
+            error = raised
+    value, sent = ranks.lend(lambda: (value, error), 0)
+    if sent is None:
+        return value  # type: ignore[no-any-return]
+    if error is None:
+        sent.is_told = True  # type: ignore[attr-defined]
+    raise error or sent

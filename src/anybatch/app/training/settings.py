@@ -60,8 +60,6 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A micro-batch given by the memory it may take."""
-
     bytes: int
 
 

@@ -26,7 +26,6 @@ class TaskRaisedError(TaskError):
 
 
 def check_task_exists(name: str) -> None:
-    """Raise `TaskError` unless `name` is a built-in task or a file."""
     try:
         if name in BUILT_IN or Path(name).is_file():
             return

@@ -59,8 +59,6 @@ class TwoTowers(nn.Module):
 
 
 class Tower(nn.Module):
-    """Encoder of words as a unit vector."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.EmbeddingBag(BUCKETS, WIDTH, mode="mean", padding_idx=0)

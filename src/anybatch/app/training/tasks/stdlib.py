@@ -51,8 +51,6 @@ def task() -> Task:
 
 
 class ByteModel(nn.Module):
-    """A small causal transformer over bytes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.byte = nn.Embedding(END + 1, WIDTH)
@@ -89,7 +87,6 @@ def bytes_of_rows(batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def next_byte(logits: Tensor, targets: Tensor) -> dict[str, Mean]:
-    """Accuracy of the most likely next byte."""
     is_real = targets != IGNORED
     return {"next_byte": Mean((logits.argmax(dim=-1) == targets)[is_real].float().mean())}
 

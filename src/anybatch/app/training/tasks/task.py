@@ -71,7 +71,6 @@ class Task:
 
     @property
     def whole_objective(self) -> Objective:
-        """Objective of a whole batch."""
         return self.objective.whole()
 
     def __post_init__(self) -> None:
