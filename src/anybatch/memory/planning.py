@@ -445,7 +445,7 @@ def _try_checkpointing(
         return None, ()
     try:
         blocks = recompute_blocks(trials.fake.parts[0])  # of a copy that is not used without it any more
-        tried = trials.fake_peak(found.shape, is_whole=found.is_whole, is_known=False)
+        tried = trials.fake_peak(found.shape, is_whole=found.is_whole)
     except Exception:  # blocks that cannot run a second time
         return None, ()
     assert tried is not None

@@ -88,7 +88,6 @@ class Trials:
     reason: str  # why this probe is used
     needs_whole_batch: bool  # True if micro-batches depend on each other: each size is tried with the whole batch
     tried: dict[PassShape, int] = field(default_factory=dict)
-    moments: dict[PassShape, Moments] = field(default_factory=dict)  # memory of a shape by kind, from fake tensors
     timelines: dict[PassShape, Timeline] = field(default_factory=dict)
 
     @property
@@ -141,25 +140,16 @@ class Trials:
         """Try an update in micro-batches of this shape: two, or the whole batch if `needs_whole_batch`."""
         if shape not in self.timelines:
             parts = self._cut(shape)
-            self.keep(shape, self.probe(*parts))
+            self.timelines[shape] = self.probe(*parts)
+            self.tried[shape] = self.timelines[shape].peak
             if self.fake is self.probe and self.setup.is_coupled:  # the random state is made by no op
                 self.tried[shape] += torch.get_rng_state().nbytes * len(parts)
         return self.timelines[shape]
 
-    def keep(self, shape: PassShape, timeline: Timeline) -> None:
-        self.timelines[shape], self.tried[shape] = timeline, timeline.peak
-        if self.probe is self.fake:
-            self.moments[shape] = self.fake.recorder.moments()
-
-    def fake_peak(self, shape: PassShape, *, is_whole: bool, is_known: bool = True) -> tuple[int, Moments] | None:
-        """Return the peak and the memory by kind on fake tensors; None if they cannot run.
-
-        `is_known=False` tries again, for a model that has changed since.
-        """
+    def fake_peak(self, shape: PassShape, *, is_whole: bool) -> tuple[int, Moments] | None:
+        """Return the peak and the memory by kind on fake tensors; None if they cannot run."""
         if self.fake is None:
             return None
-        if is_known and not is_whole and shape in self.moments:
-            return self.tried[shape], self.moments[shape]
         parts = (self.source.micro_batch(shape),) if is_whole else self._cut(shape)
         return self.fake(*parts).peak, self.fake.recorder.moments()
 
@@ -200,7 +190,7 @@ def start_trials(setup: TrialSetup, source: MicroBatchSource, undo: ExitStack) -
     if fake is not None and hidden is None:
         trials = Trials(setup, source, fake, fake, "every op of the update could run on them", needs_whole_batch)
         if not needs_whole_batch:
-            trials.keep(shape, timeline)
+            trials.timelines[shape], trials.tried[shape] = timeline, timeline.peak
         return trials
     why_not = _why_not_real(setup, source)
     if why_not is None:
@@ -373,7 +363,7 @@ class _RealSizes:
         learning = bytes_of(one for one in model.parameters() if one.requires_grad)
         standing = bytes_of([*model.parameters(), *model.buffers(), *optimizer_tensors(optimizer)])
         self.fixed = standing + trials.setup.batch_bytes + learning
-        self._above = limit + 1
+        self._given_limit = limit
         self._limit = min(limit, self.fixed + int(0.9 * available_bytes(trials.setup.device)))
         self._failed = 0  # fewest rows that ran out of memory; 0 if none did
         self._too_many = 0  # rows of a trial above the limit; 0 if there was none
@@ -419,20 +409,20 @@ class _RealSizes:
         if not self._failed and expected * (1 + self._slack) <= self._limit:
             with suppress(MemoryLimitError, MemoryError):
                 return trials.whole()
-        return max(round(expected * (1 + self._slack)), self._above)
+        return max(round(expected * (1 + self._slack)), self._given_limit + 1)
 
     def _following(self, *, beyond_half: bool) -> int:
         """Return the next size to try; half of the batch is enough if all but one row are predicted to fit."""
         last, count = self._sizes[-1], self._trials.source.num_rows
-        bound = largest_below(self._limit, lambda rows: round(self._at_most(max(rows, last))), count - 1)
+        slack = self._slack if len(self._sizes) > 1 else 0.0
+
+        def at_most(rows: int) -> float:
+            return round(self._expected(rows) * (1 + slack) if rows > last else self._expected(last))
+
+        bound = largest_below(self._limit, at_most, count - 1)
         is_half_enough = bound == count - 1 and not beyond_half
         following = min(GROWTH * last, count // 2 if is_half_enough else bound)
         return min(following, (last + self._failed) // 2) if self._failed else following
-
-    def _at_most(self, rows: int) -> float:
-        """Return an upper bound of the peak of a size that was not tried."""
-        has_slack = len(self._sizes) > 1 and rows > self._sizes[-1]
-        return self._expected(rows) * (1 + (self._slack if has_slack else 0.0))
 
     def _expected(self, rows: int) -> float:
         """Predict a peak by the envelope, the line through the last two peaks, or in proportion to the only one."""
