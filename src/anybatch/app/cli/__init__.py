@@ -1,4 +1,4 @@
-"""The command line: the only place that prints, parses arguments and picks exit codes (0 clean, 1 findings, 2 usage).
+"""The command line: the only package that prints, parses arguments and picks exit codes (0 clean, 1 findings, 2 usage).
 
-Nothing is imported here, and no command imports torch before its own first output.
+No command loads torch before it has printed its first line.
 """

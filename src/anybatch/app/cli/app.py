@@ -1,6 +1,6 @@
-"""The commands: each names its options, and imports its module when it is called."""
+"""The commands and their options; each imports its module when it is called."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -74,21 +74,11 @@ def train(
     """
     from anybatch.app.cli.train import TrainRequest, train_command
 
-    size, room = opt.size_and_room(micro_batch, memory)
-    settings = opt.settings_of(context, micro_batch=size, memory=room, keep_half_life=not fixed_beta2)
+    size, limit = opt.rows_and_memory(micro_batch, memory)
+    settings = opt.settings_of(context, micro_batch=size, memory=limit, keep_half_life=not fixed_beta2)
     given = frozenset("keep_half_life" if name == "fixed_beta2" else name for name in opt.given_options(context))
-    return train_command(
-        TrainRequest(
-            task=task,
-            settings=settings,
-            given=given,
-            out=out,
-            resume=resume,
-            tensorboard=tensorboard,
-            is_quiet=quiet,
-            rank_timeout=rank_timeout,
-        )
-    )
+    request = TrainRequest(task, settings, given, out, resume, tensorboard, is_quiet=quiet, rank_timeout=rank_timeout)
+    return train_command(request)
 
 
 @app.command()
@@ -107,7 +97,7 @@ def compare(
     out: opt.Out = None,
     quiet: opt.Quiet = False,
 ) -> int:
-    """Train a task in four ways over several seeds, and say what was found.
+    """Train a task in four ways over several seeds, and print the differences.
 
     Small batches, an update each; the accumulation loop as it is usually written; the exact batch at the same learning
     rate; the exact batch with the learning-rate rule (default: linear for SGD, sqrt for Adam and its kin).
@@ -162,32 +152,30 @@ def plan(
     is_json: opt.PlanJson = False,
     quiet: opt.Quiet = False,
 ) -> int:
-    """Say which micro-batch fits into a memory, and what an update needs, before anything runs.
+    """Predict the largest micro-batch that fits into memory, and the peak of an update, before anything runs.
 
-    The device need not be there: a laptop can plan for a card that it does not have. Where the batch has to be cut, the ways
-    that fit (smaller micro-batches, checkpointing, saved tensors on the host) are in the order of their time, as measured on a
-    model that is here. With --model: of a transformers config.json instead of a task; no weights are made.
+    The device need not be present: a laptop can plan for a GPU that it does not have. If the batch has to be split, the ways
+    to fit it (smaller micro-batches, checkpointing, saved tensors on the host) are listed. With --model, a transformers
+    config.json is planned instead of a task; no weights are allocated.
 
     Example: anybatch plan stdlib --memory 64MiB
 
     Example: anybatch plan --model llama-8b.json --tokens 4096 --dtype bf16 --optimizer adamw --memory 80GB
     """
-    asked = {"tokens": tokens, "rows": rows, "dtype": dtype, "optimizer": optimizer}
-    given = {name: value for name, value in asked.items() if value is not None}
+    from anybatch.app.cli.plan import config_plan_command, plan_command
+
+    options = {"tokens": tokens, "rows": rows, "dtype": dtype, "optimizer": optimizer}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     settings = opt.settings_of(context, updates=1)
     if model is not None:
         if task is not None:
             raise SettingsError("--model is planned instead of a task, on one device; give no TASK with it.")
-        from anybatch.app.cli.plan import config_plan_command
-
-        options = given | {"checkpointing": checkpointing, "sums": sums, "memory": memory}
-        return config_plan_command(model, options, settings, out=out, is_json=is_json, is_quiet=quiet)
+        given |= {"checkpointing": checkpointing, "sums": sums, "memory": memory}
+        return config_plan_command(model, given, settings, out=out, is_json=is_json, is_quiet=quiet)
     if task is None:
         raise SettingsError("plan needs a TASK, or --model with the config.json of a model of transformers.")
     for name in (*given, *(["checkpointing"] if checkpointing else [])):
         raise SettingsError(f"--{name} is of a config file: give one with --model, or leave the option out.")
-    from anybatch.app.cli.plan import plan_command
-
     return plan_command(task, settings, sums=sums, memory=memory, out=out, is_json=is_json, is_quiet=quiet)
 
 
@@ -205,7 +193,7 @@ def verify(
     is_json: opt.VerdictJson = False,
     quiet: opt.Quiet = False,
 ) -> int:
-    """Prove on the first batch of a task that accumulating gives the whole batch's gradient, or say why not.
+    """Check on the first batch of a task that accumulation gives the whole batch's gradient, or explain why not.
 
     Exit code 0 if it is exact, 1 if not, 3 if it could not be judged.
 
@@ -231,13 +219,13 @@ def doctor(
     static: opt.Static = False,
     compiling: opt.Compiling = False,
 ) -> int:
-    """Run your own script, watch its training loop, and say what is wrong with it. Exit code 0 clean, 1 errors, 2 usage.
+    """Run your own script, watch its training loop, and report what is wrong with it. Exit code 0 clean, 1 errors, 2 usage.
 
     Example: anybatch doctor train.py --epochs 1
 
     Example: anybatch doctor -- torchrun --nproc-per-node 2 train.py
     """
-    from anybatch.app.cli.doctor import DoctorRequest, doctor_command
+    from anybatch.app.cli.doctor import doctor_command
 
     if static:
         raise DoctorError(
@@ -246,8 +234,8 @@ def doctor(
         )
     if not script and log is None:
         raise typer.BadParameter("name a script, or -- and a command; or --log with the folder of an earlier run.")
-    request = DoctorRequest(
-        words=tuple(script or ()),
+    return doctor_command(
+        script or [],
         updates=updates,
         short_epochs=short_epochs,
         log=log,
@@ -258,15 +246,11 @@ def doctor(
         is_github=github,
         is_compiling=compiling,
     )
-    return doctor_command(request)
 
 
 @app.command()
 def learn(
-    page: opt.LessonName = None,
-    out: opt.LessonFile = None,
-    site: opt.SiteFolder = None,
-    quiet: opt.Quiet = False,
+    page: opt.LessonName = None, out: opt.LessonFile = None, site: opt.SiteFolder = None, quiet: opt.Quiet = False
 ) -> int:
     """Learn gradient accumulation by doing it: nine short pages, one file, no network.
 
@@ -281,7 +265,7 @@ def learn(
 
 @app.command()
 def report(run: opt.RunPath, quiet: opt.Quiet = False) -> int:
-    """Make the page of a run again, from the files in its folder.
+    """Write the page of a run again, from the files in its folder.
 
     Example: anybatch report runs/digits-20261115-120000
     """
@@ -291,19 +275,15 @@ def report(run: opt.RunPath, quiet: opt.Quiet = False) -> int:
 
     folder = RunFolder(run)
     folder.read_run()
-    page = write_page(folder)
-    say(f"page: {page}", is_quiet=quiet)
+    say(f"page: {write_page(folder)}", is_quiet=quiet)
     return 0
 
 
 @app.command("self-test")
 def self_test(
-    device: opt.Device = "auto",
-    rows: opt.SelfTestRows = None,
-    out: opt.Out = None,
-    quiet: opt.Quiet = False,
+    device: opt.Device = "auto", rows: opt.SelfTestRows = None, out: opt.Out = None, quiet: opt.Quiet = False
 ) -> int:
-    """Does it hold on this device? Exactness, running out of memory, what fits, plans and speed, in some two minutes.
+    """Check this device in about two minutes: exactness, out-of-memory retries, Fit, plans and speed.
 
     Prints a table, and writes a page and a JSON to attach to an issue. Exit code 0 if every check passes, 1 if not.
 

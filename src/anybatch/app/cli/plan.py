@@ -1,4 +1,4 @@
-"""`anybatch plan`: the largest micro-batch that fits, before anything runs, of a task or of a config file."""
+"""`anybatch plan`: predict the largest micro-batch that fits, for a task or for a transformers config file."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anybatch import __version__
-from anybatch.app.cli.folders import check_installed, first_record, new_folder, short_name, write_page
+from anybatch.app.cli.folders import check_installed, finish, first_record, new_folder, short_name
 from anybatch.app.cli.screen import say
 from anybatch.app.records.schema import PlanRecord
 from anybatch.app.records.tolerant_reading import read
@@ -21,44 +21,61 @@ if TYPE_CHECKING:
     from anybatch.core import Sums
     from anybatch.memory import Plan
 
-LARGE = 2**35
-"""Bytes that are taken to be free where the system does not tell."""
+ASSUMED_FREE = 2**35
+"""Bytes of host memory that are assumed to be free if the system does not report them."""
 
 
 def plan_command(
     task: str, settings: Settings, *, sums: "Sums", memory: str | None, out: Path | None, is_json: bool, is_quiet: bool
 ) -> int:
-    """Plan, print, and leave a folder with a page; 1 where not even one row fits."""
+    """Plan a task, print the plan and write a folder with a page; return 1 if not even one row fits."""
     check_task_exists(task)
     check_installed("torchdata")
     limit = None if memory is None else parse_bytes(memory)
-    return _tell(
-        task, settings, lambda: _plan(task, settings, limit, sums), out=out, is_json=is_json, is_quiet=is_quiet
-    )
+    return _show(task, settings, lambda: _plan(task, settings, limit, sums), out, is_json=is_json, is_quiet=is_quiet)
 
 
-def _tell(
-    name: str, settings: Settings, make: Callable[[], "Plan"], *, out: Path | None, is_json: bool, is_quiet: bool
+def config_plan_command(
+    config: Path, options: dict[str, Any], settings: Settings, *, out: Path | None, is_json: bool, is_quiet: bool
 ) -> int:
-    """Make the plan, print it, and leave a folder with a page unless only JSON is asked for; 1 where not even one row fits."""
+    """Plan a language model from its config file, as `plan_command` does a task; the model is not built."""
+    if find_spec("transformers") is None:
+        raise SettingsError(
+            f"--model {config} needs transformers. Install it with: pip install 'anybatch[huggingface]'"
+        )
+    # without --memory the plan is for this machine; --memory without --device is that of a GPU
+    is_gpu = settings.device == "auto" and options["memory"] is not None
+    device = "cuda" if is_gpu else settings.device.replace("auto", "cpu")
+
+    def make() -> "Plan":
+        from anybatch.memory import plan_config
+
+        return plan_config(config, **{"tokens": 2048, **options}, device=device)
+
+    return _show(str(config), settings, make, out, is_json=is_json, is_quiet=is_quiet)
+
+
+def _show(
+    name: str, settings: Settings, make: Callable[[], "Plan"], out: Path | None, *, is_json: bool, is_quiet: bool
+) -> int:
+    """Make the plan and print it; write a folder with a page unless only JSON is asked for."""
     folder = None if is_json and out is None else new_folder(name, out)
     is_quiet = is_quiet or is_json
     say(f"anybatch {__version__}  planning the memory of {short_name(name)}", is_quiet=is_quiet)
     planned = make()
     if is_json:
         say(json.dumps(planned.as_dict(), indent=1))
-    say("\n".join(["", *memory_plan_lines(planned)]), is_quiet=is_quiet)
+    say("\n".join(["", *_plan_lines(planned)]), is_quiet=is_quiet)
     if folder is not None:
-        folder.write(dataclasses.replace(first_record("plan", name, settings), status="finished"))
         record = read(PlanRecord, planned.as_dict() | {"sentences": planned.describe().splitlines()})
         assert record is not None
-        folder.write(record)
-        say(f"\npage: {write_page(folder)}", is_quiet=is_quiet)
+        say(is_quiet=is_quiet)
+        finish(folder, first_record("plan", name, settings), record, is_quiet=is_quiet)
     return 0 if planned.fits else 1
 
 
 def _plan(task: str, settings: Settings, limit: int | None, sums: "Sums") -> "Plan":
-    build = find_task(task)  # torch is loaded from here on
+    build = find_task(task)  # this loads torch
     import torch
 
     from anybatch.app.training.experiment import find_device, find_split
@@ -76,8 +93,8 @@ def _plan(task: str, settings: Settings, limit: int | None, sums: "Sums") -> "Pl
             "here."
         ) from None
     seed_all(settings.seed)
-    beyond = (free_on_host() or LARGE) // 8  # a trial by real steps needs five times the weights
-    with parameters_on_meta(beyond=beyond):
+    # a trial with real steps needs five times the weights
+    with parameters_on_meta(beyond=(free_on_host() or ASSUMED_FREE) // 8):
         found = build()
     found.model.train()
     size = min(settings.batch_size or found.batch_size, len(found.training))
@@ -97,16 +114,12 @@ def _plan(task: str, settings: Settings, limit: int | None, sums: "Sums") -> "Pl
     )
 
 
-def memory_plan_lines(planned: "Plan") -> list[str]:
-    """The plan as text: sentences, sizes, what the peak is made of, and what could be changed."""
+def _plan_lines(planned: "Plan") -> list[str]:
     sizes = [[f"{entry.size:,}", show_bytes(entry.peak), "yes" if entry.fits else "no"] for entry in planned.sizes]
-    parts = [
-        [field.name, show_bytes(getattr(planned.breakdown, field.name))]
-        for field in dataclasses.fields(planned.breakdown)
-    ]
-    head, _, *rest = planned.describe().splitlines()
+    parts = [[name, show_bytes(part)] for name, part in dataclasses.asdict(planned.breakdown).items()]
     changes = [[way.change, show_bytes(way.peak), "yes" if way.fits else "no"] for way in planned.ways_to_fit]
     size = f"with {planned.micro_batch:,} {planned.unit}" if planned.fits else "with one row"
+    head, _, *rest = planned.describe().splitlines()
     return [
         head,
         "",
@@ -118,23 +131,3 @@ def memory_plan_lines(planned: "Plan") -> list[str]:
         "",
         *rest,
     ]
-
-
-def config_plan_command(
-    config: Path, options: dict[str, Any], settings: Settings, *, out: Path | None, is_json: bool, is_quiet: bool
-) -> int:
-    """Plan a language model that is not built, print, and leave a folder with a page; 1 where not even one row fits."""
-    if find_spec("transformers") is None:
-        raise SettingsError(
-            f"--model {config} needs transformers. Install it with: pip install 'anybatch[huggingface]'"
-        )
-    # without a size it is this machine that is asked; a size without a device is that of a card
-    is_card = settings.device == "auto" and options["memory"] is not None
-    device = "cuda" if is_card else settings.device.replace("auto", "cpu")
-
-    def make() -> "Plan":
-        from anybatch.memory import plan_config
-
-        return plan_config(config, **{"tokens": 2048, **options}, device=device)
-
-    return _tell(str(config), settings, make, out=out, is_json=is_json, is_quiet=is_quiet)

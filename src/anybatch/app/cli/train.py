@@ -1,4 +1,4 @@
-"""`anybatch train`: a new run, or one that goes on; with which task file, and with which settings."""
+"""`anybatch train`: start a run or resume one, train, and write its folder."""
 
 import dataclasses
 import hashlib
@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from anybatch import __version__
-from anybatch.app.cli.folders import (
-    check_installed,
-    first_record,
-    its_end_told,
-    new_folder,
-    short_name,
-    versions,
-    write_page,
-)
+from anybatch.app.cli import folders
 from anybatch.app.cli.screen import plan_lines, say, screen_for, summary_line
 from anybatch.app.records.run_folder import RunFolder, locked, read_results
 from anybatch.app.records.schema import EpochDone, Metric, Run, UpdateDone
@@ -38,9 +30,9 @@ if TYPE_CHECKING:
     from anybatch.app.training.loop import Progress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TrainRequest:
-    """What was typed."""
+    """Arguments of one `anybatch train`."""
 
     task: str | None
     settings: Settings
@@ -54,9 +46,9 @@ class TrainRequest:
     """Seconds that a rank waits for the others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class OpenedRun:
-    """A run, before its first update or after some."""
+    """A new or resumed run before it trains."""
 
     folder: RunFolder
     run: Run
@@ -66,30 +58,29 @@ class OpenedRun:
 
 
 def train_command(request: TrainRequest) -> int:
-    """Train, and leave a run folder: 0 when finished, 1 when stopped before the end or its validation loss is nan.
+    """Train and write a run folder; return 0 if finished, 1 if stopped early or the validation loss is nan.
 
-    Under torchrun every rank comes here; rank 0 alone prints and writes, checkpoints aside.
+    Under torchrun every rank runs this. Rank 0 alone prints and writes, except for checkpoints.
     """
     launch = find_launch()
     is_first = launch is None or launch.rank == 0
     request = dataclasses.replace(request, is_quiet=request.is_quiet or not is_first)
-    check_installed("torchdata", *(["tensorboard"] if request.tensorboard else []))
+    folders.check_installed("torchdata", *(["tensorboard"] if request.tensorboard else []))
     with ExitStack() as stack:
-        opened = None
+        opened, group = None, None
         if is_first:
             opened = open_run(request, launch)
             stack.enter_context(locked(opened.folder.path))
-            say(f"anybatch {__version__}  training {short_name(opened.run.task)}", is_quiet=request.is_quiet)
+            say(f"anybatch {__version__}  training {folders.short_name(opened.run.task)}", is_quiet=request.is_quiet)
             for remark in opened.remarks:
                 say(f"note    {remark}", is_quiet=request.is_quiet)
-        if launch is None:
-            assert opened is not None
-            return _train(request, opened, group=None, is_first=True)
-        ranks = joined_ranks(launch, device_of(request), seconds=request.rank_timeout)
-        group = stack.enter_context(ranks)  # torch is loaded from here on
-        from anybatch.app.training.ranks import from_first_rank, ranks_of_group
+        if launch is not None:
+            resumed = None if request.resume is None else _stored_settings(RunFolder(request.resume).read_run())
+            ranks = joined_ranks(launch, (resumed or request.settings).device, seconds=request.rank_timeout)
+            group = stack.enter_context(ranks)  # this loads torch
+            from anybatch.app.training.ranks import from_first_rank, ranks_of_group
 
-        opened = from_first_rank(lambda: opened, ranks_of_group(group))
+            opened = from_first_rank(lambda: opened, ranks_of_group(group))
         assert opened is not None
         return _train(request, opened, group=group, is_first=is_first)
 
@@ -97,39 +88,41 @@ def train_command(request: TrainRequest) -> int:
 def _train(request: TrainRequest, opened: OpenedRun, *, group: Any, is_first: bool) -> int:
     folder, run, is_quiet = opened.folder, opened.run, request.is_quiet
     if run.status == "finished":
-        if is_first and not (folder.path / "report.html").exists():  # a kill came before it was written
-            write_page(folder)
+        if is_first and not (folder.path / "report.html").exists():  # the run was killed before its page was written
+            folders.write_page(folder)
         say(f"{folder.path} is finished: nothing is left to do.", is_quiet=is_quiet)
         return 0
 
-    with its_end_told(folder, run) if is_first and opened.goes_on else nullcontext():
-        build = find_task(run.task)  # torch is loaded from here on
+    with folders.recording_failure(folder, run) if is_first and opened.goes_on else nullcontext():
+        build = find_task(run.task)  # this loads torch
         from anybatch.app.training.experiment import assemble
         from anybatch.app.training.loop import Loop
 
-        experiment = assemble(build, settings_of(request, run), group=group)
+        settings = _stored_settings(run)
+        if "parallel" in request.given:  # like the number of ranks, this may change on resume
+            settings = dataclasses.replace(settings, parallel=request.settings.parallel)
+        experiment = assemble(build, settings, group=group)
     run = dataclasses.replace(run, plan=plain(experiment.plan), status="running", reason="", summary={})
     with ExitStack() as stack:
         if is_first:
             folder.write(run)
-            stack.enter_context(its_end_told(folder, run))
-        for line in plan_lines(experiment.plan):
-            say(line, is_quiet=is_quiet)
-        progress = _go_on(folder, experiment, is_first=is_first, is_quiet=is_quiet) if opened.goes_on else None
+            stack.enter_context(folders.recording_failure(folder, run))
+        say("\n".join(plan_lines(experiment.plan)), is_quiet=is_quiet)
+        progress = _restore(folder, experiment, is_first=is_first, is_quiet=is_quiet) if opened.goes_on else None
         done = progress.update if progress is not None else 0
-        should_stop = stack.enter_context(interrupts())
+        should_stop = stack.enter_context(_interrupts())
         show = stack.enter_context(screen_for(experiment.plan.updates, done, is_quiet=is_quiet))
         listeners: list[Callable[[Metric], None]] = [folder.append, show] if is_first else []
         if request.tensorboard and is_first:
-            listeners.append(tensorboard_writer(stack, folder.path, done))
+            listeners.append(_tensorboard_writer(stack, folder.path, done))
 
-        def tell(metric: Metric) -> None:
+        def send(metric: Metric) -> None:
             for listener in listeners:
                 listener(metric)
 
         loop = Loop(
             experiment,
-            tell=tell,
+            tell=send,
             checkpoints=folder.checkpoints,
             progress=progress,
             should_stop=should_stop,
@@ -138,11 +131,12 @@ def _train(request: TrainRequest, opened: OpenedRun, *, group: Any, is_first: bo
         )
         progress = loop.run()
     if is_first:
-        _close(folder, run, experiment, progress, is_finished=loop.is_finished, is_quiet=is_quiet)
+        _finish(folder, run, experiment, progress, is_finished=loop.is_finished, is_quiet=is_quiet)
     return 0 if loop.is_finished and not isnan(progress.last.get("valid_loss", 0.0)) else 1
 
 
-def _go_on(folder: RunFolder, experiment: "Experiment", *, is_first: bool, is_quiet: bool) -> "Progress | None":
+def _restore(folder: RunFolder, experiment: "Experiment", *, is_first: bool, is_quiet: bool) -> "Progress | None":
+    """Restore the newest readable checkpoint, and drop later records; None if there is no checkpoint."""
     from anybatch.app.training.checkpoints import resume
     from anybatch.app.training.loop import Progress
 
@@ -159,18 +153,17 @@ def _go_on(folder: RunFolder, experiment: "Experiment", *, is_first: bool, is_qu
     return Progress.from_plain(resumed.progress, resumed.loader_state)
 
 
-def _close(
+def _finish(
     folder: RunFolder, run: Run, experiment: "Experiment", progress: "Progress", *, is_finished: bool, is_quiet: bool
 ) -> None:
+    """Print how the run ended, and write its last record and its page."""
     summary = _summary(folder, experiment, progress)
     lines = []
     choice = getattr(experiment.update.accumulator.split, "choice", None)
     if choice is not None:
         lines.append(f"micro-batch: {choice.describe()}")
-    if summary.get("retries"):
-        lines.append(
-            f"memory ran out {summary['retries']} times: those batches were started again in smaller micro-batches"
-        )
+    if retries := summary.get("retries"):
+        lines.append(f"memory ran out {retries} times: those batches were started again in smaller micro-batches")
     if isnan(progress.last.get("valid_loss", 0.0)):
         lines.append("the validation loss is nan: what the model learnt is of no use")
     if is_finished:
@@ -180,7 +173,7 @@ def _close(
     say("\n".join(lines), is_quiet=is_quiet)
     status, reason = ("finished", "") if is_finished else ("stopped", "someone asked it to stop")
     folder.write(dataclasses.replace(run, status=status, reason=reason, summary=summary))
-    say(f"page: {write_page(folder)}", is_quiet=is_quiet)
+    say(f"page: {folders.write_page(folder)}", is_quiet=is_quiet)
     if not is_finished:
         say(f"go on with: anybatch train --resume {folder.path}", is_quiet=is_quiet)
 
@@ -194,50 +187,54 @@ def _summary(folder: RunFolder, experiment: "Experiment", progress: "Progress") 
         judge = experiment.task.metric
         summary["lowest_valid_loss" if judge is None else f"best_{judge}"] = progress.best
     summary["rows_seen"] = sum(done.rows or 0 for done in updates)
-    retries = sum(done.retries or 0 for done in updates)
-    if retries:
+    if retries := sum(done.retries or 0 for done in updates):
         summary["retries"] = retries
     summary["seconds"] = round(sum(done.seconds or 0.0 for done in updates), 3)
     return summary
 
 
 def open_run(request: TrainRequest, launch: Launch | None) -> OpenedRun:
-    """The run that was asked for; nothing is written, and no code of a task is run."""
-    resumed = request.resume or _run_of(launch, request)
+    """Return the requested run, new or resumed. Writes nothing, and runs no code of the task."""
+    resumed = request.resume or _restarted_run(launch, request)
     name = None if launch is None else launch.name
     if resumed is None:
         if request.task is None:
             raise TaskError("train needs a task, such as: anybatch train digits. See anybatch train --help.")
         check_task_exists(request.task)
-        folder = new_folder(request.task, request.out)
-        run = first_record("train", request.task, request.settings)
-        run = dataclasses.replace(run, launch=name, task_hash=hash_of(run.task))
-        return OpenedRun(folder=folder, run=run, goes_on=False)
+        folder = folders.new_folder(request.task, request.out)
+        run = folders.first_record("train", request.task, request.settings)
+        return OpenedRun(folder, dataclasses.replace(run, launch=name, task_hash=_hash(run.task)), goes_on=False)
     folder = RunFolder(resumed)
     run = folder.read_run()
     if run.kind != "train":
         raise RunError(f"{resumed} is a run of {run.kind}, which cannot be resumed. Start it anew.")
     if request.resume is not None and request.out is not None:
         raise SettingsError(f"--out {request.out} with --resume {request.resume}: a run goes on in its own folder.")
-    _check_unchanged(request, run)
-    task = _task_to_run(request, folder, run)
-    remarks = _remarks(run, task)
+    wished = dataclasses.asdict(request.settings)
+    for option in sorted(request.given & wished.keys() - {"parallel"}):
+        if wished[option] != run.settings.get(option):
+            raise SettingsError(
+                f"--{option.replace('_', '-')} {wished[option]} with --resume: this run was started with "
+                f"{run.settings.get(option)}, and goes on as it was. Leave the option out, or start a new run."
+            )
+    task, versions = _task_to_run(request, folder, run), folders.versions()
+    remarks = list(_differences(run, task, {"anybatch": __version__, **versions}))
     run = dataclasses.replace(
-        run, launch=name, task=task, task_hash=hash_of(task), versions=versions(), anybatch=__version__
+        run, launch=name, task=task, task_hash=_hash(task), versions=versions, anybatch=__version__
     )
-    return OpenedRun(folder=folder, run=run, goes_on=True, remarks=remarks)
+    return OpenedRun(folder, run, goes_on=True, remarks=remarks)
 
 
-def hash_of(task: str) -> str | None:
-    """SHA-256 of a task's file; None of a built-in task."""
+def _hash(task: str) -> str | None:
+    """Return the SHA-256 of a task's file; None for a built-in task."""
     return None if task in BUILT_IN else hashlib.sha256(Path(task).read_bytes()).hexdigest()
 
 
 def _task_to_run(request: TrainRequest, folder: RunFolder, run: Run) -> str:
-    """The task to go on with: the one given, else the one that `run.json` names.
+    """Return the task of a resumed run: the one that was typed, else the one that `run.json` names.
 
-    A run folder may come from anywhere, and to go on with it runs the file that it names. So the file is named first, and
-    one that lies inside the folder runs only if it was given, or where someone agrees.
+    A run folder may come from anyone, and resuming it runs the file that it names. So the file is printed first, and a file
+    inside the folder runs only if it was typed or the user agrees.
     """
     if request.task is not None:
         check_task_exists(request.task)
@@ -266,49 +263,31 @@ def _task_to_run(request: TrainRequest, folder: RunFolder, run: Run) -> str:
 def _agrees(path: Path) -> bool:
     try:
         return typer.confirm(f"{path} came with the run folder. Run it?", err=True)
-    except (typer.Abort, OSError, ValueError):  # nobody is there to answer
+    except (typer.Abort, OSError, ValueError):  # there is no terminal to answer from
         return False
 
 
-def _remarks(run: Run, task: str) -> list[str]:
-    """Tell in a line each how the machine and the task differ from when the run was last at work."""
-    found = []
+def _differences(run: Run, task: str, versions: dict[str, str]) -> Iterator[str]:
+    """Yield a sentence for each difference between this machine and task and those of the run so far."""
     if task != run.task:
-        found.append(f"the task is {task} now; the run was started with {run.task}")
-    if run.task_hash is not None and hash_of(task) != run.task_hash:
-        found.append(
-            "the task file has changed since this run was last at work; the checkpoint fits its model or is refused"
-        )
-    for name, now in {"anybatch": __version__, **versions()}.items():
-        before = run.anybatch if name == "anybatch" else run.versions.get(name)
-        if before and before != now and name in ("anybatch", "torch", "python"):
-            found.append(f"{name} is {now} now, and was {before}: the rest of the run may differ in its last digits")
-    return found
+        yield f"the task is {task} now; the run was started with {run.task}"
+    if run.task_hash is not None and _hash(task) != run.task_hash:
+        yield "the task file has changed since this run was last at work; the checkpoint fits its model or is refused"
+    for name in ("anybatch", "python", "torch"):
+        now, before = versions.get(name), run.anybatch if name == "anybatch" else run.versions.get(name)
+        if now and before and before != now:
+            yield f"{name} is {now} now, and was {before}: the rest of the run may differ in its last digits"
 
 
-def _run_of(launch: Launch | None, request: TrainRequest) -> Path | None:
-    """The run that these ranks were at before torchrun restarted them; None: there is none, they begin."""
+def _restarted_run(launch: Launch | None, request: TrainRequest) -> Path | None:
+    """Return the folder of the run that torchrun restarted; None on a first start."""
     if launch is None or launch.name is None or request.task is None:
         return None
-    places = [request.out] if request.out is not None else sorted(Path("runs").glob(f"{short_name(request.task)}-*"))
-    for place in places:
-        if (place / "run.json").is_file() and RunFolder(place).read_run().launch == launch.name:
-            return place
+    pattern = f"{folders.short_name(request.task)}-*"
+    for path in [request.out] if request.out is not None else sorted(Path("runs").glob(pattern)):
+        if (path / "run.json").is_file() and RunFolder(path).read_run().launch == launch.name:
+            return path
     return None
-
-
-def device_of(request: TrainRequest) -> str:
-    """Where the run computes."""
-    if request.resume is None:
-        return request.settings.device
-    return _stored_settings(RunFolder(request.resume).read_run()).device
-
-
-def settings_of(request: TrainRequest, run: Run) -> Settings:
-    """As the run was started; only how ranks hold the model may be another, as their number may."""
-    settings = _stored_settings(run)
-    parallel = request.settings.parallel if "parallel" in request.given else settings.parallel
-    return dataclasses.replace(settings, parallel=parallel)
 
 
 def _stored_settings(run: Run) -> Settings:
@@ -322,55 +301,41 @@ def _stored_settings(run: Run) -> Settings:
     return Settings(**stored)
 
 
-def _check_unchanged(request: TrainRequest, run: Run) -> None:
-    wished = dataclasses.asdict(request.settings)
-    for name in sorted(request.given & wished.keys() - {"parallel"}):
-        if wished[name] != run.settings.get(name):
-            raise SettingsError(
-                f"--{name.replace('_', '-')} {wished[name]} with --resume: this run was started with "
-                f"{run.settings.get(name)}, and goes on as it was. Leave the option out, or start a new run."
-            )
-
-
 @contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """A block in which the first SIGINT, SIGTERM or SIGHUP is only noted; a second SIGINT interrupts as usual.
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Catch SIGINT, SIGTERM and SIGHUP; yield a function that returns whether one came. A second SIGINT interrupts.
 
-    Its function tells whether one came. A signal that is ignored when the block begins, as `nohup` and shells without a
-    terminal have it, stays ignored.
+    Signals that are ignored on entry, as under `nohup`, stay ignored.
     """
-    is_wished = False
+    is_requested = False
     before: dict[int, Any] = {}
 
-    def take_note(number: int, frame: FrameType | None) -> None:
-        nonlocal is_wished
-        if is_wished and number == signal.SIGINT:
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_requested
+        if is_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        is_wished = True
+        is_requested = True
 
-    if threading.current_thread() is threading.main_thread():  # Python hands signals to no other
+    if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other thread
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, take_note)
+                before[number] = signal.signal(number, request_stop)
     try:
-        yield lambda: is_wished
+        yield lambda: is_requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def tensorboard_writer(stack: ExitStack, folder: Path, update: int) -> Callable[[Metric], None]:
-    """Write each record into `tensorboard/` of the run folder; after a resume, what was undone is purged.
-
-    The step is the number of the update. The files are closed with the stack.
-    """
+def _tensorboard_writer(stack: ExitStack, folder: Path, update: int) -> Callable[[Metric], None]:
+    """Return a function that writes each record into `tensorboard/`; later steps of an earlier process are purged."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=update + 1 if update else None)
     stack.callback(writer.close)
 
-    def show(metric: Metric) -> None:
+    def write(metric: Metric) -> None:
         if isinstance(metric, UpdateDone):
             for name in ("loss", "grad_norm", "lr"):
                 writer.add_scalar(f"update/{name}", getattr(metric, name), metric.update)
@@ -379,4 +344,4 @@ def tensorboard_writer(stack: ExitStack, folder: Path, update: int) -> Callable[
             for name, value in metric.metrics.items():
                 writer.add_scalar(f"epoch/{name}", value, metric.update)
 
-    return show
+    return write
