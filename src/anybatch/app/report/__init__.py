@@ -1,3 +1,3 @@
-"""Finished results in, one HTML page out."""
+"""Turn finished results into one HTML page."""
 
 from anybatch.app.report.page import write_page

@@ -1,25 +1,25 @@
-"""Charts of lines and of bars, each with its table; long traces are thinned, and keep every spike."""
+"""Line and bar charts, each with its table of numbers; long lines are thinned but keep every spike."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from anybatch.app.report.writing import number, percent
+from anybatch.app.report.writing import capitalized, number, percent
 
-MOST_POINTS = 1000
-"""A line of more points than this is thinned: no screen has so many columns, and the page stays small."""
-MOST_ROWS = 500
-"""A table of more rows than this is thinned."""
+MAX_POINTS = 1000
+"""A line with more points is thinned: no screen has more columns, and the page stays small."""
+MAX_ROWS = 500
+"""A table with more rows is thinned."""
 NUM_LOOKS = 6
-"""Dashes of lines and shapes of markers, which the page's script draws."""
+"""Line dashes and marker shapes that the page's script draws."""
 CROSS = 5
-"""The look of what stands apart: crosses."""
+"""Index of the marker that is a cross."""
 NUM_COLOURS = 6
 
 
 class Table(NamedTuple):
-    """Columns and rows of text; the first column names the row. The note says what the rows leave out."""
+    """Columns and rows of text; the first column names the row, the note says what is left out."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -27,7 +27,7 @@ class Table(NamedTuple):
 
 
 class Key(NamedTuple):
-    """One entry of the legend: a button that shows and hides every trace of its group."""
+    """Legend entry: a button that shows and hides the traces of its group."""
 
     name: str
     note: str = ""
@@ -38,36 +38,35 @@ class Chart:
     """One figure of the page."""
 
     name: str
-    """Its place in the page: the id of the element."""
+    """Suffix of the element's id."""
     title: str
     caption: str
-    """One or two sentences that say what is to be seen: the caption, and the text alternative."""
+    """One or two sentences on what the chart shows; also its text alternative."""
     figure: Mapping[str, Any]
-    """`data` has lines, bands or bars, `x` and `y` say what is special about the axes. `stops` says what the arrow keys move
-    along, "x" or "bars". `where` has the words before and after a place on the x axis."""
+    """`data`: lines, bands or bars; `x`, `y`: axes; `stops`: where arrow keys stop ("x", "bars"); `where`: words around x."""
     keys: tuple[Key, ...]
     table: Table
     height: int = 300
     is_wide: bool = False
     has_log: bool = False
-    """Whether a logarithmic axis makes sense."""
+    """Whether the page offers a logarithmic axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart, with a band around it where it is a mean."""
+    """One line of a chart, with a band if it is a mean."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
     colour: int = 1
-    """Which colour of the palette, from 1."""
+    """Index in the palette, from 1."""
     dash: int = 0
     kind: Literal["line", "faint", "points", "area"] = "line"
     deviation: Sequence[float | None] = ()
-    """Half the height of the band at each point; none where it is None."""
+    """Half the height of the band at each point."""
     labels: Sequence[str] = ()
-    """Words for each point besides its value."""
+    """Text of each point in addition to its value."""
 
 
 def line_chart(
@@ -79,39 +78,32 @@ def line_chart(
     is_percent: bool = False,
     unit: str = "",
     from_zero: bool = False,
-    **words_and_size: Any,
+    **fields: Any,
 ) -> Chart:
-    """Lines over a common axis; each is thinned on its own. With `is_percent` the values are shares of one.
-
-    Title, caption, table, height and `is_wide` are those of `Chart`.
-    """
+    """Draw lines over a common x axis. `is_percent`: the values are fractions. `fields` are further fields of `Chart`."""
     if is_percent:
         series, unit = [_in_percent(line) for line in series], " %"
     values = [value for line in series for value in line.y if value is not None]
-    is_positive = bool(values) and min(values) > 0
     data: list[dict[str, Any]] = []
     for group, line in enumerate(series):
         if any(half is not None for half in line.deviation):
             data.append(_band(line, group))
         data.append(_trace(line, group, is_percent=is_percent, unit=unit))
-    # no tick lies between two whole numbers where only whole ones stand on the x axis
-    is_whole = all(x == int(x) for line in series for x in line.x)
     figure = {
         "data": data,
-        "x": {"title": x_title, "whole": is_whole},
+        # without fractional x there are no ticks between whole numbers
+        "x": {"title": x_title, "whole": all(x == int(x) for line in series for x in line.x)},
         "y": {"unit": unit, "zero": from_zero},
         "stops": "x",
         "where": ["", f" {x_unit}"] if x_unit else [f"{x_title} ", ""],
     }
+    is_positive = bool(values) and min(values) > 0
     has_log = is_positive and not is_percent and not from_zero and max(values) > 3 * min(values)
-    keys = tuple(Key(line.name) for line in series)
-    return Chart(name=name, figure=figure, keys=keys, has_log=has_log, **words_and_size)
+    return Chart(name=name, figure=figure, keys=tuple(Key(line.name) for line in series), has_log=has_log, **fields)
 
 
-def bar_chart(
-    name: str, bars: Sequence[dict[str, Any]], lanes: Sequence[str], *, x_title: str, **words_and_size: Any
-) -> Chart:
-    """Horizontal bars, made by `bars_of`, in `lanes` from top to bottom."""
+def bar_chart(name: str, bars: Sequence[dict[str, Any]], lanes: Sequence[str], *, x_title: str, **fields: Any) -> Chart:
+    """Draw horizontal bars, made by `bars_of`, in `lanes` from top to bottom."""
     figure = {
         "data": list(bars),
         "x": {"title": x_title, "whole": False},
@@ -119,7 +111,7 @@ def bar_chart(
         "stops": "bars",
         "where": ["", ""],
     }
-    return Chart(name=name, figure=figure, **words_and_size)
+    return Chart(name=name, figure=figure, **fields)
 
 
 def bars_of(
@@ -132,7 +124,7 @@ def bars_of(
     group: int,
     starts: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """The bars of one key: each as long as its `x` from its start on, 0 if none is given, in its lane, read out as its text."""
+    """Describe the bars of one legend entry: their lanes, lengths `x`, texts and starts (default 0)."""
     return {
         "kind": "bars",
         "name": name,
@@ -186,15 +178,14 @@ def _band(line: Series, group: int) -> dict[str, Any]:
 
 
 def _six_digits(values: Sequence[float | None]) -> list[float | None]:
-    """Six significant digits: more than any screen shows, and half the bytes."""
+    """Round to six significant digits: more than a screen shows, in half the bytes."""
     return [None if value is None else float(f"{value:.6g}") for value in values]
 
 
-def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
-    """Which points to draw, in order: the lowest and the highest of each stretch, and the first and last of all.
+def thin(values: Sequence[float | None], most: int = MAX_POINTS) -> list[int]:
+    """Return the indices of at most `most` points to draw: the first, the last, and the extremes of each stretch.
 
-    Every value, however short its spike, that would set the top or the bottom of a pixel column is kept. At most
-    `most` points; all of them where there are no more than that.
+    Every spike that would set the top or the bottom of a pixel column is kept.
     """
     if len(values) <= most:
         return list(range(len(values)))
@@ -207,18 +198,15 @@ def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
     return sorted(kept)
 
 
-def evenly_spaced(count: int, most: int = MOST_ROWS) -> list[int]:
-    """Evenly spaced positions, the first and the last among them: the rows of a table of numbers."""
+def evenly_spaced(count: int, most: int = MAX_ROWS) -> list[int]:
+    """Return at most `most` evenly spaced indices, with the first and the last: the rows of a long table."""
     if count <= most:
         return list(range(count))
     return [round(step * (count - 1) / (most - 1)) for step in range(most)]
 
 
 def smooth(values: Sequence[float | None], width: int) -> list[float | None]:
-    """The mean of each point and its neighbours, `width` in all; None where all of them are missing.
-
-    Towards the ends fewer are taken, as many before the point as after it, so that the line does not lean.
-    """
+    """Return centred moving means over `width` points, fewer near the ends; None if all of them are missing."""
     sums = [0.0, *accumulate(0.0 if value is None else value for value in values)]
     counts = [0, *accumulate(int(value is not None) for value in values)]
     means: list[float | None] = []
@@ -231,7 +219,7 @@ def smooth(values: Sequence[float | None], width: int) -> list[float | None]:
 
 
 def course_of(name: str, values: Sequence[float | None], *, is_percent: bool = False) -> str:
-    """How a series went, in words.
+    """Describe the first and the last value of a series.
 
     >>> course_of("training loss", [2.3, None, 0.5])
     'training loss went from 2.3 to 0.5'
@@ -246,6 +234,6 @@ def course_of(name: str, values: Sequence[float | None], *, is_percent: bool = F
 
 
 def sentence(*parts: str) -> str:
-    """Parts joined into one sentence with a capital letter and a full stop."""
+    """Join the non-empty parts into one sentence."""
     joined = "; ".join(part for part in parts if part)
-    return joined[:1].upper() + joined[1:] + "." if joined else ""
+    return f"{capitalized(joined)}." if joined else ""

@@ -1,4 +1,4 @@
-"""The first thing a reader sees: one sentence that says how it went, and the few numbers that matter."""
+"""The head of the page: one sentence on how the run went, and the few numbers that matter."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class Figure(NamedTuple):
 
 
 def summary(results: Results) -> str:
-    """One plain sentence on the whole run."""
+    """Summarize the run in one sentence."""
     task = written_task(results.run.task)
     if results.proof is not None:
         return proof_sentence(task, results.proof)
@@ -33,7 +33,7 @@ def summary(results: Results) -> str:
         return f"One update of {task}, stage by stage{through}{then}."
     if results.plan is not None and results.plan.sentences:
         return results.plan.sentences[0]
-    if results.run.kind == "advise":  # of an earlier version
+    if results.run.kind == "advise":  # written by an earlier version
         return f"Advice on {task}, by a command that is no longer there: advice.json in this folder holds what it said."
     return _trained(task, results)
 
@@ -52,7 +52,7 @@ def _compared(task: str, comparison: Comparison) -> str:
 
 
 def _ends(comparison: Comparison) -> tuple[tuple[str, str], tuple[str, str]] | None:
-    """The lowest and the highest mean of the metric, each with its arm. Whether they differ is for the findings to say."""
+    """Return the lowest and the highest mean of the metric, each with its arm."""
     ends = [(at_epoch(arm, 0, lambda point: point.metric).mean, arm.name) for arm in comparison.arms]
     means = [(mean, name) for mean, name in ends if mean is not None]
     if not means:
@@ -69,18 +69,16 @@ def _trained(task: str, results: Results) -> str:
         return f"{task} has not finished an update yet."
     score = ""
     if reached := _last_metric(results):
-        name, value = reached
-        score = f"{value} validation {name}"
+        score = f" reached {reached[1]} validation {reached[0]}"
     elif epochs and epochs[-1].valid_loss is not None:
-        score = f"a validation loss of {number(epochs[-1].valid_loss)}"
+        score = f" reached a validation loss of {number(epochs[-1].valid_loss)}"
     after = f" after {plural(len(epochs), 'epoch')}" if epochs else ""
-    begin = f"{task} reached {score}{after}" if score else f"{task} trained{after}"
     batch, micro_batch, planned = (_planned(results, name) for name in ("batch", "micro_batch", "updates"))
     of_rows = f" with batches of {plural(batch, 'row')}" if batch else ""
     cut = f" in micro-batches of {number(micro_batch)}" if batch and micro_batch and micro_batch < batch else ""
     seconds = _total_seconds(results)
     took = f", in {duration(seconds)}" if seconds else ""
-    sentence = f"{begin}: {plural(done, 'update')}{of_rows}{cut}{took}."
+    sentence = f"{task}{score or ' trained'}{after}: {plural(done, 'update')}{of_rows}{cut}{took}."
     at = f"update {number(done)}" + (f" of {number(planned)}" if planned else "")
     because = f": {run.reason}" if run.reason else ""
     ended = {
@@ -92,7 +90,7 @@ def _trained(task: str, results: Results) -> str:
 
 
 def _last_metric(results: Results) -> tuple[str, str] | None:
-    """The first metric of the last epoch that has one, and its value, both in words."""
+    """Return the name and value of the first metric of the last epoch that has one."""
     for point in reversed(results.epochs):
         for name, value in point.metrics.items():
             if value is not None:
@@ -101,7 +99,7 @@ def _last_metric(results: Results) -> tuple[str, str] | None:
 
 
 def _total_seconds(results: Results) -> float | None:
-    """Seconds of all epochs; of all updates where no epoch has ended."""
+    """Return the seconds of all epochs, or of all updates if no epoch has ended."""
     spans = [point.seconds for point in results.epochs] or [point.seconds for point in results.updates]
     known = [seconds for seconds in spans if seconds is not None]
     return sum(known) if known else None
@@ -113,7 +111,7 @@ def _planned(results: Results, name: str) -> int:
 
 
 def headline(results: Results) -> tuple[Figure, ...]:
-    """The few numbers that matter; what the run does not have is left out."""
+    """Return the numbers at the head of the page."""
     if results.proof is not None:
         return _proof_figures(results.proof)
     if results.comparison is not None and results.comparison.arms:

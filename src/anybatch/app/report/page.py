@@ -1,4 +1,4 @@
-"""The page: sections of charts, tables and text, put together from `Results` and written as one HTML file."""
+"""The page of a run: sections of charts, tables and text, made from `Results` and written as one HTML file."""
 
 import math
 import os
@@ -37,7 +37,7 @@ from anybatch.display import plural
 PAGE = "report.html"
 ROWS = "What every row counted for"
 ONCE = ("clip", "step", "zero")
-"""Stages that a batch goes through as a whole, always; where its rows wait for each other, the passes too."""
+"""Stages that always run once per batch."""
 OUTCOMES = {
     "load": ("shapes", "rows"),
     "forward": ("output",),
@@ -48,59 +48,57 @@ OUTCOMES = {
     "step": ("change of all weights (norm)",),
     "zero": (".grad", "gradients left"),
 }
-"""The facts of each stage that its cell shows; stages are in the order of an update."""
+"""Facts of each stage that its cell shows; stages are in the order of an update."""
 BEFORE = {"backward": "norm ", "accumulate": "norm of the sum ", "step": "weights moved by ", "zero": ".grad "}
-"""Words before the fact."""
+"""Words before the fact of a cell."""
 
 
 class Lane(NamedTuple):
-    """One micro-batch, or the whole batch, from left to right."""
+    """Stages of one micro-batch, or of the whole batch, as (stage, outcome)."""
 
     title: str
     cells: tuple[tuple[str, str], ...]
-    """(stage, what came out of it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One part of the page, with its own heading and its own place in the list of contents."""
+    """One part of the page, with a heading and an entry in the contents."""
 
     name: str
     title: str
     charts: tuple[Chart, ...] = ()
-    tables: tuple[tuple[str, Table], ...] = ()
-    """Tables that are read as they stand, each with a title."""
-    notes: tuple[str, ...] = ()
-    """Sentences that come first."""
-    terms: tuple[tuple[str, str], ...] = ()
-    """Names and what they mean."""
-    code: str = ""
-    """A command, to be copied."""
-    stages: tuple[tuple[str, tuple[TracedStage, ...]], ...] = ()
-    """The stages of a trace, gathered by micro-batch."""
+    tables: tuple[tuple[str, Table], ...] = ()  # (title, table)
+    notes: tuple[str, ...] = ()  # sentences at the top
+    terms: tuple[tuple[str, str], ...] = ()  # (name, meaning)
+    code: str = ""  # a command to copy
+    stages: tuple[tuple[str, tuple[TracedStage, ...]], ...] = ()  # (micro-batch, stages of a trace)
     layers: tuple[TracedLayer, ...] = ()
-    lanes: tuple[Lane, ...] = ()
-    """The same stages as a picture."""
-    picture: Markup | None = None
-    """A cell per row."""
-    prediction: str = ""
-    """What the sample was told to be."""
-    probabilities: tuple[float, ...] = ()
-    """One for each class."""
-    image: str | None = None
-    """The address of the sample's picture, where it is an image."""
+    lanes: tuple[Lane, ...] = ()  # the stages as a picture
+    picture: Markup | None = None  # a cell per row
+    prediction: str = ""  # the class predicted for the sample
+    probabilities: tuple[float, ...] = ()  # one per class
+    image: str | None = None  # `data:` address of the sample
 
 
 def write_page(run_folder: Path) -> Path:
     """Write `report.html` into a run folder, from the results in it, and return its path.
 
-    One file that needs no other and no network. An earlier page is replaced in one step; nothing else is touched.
+    The page loads nothing from elsewhere. It replaces an earlier page atomically; nothing else in the folder changes.
+
+    Args:
+        run_folder: Folder that `anybatch train`, `compare`, `trace`, `plan` or `verify` has written.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        RunError: If the folder holds no run.
     """
     return write_whole(run_folder / PAGE, render(read_results(run_folder)))
 
 
 def render(results: Results) -> str:
-    """The page as text."""
+    """Return the page as HTML."""
     environment = page_environment(is_trimmed=True)
     environment.filters |= {
         "written_sample": writing.written_sample,
@@ -126,22 +124,15 @@ def render(results: Results) -> str:
 
 
 def sections(results: Results) -> tuple[Section, ...]:
-    """The parts of the page that the results have something for, in reading order."""
+    """Return the non-empty sections of the page, in reading order."""
     parts: list[Section] = []
     if results.proof is not None:
         parts += _proof_sections(results.proof)
     if results.comparison is not None:
         parts += _comparison_sections(results.comparison)
     if results.plan is not None:
-        notes = results.plan.sentences[1:]
-        parts.append(
-            Section(
-                name="memory",
-                title="What fits",
-                notes=notes,
-                charts=tuple(training_charts.charts_of_plan(results.plan)),
-            )
-        )
+        charts = tuple(training_charts.charts_of_plan(results.plan))
+        parts.append(Section(name="memory", title="What fits", notes=results.plan.sentences[1:], charts=charts))
     if results.trace is not None:
         parts += _trace_sections(results.trace)
     parts += _training_sections(results)
@@ -184,35 +175,31 @@ def _trace_sections(trace: Trace) -> Iterator[Section]:
     yield Section(
         name="stages", title="One update, stage by stage", charts=charts, stages=stages, lanes=lanes_of(trace.stages)
     )
-    yield Section(name="rows", title=ROWS, picture=proof_charts.shares_picture(made_of(trace.stages), title=ROWS))
-    told = next((layer for layer in trace.layers if layer.kind == "prediction"), None)
+    yield Section(name="rows", title=ROWS, picture=proof_charts.shares_picture(_loss_shares(trace.stages), title=ROWS))
+    predicted = next((layer for layer in trace.layers if layer.kind == "prediction"), None)
     yield Section(
         name="layers",
         title="One sample, layer by layer",
         layers=tuple(layer for layer in trace.layers if layer.kind != "prediction"),
-        prediction="" if told is None else told.name,
-        probabilities=() if told is None else tuple(each for each in told.values if isinstance(each, float)),
+        prediction="" if predicted is None else predicted.name,
+        probabilities=tuple(each for each in predicted.values if isinstance(each, float)) if predicted else (),
         image=image_address(trace.images[0]) if trace.images else None,
     )
 
 
 def _training_sections(results: Results) -> Iterator[Section]:
-    yield Section(
-        name="epochs", title="Training, epoch by epoch", charts=tuple(training_charts.epoch_charts(results.epochs))
-    )
-    yield Section(
-        name="updates", title="Training, update by update", charts=tuple(training_charts.update_charts(results))
-    )
+    charts = tuple(training_charts.epoch_charts(results.epochs))
+    yield Section(name="epochs", title="Training, epoch by epoch", charts=charts)
+    charts = tuple(training_charts.update_charts(results))
+    yield Section(name="updates", title="Training, update by update", charts=charts)
     if results.windows and results.trace is None:
         picture = proof_charts.shares_picture(results.windows[-1].micro_batches, title=ROWS)
         yield Section(name="rows", title=ROWS, picture=picture)
-    timeline = (training_charts.timeline_chart(results.windows[-1]),) if results.windows else ()
-    yield Section(
-        name="inside", title="Inside an update", charts=(*timeline, *training_charts.memory_charts(results.memory))
-    )
-    yield Section(
-        name="settings", title="How it was run", code=results.run.command, tables=tuple(_settings(results.run))
-    )
+    timeline = [training_charts.timeline_chart(window) for window in results.windows[-1:]]
+    charts = (*timeline, *training_charts.memory_charts(results.memory))
+    yield Section(name="inside", title="Inside an update", charts=charts)
+    tables = tuple(_settings(results.run))
+    yield Section(name="settings", title="How it was run", code=results.run.command, tables=tables)
 
 
 def _settings(run: Run) -> Iterator[tuple[str, Table]]:
@@ -232,19 +219,16 @@ def _settings(run: Run) -> Iterator[tuple[str, Table]]:
         ("Run", "fact", {**shown, **run.versions}),
     )
     for title, column, values in tables:
-        rows = tuple(
-            (writing.words(name), writing.written_value(name, value))
-            for name, value in values.items()
-            if value is not None
-        )
-        unset = [writing.words(name) for name, value in values.items() if value is None] if title == "Settings" else []
+        named = [(name, writing.words(name), value) for name, value in values.items()]
+        rows = tuple((word, writing.written_value(name, value)) for name, word, value in named if value is not None)
+        unset = [word for _, word, value in named if value is None and title == "Settings"]
         note = f"Not set: {', '.join(unset)}." if unset else ""
         if rows or note:
             yield title, Table((column, "value"), rows, note)
 
 
 def page_environment(*, is_trimmed: bool = False) -> Environment:
-    """The templates; whatever a run, a script or a log brought is escaped."""
+    """Return the templates; they escape all text of runs, scripts and logs."""
     return Environment(
         loader=PackageLoader("anybatch.app.report"),
         autoescape=True,
@@ -255,26 +239,24 @@ def page_environment(*, is_trimmed: bool = False) -> Environment:
 
 
 def asset(*names: str) -> Markup:
-    """Scripts or styles of the page, one after the other."""
+    """Return scripts or styles of the page, joined."""
     folder = files("anybatch.app.report") / "templates"
     return Markup("".join((folder / name).read_text(encoding="utf-8") for name in names))
 
 
 def write_whole(page: Path, html: str) -> Path:
-    """Write a page in one step: a reader finds the earlier one or this."""
+    """Write a page atomically: a reader finds the earlier one or this one."""
     draft = page.with_name(f".{page.name}.{os.getpid()}")
-    draft.write_text(html, encoding="utf-8", errors="backslashreplace")  # names may be of bytes that are no text
+    draft.write_text(html, encoding="utf-8", errors="backslashreplace")  # file names may hold bytes that are not UTF-8
     return draft.replace(page)
 
 
 def lanes_of(stages: Sequence[TracedStage]) -> tuple[Lane, ...]:
-    """A lane for each micro-batch in order, then the batch's own."""
-    numbers = sorted(
-        {entry.micro_batch for entry in stages if entry.micro_batch is not None and entry.stage not in ONCE}
-    )
+    """Return a lane for each micro-batch in order, then that of the batch."""
+    found = {entry.micro_batch for entry in stages if entry.micro_batch is not None and entry.stage not in ONCE}
     lanes = [
         Lane(f"micro-batch {number}", _cells([entry for entry in stages if entry.micro_batch == number]))
-        for number in numbers
+        for number in sorted(found)
     ]
     once = [entry for entry in stages if entry.stage in ONCE or (entry.micro_batch is None and entry.stage != "load")]
     if once:
@@ -282,8 +264,8 @@ def lanes_of(stages: Sequence[TracedStage]) -> tuple[Lane, ...]:
     return tuple(lanes)
 
 
-def made_of(stages: Sequence[TracedStage]) -> tuple[MicroBatchSeen, ...]:
-    """Rows, units and share of each micro-batch that had a loss of its own."""
+def _loss_shares(stages: Sequence[TracedStage]) -> tuple[MicroBatchSeen, ...]:
+    """Return rows, units and share of each micro-batch that has a loss of its own."""
     rows = {entry.micro_batch: entry.facts.get("rows") for entry in stages if entry.stage == "load"}
     parts = (
         read(MicroBatchSeen, {**entry.facts, "rows": rows.get(entry.micro_batch)})
@@ -294,14 +276,16 @@ def made_of(stages: Sequence[TracedStage]) -> tuple[MicroBatchSeen, ...]:
 
 
 def _cells(entries: Sequence[TracedStage]) -> tuple[tuple[str, str], ...]:
-    """One cell a stage; of two entries of a stage (weights before, weights after) the last speaks."""
-    told = {entry.stage: _outcome(entry) for entry in entries if entry.stage != "step" or "before" not in entry.title}
+    """Return one cell per stage; of the two entries of the step, the weights before are left out."""
+    outcomes = {
+        entry.stage: _outcome(entry) for entry in entries if entry.stage != "step" or "before" not in entry.title
+    }
     place = {stage: number for number, stage in enumerate(OUTCOMES)}
-    return tuple(sorted(told.items(), key=lambda cell: place.get(cell[0], len(place))))
+    return tuple(sorted(outcomes.items(), key=lambda cell: place.get(cell[0], len(place))))
 
 
 def _outcome(entry: TracedStage) -> str:
-    """The facts that matter of a stage, in few writing.words; clipping shows what it made of what."""
+    """Write the main facts of a stage in a few words."""
     found = [
         writing.written_value(name, entry.facts[name]) for name in OUTCOMES.get(entry.stage, ()) if name in entry.facts
     ]
@@ -313,19 +297,16 @@ def _outcome(entry: TracedStage) -> str:
 
 
 def image_address(image: TracedImage) -> str | None:
-    """A PNG as a `data:` address; None where the numbers of pixels and sides do not agree, as in a damaged file."""
+    """Return a PNG as a `data:` address; None if the pixels do not match the size, as in a damaged file."""
     line = image.width * image.channels
     values = [value for value in image.pixels if isinstance(value, int | float)]
     if image.channels not in (1, 3) or not line or len(values) != line * image.height:
         return None
     pixels = bytes(min(max(int(value), 0), 255) for value in values)
-    # every line begins with the number of its filter: 0 is none
+    # every line begins with its filter type: 0 is none
     lines = b"".join(b"\0" + pixels[start : start + line] for start in range(0, len(pixels), line))
-    colour = 0 if image.channels == 1 else 2
-    head = struct.pack(">IIBBBBB", image.width, image.height, 8, colour, 0, 0, 0)
-    png = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + _chunk(b"IDAT", zlib.compress(lines, 9)) + _chunk(b"IEND", b"")
+    head = struct.pack(">IIBBBBB", image.width, image.height, 8, 0 if image.channels == 1 else 2, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, content in ((b"IHDR", head), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b"")):
+        png += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
     return f"data:image/png;base64,{b64encode(png).decode()}"
-
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

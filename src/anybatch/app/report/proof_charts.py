@@ -1,4 +1,4 @@
-"""A proof and a trace as charts, and the picture of what each row counted for."""
+"""Charts of a verification and of a trace, and the picture that shows the weight of each row."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,21 +10,21 @@ from markupsafe import Markup
 
 from anybatch.app.records.schema import CutRecord, MicroBatchSeen, ParameterRecord, ProofRecord, Trace
 from anybatch.app.report.chart import Chart, Series, Table, course_of, line_chart, sentence
-from anybatch.app.report.writing import number, words
+from anybatch.app.report.writing import capitalized, number, words
 from anybatch.display import plural
 
-MOST_NAMES, LONGEST_NAME = 12, 18
-"""More parameters than this are not named on the axis, only in the table and where one points; letters of a name there."""
+MAX_NAMES, LONGEST_NAME = 12, 18
+"""Most parameters that are named on the axis, and the letters of such a name."""
 CHARTED = {"accumulate": re.compile(r"\bnorm\b"), "loss": re.compile(r"^(loss|share)$")}
-"""The stages of a trace with numbers to chart, and patterns for the names of those facts."""
-MOST = 256
-"""Cells of one micro-batch that are drawn; more are told as a number."""
+"""Stages of a trace with numbers to chart, and a pattern for the names of those facts."""
+MAX_CELLS = 256
+"""Cells of one micro-batch that are drawn; the rest is given as a number."""
 SIDE, GAP, ACROSS, LEFT = 13, 3, 32, 120
-"""Pixels of a cell, between cells, cells in a line, and pixels left of them."""
+"""Pixels of a cell and between cells, cells in a line, pixels left of them."""
 
 
 def charts_of_proof(proof: ProofRecord) -> Iterator[Chart]:
-    """One chart for each precision: errors as points, the floor as a line, on a logarithmic axis."""
+    """Chart each precision on a logarithmic axis: errors as points, the floor as a line."""
     for precision in dict.fromkeys(cut.precision for cut in proof.cuts):
         cuts = [cut for cut in proof.cuts if cut.precision == precision and cut.parameters]
         if cuts:
@@ -41,6 +41,10 @@ def _chart(precision: str, written: str, cuts: list[CutRecord]) -> Chart:
         labels = [f"{name}: {cut.name}" for name in names]
         look = (0, 2, 3, 4, 5)[index % 5]  # the floor has the squares
         series.append(Series(cut.name, places, errors, index + 2 if index else 1, look, "points", labels=labels))
+    rows = [
+        (name, number(floor), *(written_error(cut.parameters[row].error) for cut in cuts))
+        for row, (name, floor) in enumerate(zip(names, floors, strict=True))
+    ]
     above = {p.name for cut in cuts for p in cut.parameters if p.error is None or p.error > (p.floor or 0.0)}
     is_within = "Every error is below its floor" if not above else f"{plural(len(above), 'parameter')} above the floor"
     chart = line_chart(
@@ -48,46 +52,31 @@ def _chart(precision: str, written: str, cuts: list[CutRecord]) -> Chart:
         series,
         title=f"Error of each parameter's gradient, {written}",
         caption=f"{is_within}. The floor is what another order of summation explains; an error of 0 is not drawn.",
-        table=Table(
-            ("parameter", "floor", *(cut.name for cut in cuts)),
-            tuple(
-                (name, number(floor), *(written_error(cut.parameters[row].error) for cut in cuts))
-                for row, (name, floor) in enumerate(zip(names, floors, strict=True))
-            ),
-        ),
+        table=Table(("parameter", "floor", *(cut.name for cut in cuts)), tuple(rows)),
         x_title="parameter, in the model's order",
         height=380,
         is_wide=True,
     )
     short = [name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}" for name in names]
-    named = {"title": "", "names": short} if len(names) <= MOST_NAMES else {}
+    named = {"title": "", "names": short} if len(names) <= MAX_NAMES else {}
     axes = {"x": chart.figure["x"] | named, "y": chart.figure["y"] | {"log": True}}
     return replace(chart, figure={**chart.figure, **axes}, has_log=False)
 
 
 def cuts_table(proof: ProofRecord) -> Table:
-    """Every cut in every precision, with the parameter whose error is the largest against its floor."""
+    """Tabulate every cut in every precision, with the parameter that is worst relative to its floor."""
     rows = []
     for cut in proof.cuts:
         worst = max(cut.parameters, key=_over_floor, default=None)
         verdict = "exact" if cut.is_exact else "failed" if cut.failure else "not exact"
-        rows.append(
-            (
-                cut.name,
-                written_precision(proof, cut.precision),
-                number(cut.micro_batches),
-                verdict if cut.decides else f"{verdict}, a note",
-                written_error(cut.error),
-                *(("", "", "") if worst is None else (worst.name, written_error(worst.error), number(worst.floor))),
-            )
-        )
+        cells = [cut.name, written_precision(proof, cut.precision), number(cut.micro_batches)]
+        cells += [verdict if cut.decides else f"{verdict}, a note", written_error(cut.error)]
+        cells += ["", "", ""] if worst is None else [worst.name, written_error(worst.error), number(worst.floor)]
+        rows.append(tuple(cells))
     columns = ("cut", "precision", "micro-batches", "verdict", "error")
     failures = dict.fromkeys(f"{cut.name} failed: {cut.failure.rstrip('.')}." for cut in proof.cuts if cut.failure)
-    return Table(
-        (*columns, "largest against its floor", "its error", "its floor"),
-        tuple(rows),
-        " ".join(["Errors are |accumulated - whole| / |whole|.", *failures, *proof.notes]),
-    )
+    note = " ".join(["Errors are |accumulated - whole| / |whole|.", *failures, *proof.notes])
+    return Table((*columns, "largest against its floor", "its error", "its floor"), tuple(rows), note)
 
 
 def _over_floor(parameter: ParameterRecord) -> float:
@@ -97,36 +86,33 @@ def _over_floor(parameter: ParameterRecord) -> float:
 
 
 def proof_sentence(task: str, proof: ProofRecord) -> str:
-    """The verdict in one sentence."""
+    """Write the verdict in one sentence."""
     rows = plural(proof.rows or 0, "row")
     of_given = f" of {number(proof.rows_given)}" if proof.rows != proof.rows_given else ""
     if proof.unjudged:
         return (
             f"{task} could not be judged: {rows}{of_given} draw random numbers that cannot be drawn again row by row."
         )
-    cuts = {cut.name for cut in proof.cuts if cut.decides}
-    if proof.is_exact:
-        given = f"in {plural(len(cuts), 'cut')}, {rows}{of_given} accumulated gave"
-        return f"{task} is exact: {given} the gradient of all of them in one go."
-    failed = {cut.name for cut in proof.cuts if cut.decides and not cut.is_exact}
-    if not failed:
+    names = {cut.name for cut in proof.cuts if cut.decides and (proof.is_exact or not cut.is_exact)}
+    if not proof.is_exact and not names:
         return f"{task} is not exact: {proof.causes[0].explanation}"
-    given = f"in {plural(len(failed), 'cut')}, {rows}{of_given} accumulated did not give"
-    return f"{task} is not exact: {given} the gradient of all of them in one go."
+    verdict, gave = ("exact", "gave") if proof.is_exact else ("not exact", "did not give")
+    cuts = f"in {plural(len(names), 'cut')}, {rows}{of_given}"
+    return f"{task} is {verdict}: {cuts} accumulated {gave} the gradient of all of them in one go."
 
 
 def written_precision(proof: ProofRecord, precision: str) -> str:
-    """The name of a precision: float64, or the model's own by its dtype."""
+    """Name a precision: the model's dtype for "own", else the precision itself."""
     return proof.dtype if precision == "own" else precision
 
 
 def written_error(value: float | None) -> str:
-    """An error to two digits."""
+    """Write an error to two digits."""
     return "not finite" if value is None else number(float(f"{value:.2g}"))
 
 
 def charts_of_trace(trace: Trace) -> Iterator[Chart]:
-    """The gradient norm as it grows, the losses and the shares: a chart each, where they change between micro-batches."""
+    """Chart the growing gradient norm, the losses and the shares, if they change between micro-batches."""
     place = 0
     for stage, pattern in CHARTED.items():
         entries = [entry for entry in trace.stages if entry.stage == stage]
@@ -148,7 +134,7 @@ def _trace_chart(place: int, name: str, points: dict[int, float]) -> Chart:
     return line_chart(
         f"trace-{place}",
         [Series(written, list(points), values, colour=place)],
-        title=f"{written[:1].upper()}{written[1:]}, by micro-batch",
+        title=f"{capitalized(written)}, by micro-batch",
         caption=sentence(course_of(written, values)),
         table=Table(("micro-batch", written), tuple((number(x), number(y)) for x, y in points.items())),
         x_title="micro-batch",
@@ -163,13 +149,12 @@ class RowCells(NamedTuple):
     label: str
     num_rows: int
     counted: float | None
-    """What each row counted for against what it should: 1 is right, 0 is lost, None is unknown."""
+    """Weight of each row relative to its right weight: 1 is right, 0 is lost, None is unknown."""
     note: str = ""
-    """Said beside it in words."""
 
 
 def weights_picture(proof: ProofRecord) -> Markup | None:
-    """A cell per row: what each counted for in the accumulated gradient, beside what it should."""
+    """Draw a cell per row of a verified batch: its weight in the accumulated gradient."""
     if not proof.weights:
         return None
     lanes = []
@@ -181,7 +166,7 @@ def weights_picture(proof: ProofRecord) -> Markup | None:
 
 
 def shares_picture(parts: Sequence[MicroBatchSeen], *, title: str) -> Markup | None:
-    """A cell per row of an update: each counts once where the shares are in proportion to the units."""
+    """Draw a cell per row of an update; each counts once if the shares are proportional to the units."""
     shares, units = sum(part.share for part in parts), sum(part.units for part in parts)
     if not shares or not units:
         return None
@@ -195,13 +180,13 @@ def shares_picture(parts: Sequence[MicroBatchSeen], *, title: str) -> Markup | N
 
 
 def row_cells(lanes: Sequence[RowCells], *, title: str) -> Markup:
-    """Micro-batches below each other. A cell is a row and should be full: what it counted for fills it, in shape and colour.
+    """Draw the rows of micro-batches as cells, with the weight in words after them.
 
-    Once is full, too little is a low cell, too much has a cross on it, not at all is empty; each is said in words too.
+    A row that counts once is a full cell; too little is a low cell, too much has a cross, not at all is empty.
     """
     parts, top = [], 0
     for lane in lanes:
-        shown = min(lane.num_rows, MOST)
+        shown = min(lane.num_rows, MAX_CELLS)
         look, told = _look(lane.counted)
         parts.append(f'<text x="0" y="{top + SIDE - 2}" class="label">{escape(lane.label)}</text>')
         for cell in range(shown):
@@ -234,7 +219,7 @@ def _cell(x: int, y: int, look: str, counted: float | None) -> str:
 
 
 def _look(counted: float | None) -> tuple[str, str]:
-    """How a cell looks, and what its row counted for in words.
+    """Return the CSS class of a cell, and the weight of its row in words.
 
     >>> [_look(counted)[1] for counted in (1.0, 4.0, 0.25, 0.0, None)]
     ['counted once', 'counted 4 times', 'counted 0.25 times', 'never counted', 'not known']

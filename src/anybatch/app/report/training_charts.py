@@ -1,41 +1,28 @@
-"""A run, its updates and its plan as charts: loss, metrics, learning rate, gradient norm, noise, time lines, memory."""
+"""Charts of a training run and of a memory plan: losses, metrics, learning rate, noise, time lines, memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from anybatch.app.records.run_folder import Results
 from anybatch.app.records.schema import EpochDone, MemorySeen, PlanRecord, StageTime, UpdateDone, WindowSeen
-from anybatch.app.report.chart import (
-    CROSS,
-    MOST_POINTS,
-    Chart,
-    Key,
-    Series,
-    Table,
-    bar_chart,
-    bars_of,
-    course_of,
-    evenly_spaced,
-    line_chart,
-    sentence,
-    smooth,
-)
+from anybatch.app.report import chart as charts
+from anybatch.app.report.chart import Chart, Key, Series, Table, bars_of, course_of, evenly_spaced, line_chart, sentence
 from anybatch.app.report.writing import duration, duration_unit, is_share, number, percent, size, size_unit, words
 from anybatch.display import plural
 
 FEWEST_TO_SMOOTH = 30
-"""Shorter traces are shown as they are."""
+"""Shorter lines are not smoothed."""
 STAGES = ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero")
-"""The order of the stages in an update, and in the legend."""
-MOST_LANES = 24
-"""Of more micro-batches than this, only the first half and the last half of this number are drawn."""
+"""Stages in the order of an update and of the legend."""
+MAX_LANES = 24
+"""Of more micro-batches than this, the first half and the last half of this number are drawn."""
 WHOLE = "update"
-"""The lane of the stages that run once per update."""
+"""Lane of the stages that run once per update."""
 
 Values = list[float | None]
 
 
 def epoch_charts(epochs: Sequence[EpochDone]) -> Iterator[Chart]:
-    """Loss and every metric, per epoch."""
+    """Chart the loss and every metric over epochs."""
     training, validation = [point.train_loss for point in epochs], [point.valid_loss for point in epochs]
     yield from _epoch_chart("epoch-loss", "loss", epochs, training, validation)
     for index, name in enumerate(_names([table for point in epochs for table in (point.metrics, point.train_metrics)])):
@@ -45,7 +32,7 @@ def epoch_charts(epochs: Sequence[EpochDone]) -> Iterator[Chart]:
 
 
 def update_charts(results: Results) -> Iterator[Chart]:
-    """Loss, every metric, the learning rate, the gradient norm and the noise scale, per update."""
+    """Chart the loss, every metric, the learning rate, the gradient norm and the noise scale over updates."""
     updates = results.updates
     num_skipped = sum(not point.applied for point in updates)
     note = f"{plural(num_skipped, 'update')} skipped" if num_skipped else ""
@@ -78,22 +65,19 @@ def _epoch_chart(
     x = [point.epoch for point in epochs]
     named = [(f"training {what}", training, 1), (f"validation {what}", validation, 2)]
     lines = [line for line in named if any(value is not None for value in line[1])]
-    if not lines:
-        return
     is_percent = is_share(what, training + validation)
     write = percent if is_percent else number
-    yield line_chart(
-        name,
-        [Series(half, x, values, colour, dash=colour - 1) for half, values, colour in lines],
-        title=f"{what.capitalize()} per epoch",
-        caption=sentence(*(course_of(half, values, is_percent=is_percent) for half, values, _ in lines)),
-        table=Table(
-            ("epoch", *(half for half, _, _ in lines)),
-            tuple((str(x[row]), *(write(values[row]) for _, values, _ in lines)) for row in range(len(x))),
-        ),
-        x_title="epoch",
-        is_percent=is_percent,
-    )
+    rows = [(str(epoch), *(write(values[row]) for _, values, _ in lines)) for row, epoch in enumerate(x)]
+    if lines:
+        yield line_chart(
+            name,
+            [Series(half, x, values, colour, dash=colour - 1) for half, values, colour in lines],
+            title=f"{what.capitalize()} per epoch",
+            caption=sentence(*(course_of(half, values, is_percent=is_percent) for half, values, _ in lines)),
+            table=Table(("epoch", *(half for half, _, _ in lines)), tuple(rows)),
+            x_title="epoch",
+            is_percent=is_percent,
+        )
 
 
 def _update_chart(
@@ -116,17 +100,15 @@ def _update_chart(
     lines = [Series(what, x, values, colour)]
     if is_smooth and len(values) >= FEWEST_TO_SMOOTH:
         width = max(5, len(values) // 40)
-        lines = [
-            Series(what, x, values, colour, kind="faint"),
-            Series(f"mean of {width} updates", x, smooth(values, width), colour),
-        ]
+        mean = Series(f"mean of {width} updates", x, charts.smooth(values, width), colour)
+        lines = [Series(what, x, values, colour, kind="faint"), mean]
     skipped = [(point.update, value) for point, value in zip(updates, values, strict=True) if not point.applied]
     marked = {update: value for update, value in skipped if value is not None}
     if is_smooth and marked:
-        lines.append(Series("skipped", list(marked), list(marked.values()), 2, CROSS, "points"))
+        lines.append(Series("skipped", list(marked), list(marked.values()), 2, charts.CROSS, "points"))
     rows = evenly_spaced(len(x))
     left_out = f"{len(rows)} of {number(len(x))} updates; metrics.jsonl holds them all." if len(rows) < len(x) else ""
-    thinned = "lowest and highest of each stretch drawn" if len(x) > MOST_POINTS else ""
+    thinned = "lowest and highest of each stretch drawn" if len(x) > charts.MAX_POINTS else ""
     yield line_chart(
         name,
         lines,
@@ -140,7 +122,7 @@ def _update_chart(
 
 
 def _noise_chart(points: Sequence[UpdateDone]) -> Iterator[Chart]:
-    """The noise scale over training, and the batch beside it."""
+    """Chart the noise scale with its interval, next to the batch size."""
     if not points:
         return
     x, last = [one.update for one in points], points[-1]
@@ -149,6 +131,10 @@ def _noise_chart(points: Sequence[UpdateDone]) -> Iterator[Chart]:
     def two_digits(value: float | None) -> str:
         return number(None if value is None else float(f"{value:.2g}"))
 
+    rows = [
+        (number(x[row]), *(two_digits(values[row]) for values in (scales, lows, highs)))
+        for row in evenly_spaced(len(x))
+    ]
     yield line_chart(
         "noise",
         [
@@ -160,19 +146,13 @@ def _noise_chart(points: Sequence[UpdateDone]) -> Iterator[Chart]:
         title="Noise scale, in rows",
         caption=f"A batch of {two_digits(last.noise_scale)} rows has as much noise as signal at update "
         f"{number(last.update)}; yours has {number(last.rows)}. The interval is that of sampling alone.",
-        table=Table(
-            ("update", "noise scale", "low", "high"),
-            tuple(
-                (number(x[row]), *(two_digits(values[row]) for values in (scales, lows, highs)))
-                for row in evenly_spaced(len(x))
-            ),
-        ),
+        table=Table(("update", "noise scale", "low", "high"), tuple(rows)),
         x_title="update",
     )
 
 
 def timeline_chart(window: WindowSeen) -> Chart:
-    """One update, from its first stage to its last."""
+    """Draw the stages of one update over time, with a lane for each micro-batch."""
     divisor, unit = duration_unit(window.seconds)
     lanes, num_hidden = lanes_of(window.stages)
     totals = stage_totals(window.stages)
@@ -181,11 +161,11 @@ def timeline_chart(window: WindowSeen) -> Chart:
     num_micro_batches = len({span.micro_batch for span in window.stages} - {None})
     bars = []
     for group, stage in enumerate(totals):
-        drawn = [span for span in window.stages if span.stage == stage and lane_of(span) in lanes]
+        drawn = [span for span in window.stages if span.stage == stage and _lane(span) in lanes]
         bars.append(
             bars_of(
                 stage,
-                [lane_of(span) for span in drawn],
+                [_lane(span) for span in drawn],
                 [span.seconds / divisor for span in drawn],
                 [duration(span.seconds) for span in drawn],
                 colour=stage_colour(stage),
@@ -193,24 +173,20 @@ def timeline_chart(window: WindowSeen) -> Chart:
                 starts=[span.start / divisor for span in drawn],
             )
         )
-    return bar_chart(
+    shown = [window.stages[row] for row in evenly_spaced(len(window.stages))]
+    rows = [(span.stage, _lane(span), duration(span.start), duration(span.seconds)) for span in shown]
+    return charts.bar_chart(
         "window",
         bars,
         lanes,
         title="The window of one update",
         caption=sentence(
             f"update {number(window.update)} took {duration(window.seconds)} in {plural(num_micro_batches, 'micro-batch')}",
-            f"{written_share(totals[longest] / busy)} of it {longest}",
+            f"{_written_share(totals[longest] / busy)} of it {longest}",
             f"{plural(num_hidden, 'micro-batch')} in the middle not drawn" if num_hidden else "",
         ),
-        keys=tuple(Key(stage, written_share(total / busy)) for stage, total in totals.items()),
-        table=Table(
-            ("stage", "lane", "start", "time"),
-            tuple(
-                (span.stage, lane_of(span), duration(span.start), duration(span.seconds))
-                for span in (window.stages[row] for row in evenly_spaced(len(window.stages)))
-            ),
-        ),
+        keys=tuple(Key(stage, _written_share(total / busy)) for stage, total in totals.items()),
+        table=Table(("stage", "lane", "start", "time"), tuple(rows)),
         x_title=f"time in {unit}",
         height=90 + 30 * len(lanes),
         is_wide=True,
@@ -218,57 +194,51 @@ def timeline_chart(window: WindowSeen) -> Chart:
 
 
 def lanes_of(spans: Sequence[StageTime]) -> tuple[list[str], int]:
-    """The lanes that are drawn, from top to bottom, and how many micro-batches are not."""
+    """Return the lanes to draw, from top to bottom, and the number of micro-batches left out."""
     numbers = sorted({span.micro_batch for span in spans if span.micro_batch is not None})
-    num_hidden = max(0, len(numbers) - MOST_LANES)
+    num_hidden = max(0, len(numbers) - MAX_LANES)
     if num_hidden:
-        numbers = numbers[: MOST_LANES // 2] + numbers[-(MOST_LANES // 2) :]
+        numbers = numbers[: MAX_LANES // 2] + numbers[-(MAX_LANES // 2) :]
     lanes = [f"micro-batch {index}" for index in numbers]
     return ([*lanes, WHOLE] if any(span.micro_batch is None for span in spans) else lanes), num_hidden
 
 
-def lane_of(span: StageTime) -> str:
-    """The lane of a stage: its micro-batch, or the whole update."""
+def _lane(span: StageTime) -> str:
     return WHOLE if span.micro_batch is None else f"micro-batch {span.micro_batch}"
 
 
 def stage_totals(spans: Sequence[StageTime]) -> dict[str, float]:
-    """Seconds per stage, in the order in which an update runs; stages we do not know come last."""
+    """Return the seconds of each stage in the order of an update; unknown stages come last."""
     found = dict.fromkeys(span.stage for span in spans)
     order = [stage for stage in STAGES if stage in found] + [stage for stage in found if stage not in STAGES]
     return {stage: sum(span.seconds for span in spans if span.stage == stage) for stage in order}
 
 
 def stage_colour(stage: str) -> str:
-    """The name of a stage's colour."""
+    """Return the CSS variable of a stage's colour."""
     return f"--stage-{stage}" if stage in STAGES else "--soft"
 
 
-def written_share(part: float) -> str:
-    """A share of the time, without false precision.
-
-    >>> written_share(0.537), written_share(0.004)
-    ('54 %', 'under 1 %')
-    """
+def _written_share(part: float) -> str:
     return "under 1 %" if part < 0.01 else f"{100 * part:.0f} %"
 
 
 def memory_charts(curves: Sequence[MemorySeen]) -> Iterator[Chart]:
-    """Memory within the last update that was measured, and the peaks of all of them."""
+    """Chart the memory within the last measured update, and the peaks of all measured updates."""
     drawn = [curve for curve in curves if len(curve.points) > 1]
     if drawn:
         yield _memory_curve(drawn[-1])
     peaks = [(curve.update, curve.peak_bytes) for curve in curves if curve.peak_bytes is not None]
     if len(peaks) > 1:
-        divisor, unit = size_unit(max(peak for _, peak in peaks))
         highest = max(peaks, key=lambda peak: peak[1])
-        shown = [peaks[row] for row in evenly_spaced(len(peaks))]
+        divisor, unit = size_unit(highest[1])
+        rows = [(number(peaks[row][0]), size(peaks[row][1])) for row in evenly_spaced(len(peaks))]
         yield line_chart(
             "memory-peaks",
             [Series("peak", [update for update, _ in peaks], [peak / divisor for _, peak in peaks], colour=4)],
             title="Peak memory per update",
             caption=f"The highest peak is {size(highest[1])}, in update {number(highest[0])}.",
-            table=Table(("update", "peak"), tuple((number(update), size(peak)) for update, peak in shown)),
+            table=Table(("update", "peak"), tuple(rows)),
             x_title="update",
             unit=f" {unit}",
             from_zero=True,
@@ -277,22 +247,20 @@ def memory_charts(curves: Sequence[MemorySeen]) -> Iterator[Chart]:
 
 def _memory_curve(curve: MemorySeen) -> Chart:
     points, start = curve.points, curve.points[0].seconds
-    divisor, unit = size_unit(max(point.bytes for point in points))
-    time_divisor, time_unit = duration_unit(points[-1].seconds - start)
     peak = max(points, key=lambda point: point.bytes)
+    divisor, unit = size_unit(peak.bytes)
+    time_divisor, time_unit = duration_unit(points[-1].seconds - start)
     during = f", during {peak.stage}" if peak.stage else ""
     x = [(point.seconds - start) / time_divisor for point in points]
     labels = [point.stage or "memory" for point in points]
     shown = [points[row] for row in evenly_spaced(len(points))]
+    rows = [(duration(point.seconds - start), point.stage, size(point.bytes)) for point in shown]
     return line_chart(
         "memory",
         [Series("memory in use", x, [point.bytes / divisor for point in points], 4, kind="area", labels=labels)],
         title="Memory over one update",
         caption=f"Update {number(curve.update)} reached {size(peak.bytes)}{during}.",
-        table=Table(
-            ("time", "stage", "memory"),
-            tuple((duration(point.seconds - start), point.stage, size(point.bytes)) for point in shown),
-        ),
+        table=Table(("time", "stage", "memory"), tuple(rows)),
         x_title=f"time in {time_unit}",
         x_unit=time_unit,
         unit=f" {unit}",
@@ -301,7 +269,7 @@ def _memory_curve(curve: MemorySeen) -> Chart:
 
 
 def charts_of_plan(plan: PlanRecord) -> Iterator[Chart]:
-    """Peak against micro-batch, and the parts of the peak at the size chosen."""
+    """Chart the peak over micro-batch sizes, and the parts of the peak at the size chosen."""
     if len(plan.sizes) > 1:
         yield _peaks(plan)
     if parts := {name: part for name, part in plan.breakdown.items() if part}:
@@ -332,18 +300,19 @@ def _peaks(plan: PlanRecord) -> Chart:
 def _parts(parts: Mapping[str, float]) -> Chart:
     largest = max(parts, key=lambda name: parts[name])
     divisor, unit = size_unit(parts[largest])
+    sizes = tuple((name, size(part)) for name, part in parts.items())
     bars = [
-        bars_of(name, [name], [part / divisor], [size(part)], colour=f"--series-{index % 6 + 1}", group=index)
-        for index, (name, part) in enumerate(parts.items())
+        bars_of(name, [name], [parts[name] / divisor], [text], colour=f"--series-{index % 6 + 1}", group=index)
+        for index, (name, text) in enumerate(sizes)
     ]
-    return bar_chart(
+    return charts.bar_chart(
         "peak-parts",
         bars,
         list(parts),
         title="What the peak is made of",
         caption=f"Most of it is {largest}: {size(parts[largest])} of {size(sum(parts.values()))}.",
-        keys=tuple(Key(name, size(part)) for name, part in parts.items()),
-        table=Table(("part", "memory"), tuple((name, size(part)) for name, part in parts.items())),
+        keys=tuple(Key(*each) for each in sizes),
+        table=Table(("part", "memory"), sizes),
         x_title=f"memory in {unit}",
         height=280,
     )

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers, names, times and shapes as the pages show them."""
 
 import math
 import re
@@ -7,23 +7,18 @@ from datetime import datetime
 from anybatch.app.records.schema import Scalar, Shapes, Values
 
 SHARES = re.compile(r"accuracy|precision|recall|\bf1\b|top[-_ ]?\d", re.IGNORECASE)
-"""Metrics with these words in their name are shares of one, shown as percentages."""
+"""Metrics with these words in their name are fractions, shown as percentages."""
 NOTHING = "\N{EN DASH}"
-"""Stands for a number that is not there."""
-SPELLED_OUT = {
-    "lr": "learning rate",
-    "train": "training",
-    "valid": "validation",
-    "seconds": "time",
-    "peak_bytes": "peak memory",
-}
-"""Keys and parts of keys that people write otherwise."""
+"""Placeholder for a missing number."""
+SPELLED_OUT = {"lr": "learning rate", "train": "training", "valid": "validation"}
+SPELLED_OUT |= {"seconds": "time", "peak_bytes": "peak memory"}
+"""Keys and parts of keys that are spelled out."""
 LONGEST = 8
-"""How many values of one dimension are written out."""
+"""Values of one dimension that are shown."""
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, thousands grouped, and powers of ten only where zeros would hide the number.
+    """Write four significant digits with grouped thousands; use powers of ten only for very small numbers.
 
     >>> number(0.45678), number(12345678), number(0.1), number(2.5e-07), number(3.0)
     ('0.4568', '12,345,678', '0.1', '2.5e-7', '3')
@@ -39,7 +34,7 @@ def number(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share of one.
+    """Write a fraction as a percentage.
 
     >>> percent(0.849)
     '84.9 %'
@@ -48,7 +43,7 @@ def percent(value: float | None) -> str:
 
 
 def size(num_bytes: float | None) -> str:
-    """Bytes in the largest binary unit that leaves a number of at least 1.
+    """Write bytes in the largest binary unit that leaves a number of at least 1.
 
     >>> size(1536), size(3 * 2**30)
     ('1.5 KiB', '3 GiB')
@@ -60,7 +55,7 @@ def size(num_bytes: float | None) -> str:
 
 
 def written_task(task: str) -> str:
-    """A task by its name; one of a file by the name of the file, wherever that lies.
+    """Return the name of a built-in task, or the file name of a task file.
 
     >>> written_task("digits"), written_task("/home/me/tasks/mine.py")
     ('digits', 'mine.py')
@@ -69,13 +64,13 @@ def written_task(task: str) -> str:
 
 
 def size_unit(largest: float) -> tuple[float, str]:
-    """The divisor and the name of the unit in which `largest` bytes read best."""
+    """Return (divisor, name) of the unit for sizes up to `largest` bytes."""
     power = 0 if largest < 1 else min(4, int(math.log2(largest) // 10))
     return float(2 ** (10 * power)), ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def duration(seconds: float | None) -> str:
-    """A time span.
+    """Write a time span.
 
     >>> duration(0.00042), duration(3.21), duration(75), duration(7384)
     ('420 µs', '3.21 s', '1 min 15 s', '2 h 3 min')
@@ -91,12 +86,12 @@ def duration(seconds: float | None) -> str:
 
 
 def duration_unit(longest: float) -> tuple[float, str]:
-    """The divisor and the name of the unit in which `longest` seconds read best."""
+    """Return (divisor, name) of the unit for times up to `longest` seconds."""
     return (1.0, "s") if longest >= 1 else (1e-3, "ms") if longest >= 1e-3 else (1e-6, "µs")
 
 
 def without_breaks(text: str) -> str:
-    """Text in which no line breaks between a number and its sign.
+    """Replace the spaces between numbers and their units by no-break spaces.
 
     >>> without_breaks("97.9 ± 0.4 % after 10 ms") == "97.9\\xa0±\\xa00.4\\xa0% after 10\\xa0ms"
     True
@@ -106,12 +101,12 @@ def without_breaks(text: str) -> str:
 
 
 def is_share(name: str, values: list[float | None]) -> bool:
-    """Whether a metric is a share of one, by its name and by its values."""
+    """Return whether a metric is a fraction, judged by its name and its values."""
     return SHARES.search(name) is not None and all(value is None or 0 <= value <= 1 for value in values)
 
 
 def words(name: str) -> str:
-    """A key as words.
+    """Spell out a key.
 
     >>> words("micro_batches_per_update"), words("valid_loss"), words("lr_peak"), words("lr_rule")
     ('micro-batches per update', 'validation loss', 'learning rate, peak', 'learning rate rule')
@@ -123,8 +118,13 @@ def words(name: str) -> str:
     return re.sub(r"^learning rate (?=first|peak|last)", "learning rate, ", spaced)
 
 
+def capitalized(text: str) -> str:
+    """Make the first letter a capital, and leave the others as they are."""
+    return text[:1].upper() + text[1:]
+
+
 def written_value(key: str, value: Scalar) -> str:
-    """One value of a settings table; the key tells bytes, seconds and shares from plain numbers."""
+    """Write one value of a settings table; its key tells bytes, seconds and fractions from plain numbers."""
     if value is None or value == "":
         return NOTHING
     if isinstance(value, bool):
@@ -141,7 +141,7 @@ def written_value(key: str, value: Scalar) -> str:
 
 
 def written_sample(values: Values) -> str:
-    """Sample values of a tensor, one row a line, long rows cut.
+    """Write sample values of a tensor, one row per line; long rows are cut.
 
     >>> written_sample((0.123456, -2.0)), written_sample(((1, 20), (-3, 4)))
     ('0.1235  -2', ' 1  20\\n-3   4')
@@ -155,7 +155,7 @@ def written_sample(values: Values) -> str:
 
 
 def written_shapes(shapes: Shapes) -> str:
-    """Shapes as people write them: with times signs, several with commas.
+    """Write shapes with times signs, several with commas.
 
     >>> written_shapes(((16, 10), (16,))) == "16 \N{MULTIPLICATION SIGN} 10, 16", written_shapes(((),))
     (True, 'one number')
@@ -164,7 +164,7 @@ def written_shapes(shapes: Shapes) -> str:
 
 
 def written_time(iso: str) -> str:
-    """A time stamp as people write it; what is none is left as it is.
+    """Write an ISO time stamp as a date; return any other text unchanged.
 
     >>> written_time("2026-03-01T12:05:09+00:00"), written_time("yesterday")
     ('1 March 2026, 12:05 UTC', 'yesterday')
