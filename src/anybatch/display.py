@@ -1,4 +1,4 @@
-"""Text for people: objects in one line, counts, sizes, times, tables and HTML."""
+"""Format values as text and HTML: objects in one line, counts, sizes, times and tables."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from anybatch.errors import SettingsError
 
-LONGEST, MOST = 60, 6  # characters of one value, members of one container
+LONGEST, MOST = 60, 6  # characters of a value, members of a container
 
 
 def called(name: str, *parts: str, **options: Any) -> str:
@@ -22,7 +22,7 @@ def called(name: str, *parts: str, **options: Any) -> str:
 
 
 def name_of(value: Any) -> str:
-    """Name a function by its name, anything else by its class.
+    """Return the name of a function, or the class name of any other object.
 
     >>> name_of(len), name_of(lambda x: x), name_of({})
     ('len', '<lambda>', 'dict')
@@ -34,9 +34,9 @@ def name_of(value: Any) -> str:
 
 
 def one_line(value: Any) -> str:
-    """Write a dataclass in a line: its fields, without empty ones and those that have their default.
+    """Write a dataclass in one line, without fields that are empty or have their default. Usable as `__repr__`.
 
-    It can stand as `__repr__` in a class. Reading a tensor of one number waits for the device.
+    Reading a tensor of one number waits for its device.
     """
     held = {field: getattr(value, field.name) for field in fields(value) if field.repr}
     shown = {field.name: one for field, one in held.items() if not _is_obvious(one, field.default)}
@@ -49,7 +49,7 @@ def _is_obvious(held: Any, default: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """Write one value in a few characters: numbers with six digits, tensors by their shape.
+    """Write a value in a few characters: floats with six digits, tensors by their shape.
 
     >>> short(0.123456789), short((1, 2)), short({"a": 1.0}), short("x" * 100)[-4:]
     ('0.123457', '(1, 2)', "{'a': 1}", 'x...')
@@ -75,12 +75,12 @@ def _few(written: list[str]) -> str:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """End a sentence with the name in `known` that was meant; empty where none of them is near.
+    """Return the end of a sentence that suggests the nearest name in `known`; empty if none is near.
 
     >>> did_you_mean("Updtae", ["Update", "Window"]), did_you_mean("banana", ["Update"])
     ('; did you mean Update?', '')
     """
-    from difflib import get_close_matches  # loaded where somebody erred, and not by `import anybatch`
+    from difflib import get_close_matches  # loaded on an error only, not by `import anybatch`
 
     names = {name.lower(): name for name in known}
     near = get_close_matches(str(word).lower(), names, n=1)
@@ -88,7 +88,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def one_of(value: object, choices: Iterable[str], *, or_none: bool = False) -> str:
-    """Say what was expected instead of `value`.
+    """List the valid choices for a message about `value`, and suggest the nearest.
 
     >>> one_of("drpo", ("raise", "drop")), one_of(3, ("host", "disk"), or_none=True)
     ('expected one of raise, drop; did you mean drop?', 'expected one of host, disk, or None.')
@@ -108,7 +108,7 @@ def plural(count: int | float, noun: str) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the lines of a table: the first column to the left, the others to the right.
+    """Return the lines of a table: the first column aligned left, the others right.
 
     >>> table(["arm", "updates"], [["small", "630"], ["exact batch", "160"]])
     ['arm          updates', '-----------  -------', 'small            630', 'exact batch      160']
@@ -126,7 +126,7 @@ _CELL = "text-align:left;padding:2px 12px 2px 0"
 
 
 def html_block(title: str, *parts: str) -> str:
-    """Join a title and parts that the functions below made."""
+    """Join a title and parts that are HTML already."""
     return f"<div><strong>{escape(title)}</strong>{''.join(parts)}</div>"
 
 
@@ -136,7 +136,7 @@ def sentences(texts: Iterable[str]) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Write a table with a head; strings as they are, other values in short.
+    """Write a table with a header row; values that are not strings are written by `short`.
 
     >>> html_table(["a<b"], [["<script>"]])[-40:]
     '&lt;script&gt;</td></tr></tbody></table>'
@@ -149,7 +149,7 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def facts_table(facts: Mapping[str, Any]) -> str:
-    """Write a table of names and values, a row each."""
+    """Write a table with one row per name and value."""
     body = "".join(
         f'<tr><th scope="row" style="{_CELL}">{escape(name)}</th><td style="{_CELL}">{escape(_written(value))}</td></tr>'
         for name, value in facts.items()
@@ -165,7 +165,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B)", re.IGNORECASE)
 
 
 def parse_bytes(size: str | int) -> int:
-    """Read a size with its unit as bytes; a whole number is bytes already.
+    """Convert a size such as "6GiB" to bytes; an int is bytes already.
 
     >>> parse_bytes("1.5GiB"), parse_bytes("800MB"), parse_bytes(4096)
     (1610612736, 800000000, 4096)
@@ -183,7 +183,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def show_bytes(number: float) -> str:
-    """Write bytes in the unit that reads best.
+    """Write bytes with a suitable unit.
 
     >>> show_bytes(900), show_bytes(5_033_165)
     ('900 B', '4.8 MiB')
@@ -197,7 +197,7 @@ def show_bytes(number: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Write seconds in the unit that reads best.
+    """Write seconds with a suitable unit.
 
     >>> show_seconds(0.0421), show_seconds(1e-05), show_seconds(0)
     ('42.1 ms', '10.0 us', '0')

@@ -1,27 +1,4 @@
-"""Every error that anybatch raises on purpose.
-
-AnybatchError
-├── BatchError       a batch whose rows cannot be counted or taken
-├── SplitError       a micro-batch size or split that cannot cut the batch
-├── UnitsError       what a mean loss divides by is not known, or makes no sense
-├── LossError        an objective returned something that is not one differentiable number
-├── DropoutError     dropout whose masks would depend on the cut
-├── LockstepError    micro-batches that were to meet at a layer came to different ones
-├── WindowError      a window used out of order, or torn by a backward pass that died
-├── ParallelError    a model wrapped for many ranks in a way that would not be exact, or ranks that failed
-├── MemoryLimitError memory ran out where nothing could be made smaller
-├── ArgumentsError   an argument that is missing, or that there is none of
-├── UpdateError      an `Update` that was put together from parts that do not fit
-├── PlanError        an update whose memory cannot be predicted
-├── VerifyError      something that cannot be verified: no copy, no second row
-├── ExactnessError   the self-check of an `Update` found a gradient that is not the whole batch's
-├── NonFiniteError   a gradient or a loss is inf or nan
-├── TaskError        a task that is not there, or is not one
-├── SettingsError    a setting of a training run that makes no sense
-├── CheckpointError  a checkpoint that cannot be read, or is of something else
-├── DoctorError      a script that cannot be watched, or a loop in which the doctor found errors
-├── RunError         a folder that is no run, or is one of another kind
-└── LessonError      a lesson that is not there
+"""Errors that anybatch raises on purpose, all derived from `AnybatchError`.
 
 Each message names the value, what was expected, and the fix.
 """
@@ -33,7 +10,7 @@ _OWN = Path(__file__).parent
 
 
 def user_stacklevel() -> int:
-    """How far up from the caller of this the first line is that is not ours: whose update it is, for `warnings.warn`."""
+    """Return the `stacklevel` for `warnings.warn` that points at the first line outside anybatch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(_OWN):
         level, frame = level + 1, frame.f_back
@@ -41,7 +18,7 @@ def user_stacklevel() -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one short line, with its kind: messages of others may run over pages.
+    """Return the class and the first line of a message, cut at 200 characters.
 
     >>> first_line(ValueError("no rows\\nTraceback of a kernel"))
     'ValueError: no rows'
@@ -51,88 +28,110 @@ def first_line(error: BaseException) -> str:
 
 
 class AnybatchError(Exception):
-    """Base of all errors raised by anybatch."""
+    """Base class of all errors that anybatch raises.
+
+    Catch it to handle any of them. Each subclass also derives from the built-in exception that fits, such as `ValueError`.
+
+    >>> from anybatch import AnybatchError, Rows
+    >>> try:
+    ...     Rows(0)
+    ... except AnybatchError as error:
+    ...     print(type(error).__name__)
+    SplitError
+    """
 
 
 class ArgumentsError(AnybatchError, TypeError):
-    """An argument that is missing, or that there is none of."""
+    """Missing or unknown argument of `Update`, `Accumulator`, `plan` or `verify`. Use the spelling in the message."""
 
 
 class BatchError(AnybatchError, ValueError):
-    """A batch whose rows cannot be counted or taken."""
+    """Batch whose rows cannot be counted, indexed or split, for example because lengths differ. Fix the named field."""
 
 
 class SplitError(AnybatchError, ValueError):
-    """A micro-batch size or split that cannot cut the batch."""
+    """Micro-batch size or split that cannot cut the batch, such as a token budget below the longest row. Change the size."""
 
 
 class UnitsError(AnybatchError, ValueError):
-    """What a mean loss divides by is not known, or makes no sense."""
+    """Unknown or invalid number of units that a mean loss divides by. Pass `units=`, a function of the batch."""
 
 
 class LossError(AnybatchError, ValueError):
-    """An objective returned something that is not one differentiable number."""
+    """Objective that does not return one differentiable number. Return a scalar tensor with a graph."""
 
 
 class DropoutError(AnybatchError, RuntimeError):
-    """Dropout whose masks would depend on the cut."""
+    """Dropout with masks that would depend on the split. Use `nn.Dropout` modules, or set the named `p` to 0."""
 
 
 class LockstepError(AnybatchError, RuntimeError):
-    """Micro-batches that were to meet at a layer came to different ones."""
+    """Micro-batches that reach different BatchNorm layers under `batch_norm="exact"`.
+
+    Make the forward pass call the same layers in the same order for every micro-batch.
+    """
 
 
 class WindowError(AnybatchError, RuntimeError):
-    """A window used out of order, or torn by a backward pass that died."""
+    """`Window` used out of order, or broken by a backward pass that failed inside it.
+
+    Open a new window for every update, and let errors leave the block.
+    """
 
 
 class ParallelError(AnybatchError, RuntimeError):
-    """A model wrapped for many ranks in a way that would not be exact, or another rank that failed."""
+    """Model wrapped for several ranks in a way that is not exact, or another rank that failed.
+
+    Wrap the model as the message says, or read the output of the other rank.
+    """
 
 
 class MemoryLimitError(AnybatchError, MemoryError):
-    """Memory ran out where nothing could be made smaller: at a single row, or in the optimizer's step."""
+    """Out of memory with nothing left to make smaller: at a single row, or in the optimizer's step.
+
+    Gradients, buffers and random state are restored where the message says so. Use shorter rows, autocast or checkpointing.
+    """
 
 
 class UpdateError(AnybatchError, ValueError):
-    """An `Update` that was put together from parts that do not fit."""
+    """Parts or options of an `Update` that do not fit together. Change the option that the message names."""
 
 
 class PlanError(AnybatchError, ValueError):
-    """An update whose memory cannot be predicted."""
+    """Update with memory that cannot be predicted. Measure it on the device instead, or change the named option."""
 
 
 class VerifyError(AnybatchError, ValueError):
-    """Something that cannot be verified."""
+    """Model, objective or batch that cannot be verified, such as a batch of one row. Pass one that can be split."""
 
 
 class ExactnessError(AnybatchError, ArithmeticError):
-    """The accumulated gradient is not the whole batch's; the message is the verdict, with the cause."""
+    """Accumulated gradient that differs from that of the whole batch; no step was made. The message has cause and fix."""
 
 
 class NonFiniteError(AnybatchError, ArithmeticError):
-    """A gradient or a loss is inf or nan; nothing was stepped."""
+    """Gradient or loss that is inf or nan; no step was made. Fix the named micro-batch, or use `on_nonfinite="drop"`."""
 
 
 class TaskError(AnybatchError, ValueError):
-    """A task that is not there, or is not one."""
+    """Task of `anybatch train` that does not exist or is incomplete. Define `task()` as the message says."""
 
 
 class SettingsError(AnybatchError, ValueError):
-    """A setting of a training run that makes no sense."""
+    """Invalid setting of a command or a training run. Give a value that the message lists."""
 
 
 class CheckpointError(AnybatchError, ValueError):
-    """A checkpoint that cannot be read, or is of something else."""
+    """Checkpoint that cannot be written or read, or belongs to another model. Resume with the model that saved it."""
 
 
 class DoctorError(AnybatchError, ValueError):
-    """A script that cannot be watched, or a training loop in which the doctor found errors; the message is the report."""
+    """Script that the doctor cannot watch, or a training loop with errors; the message is then the report."""
 
 
 class RunError(AnybatchError, ValueError):
-    """A folder that is no run, or is one of another kind."""
+    """Folder that holds no run, holds one of another kind, or cannot be written to. Give another folder."""
 
 
 class LessonError(AnybatchError, ValueError):
-    """A lesson that is not there."""
+    """Unknown lesson of `anybatch learn`. The message lists the lessons."""

@@ -1,1 +1,1 @@
-"""What teaches: nine pages to learn from, one update traced, and ways of training compared."""
+"""Teaching material: the nine lessons, the trace of one update, and the comparison of ways to train."""

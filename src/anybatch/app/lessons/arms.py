@@ -1,4 +1,4 @@
-"""`anybatch compare`: four ways to train a task, the usual loop among them, over several seeds, and what was found."""
+"""`anybatch compare`: train a task in four ways over several seeds, and describe the differences."""
 
 import dataclasses
 import math
@@ -9,30 +9,11 @@ from time import perf_counter
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from anybatch.app.records.schema import (
-    Arm,
-    ArmEpoch,
-    ArmRun,
-    Comparison,
-    EpochDone,
-    MemorySeen,
-    Metric,
-    Spread,
-    UpdateDone,
-    at_epoch,
-    over_runs,
-)
+from anybatch.app.records import schema
+from anybatch.app.records.schema import Arm, ArmEpoch, ArmRun, Comparison, Spread, at_epoch, over_runs
+from anybatch.app.training import loop
 from anybatch.app.training.experiment import Experiment, assemble, find_device, make_plan, num_inexact_norms
 from anybatch.app.training.learning_rates import ADAMS
-from anybatch.app.training.loop import (
-    MEMORY_AT,
-    Loop,
-    all_batches,
-    judging_number,
-    training_loader,
-    validate,
-    validation_batches,
-)
 from anybatch.app.training.measure import profiled
 from anybatch.app.training.ranks import seed_all
 from anybatch.app.training.settings import LRRule, Settings
@@ -43,7 +24,7 @@ from anybatch.errors import SettingsError
 from anybatch.memory import bytes_of, drop_gradients, optimizer_tensors
 
 Tell = Callable[["ArmPlan", int, ArmEpoch], None]
-"""Told (arm, seed, epoch) after each epoch of each run."""
+"""Called with (arm, seed, epoch) after each epoch of each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +40,21 @@ class ArmPlan:
 
 
 def compare(build: Callable[[], Task], settings: Settings, *, num_seeds: int, tell: Tell) -> Comparison:
-    """Every arm with every seed. A seed gives all arms the same first weights and the same order of rows."""
-    if num_seeds < 1:
-        raise SettingsError(f"--seeds {num_seeds}: expected 1 or more.")
+    """Run every arm with every seed. All arms of a seed have the same first weights and the same order of rows."""
     seed_all(settings.seed)
     task = build()
     arms = []
     for plan in arms_of(task, settings):
         runs = tuple(_run(build, plan, settings.seed + number, tell) for number in range(num_seeds))
-        arms.append(
-            Arm(
-                name=plan.name,
-                description=plan.description,
-                batch=plan.settings.batch_size or task.batch_size,
-                micro_batch=_rows(task, plan.settings),
-                lr=plan.lr,
-                runs=runs,
-            )
-        )
-    return Comparison(
-        metric=task.metric or "validation loss",
-        arms=tuple(arms),
-        findings=findings(tuple(arms), task.metric, rows=len(task.training), num_batch_norms=num_inexact_norms(task)),
-    )
+        batch, micro_batch = plan.settings.batch_size or task.batch_size, _rows(task, plan.settings)
+        sizes = {"batch": batch, "micro_batch": micro_batch}
+        arms.append(Arm(name=plan.name, description=plan.description, lr=plan.lr, runs=runs, **sizes))
+    found = findings(arms, task.metric, rows=len(task.training), num_batch_norms=num_inexact_norms(task))
+    return Comparison(metric=task.metric or "validation loss", arms=tuple(arms), findings=found)
 
 
 def arms_of(task: Task, settings: Settings) -> tuple[ArmPlan, ...]:
-    """The four arms. The learning rate is taken to be chosen for the small batch; the rule starts from there."""
+    """Return the four arms. The learning rate is that of the small batch, and the rule scales it from there."""
     batch = settings.batch_size or task.batch_size
     micro_batch = _rows(task, settings)
     if micro_batch >= batch:
@@ -99,15 +68,15 @@ def arms_of(task: Task, settings: Settings) -> tuple[ArmPlan, ...]:
     whole = dataclasses.replace(common, batch_size=batch)
     scaled = dataclasses.replace(whole, lr_rule=rule, base_batch=micro_batch)
     num_micro = -(-batch // micro_batch)
-    usual_length = usual_updates(len(task.training), micro_batch, num_micro) * epochs
-    if usual_length == 0:
+    usual_updates = -(-len(task.training) // micro_batch) // num_micro * epochs  # only whole windows make one
+    if usual_updates == 0:
         raise SettingsError(
             f"--batch-size {batch} in micro-batches of {micro_batch}: the usual loop would never step on "
             f"{len(task.training)} rows. Give a smaller batch."
         )
     device = find_device(settings.device)
     lrs = [make_plan(task, each, device).lr_peak for each in (small, whole, scaled)]
-    usual = dataclasses.replace(whole, epochs=None, updates=usual_length)
+    usual = dataclasses.replace(whole, epochs=None, updates=usual_updates)
     in_parts = f"{num_micro} micro-batches of {micro_batch}, each loss divided by {num_micro}; the tail is dropped"
     in_one = f"the gradient of all {batch} rows, in micro-batches of {micro_batch}, the same learning rate"
     by_rule = f"the same with the {rule} rule: learning rate {lrs[1]:.4g} -> {lrs[2]:.4g}"
@@ -130,54 +99,46 @@ def _rows(task: Task, settings: Settings) -> int:
 def _run(build: Callable[[], Task], plan: ArmPlan, seed: int, tell: Tell) -> ArmRun:
     experiment = assemble(build, dataclasses.replace(plan.settings, seed=seed))
 
-    def told(epoch: ArmEpoch) -> None:
+    def tell_epoch(epoch: ArmEpoch) -> None:
         tell(plan, seed, epoch)
 
     if plan.is_usual_loop:
-        return run_usual_loop(experiment, epochs=plan.epochs, tell=told)
-    return _run_exact(experiment, seed, told)
+        return run_usual_loop(experiment, epochs=plan.epochs, tell=tell_epoch)
+    return _run_exact(experiment, seed, tell_epoch)
 
 
 def _run_exact(experiment: Experiment, seed: int, tell: Callable[[ArmEpoch], None]) -> ArmRun:
     epochs: list[ArmEpoch] = []
-    updates: list[UpdateDone] = []
+    updates: list[schema.UpdateDone] = []
     peaks: list[int] = []
     random_state = torch.get_rng_state().nbytes if experiment.device.type == "cpu" else 0
 
-    def take(metric: Metric) -> None:
-        if isinstance(metric, UpdateDone):
+    def take(metric: schema.Metric) -> None:
+        if isinstance(metric, schema.UpdateDone):
             updates.append(metric)
-        elif isinstance(metric, MemorySeen):
-            # a batch that may have to start again keeps torch's random state; nobody means that by memory
+        elif isinstance(metric, schema.MemorySeen):
+            # the snapshot of torch's random state, kept for a retry, is not memory of training
             peaks.append((metric.peak_bytes or 0) - random_state)
-        elif isinstance(metric, EpochDone):
-            value = judging_number(experiment.task.metric, metric.valid_loss, metric.metrics)
-            epoch, training, validation = metric.epoch, metric.train_loss, metric.valid_loss
-            epochs.append(ArmEpoch(epoch=epoch, train_loss=training, valid_loss=validation, metric=value))
+        elif isinstance(metric, schema.EpochDone):
+            epochs.append(
+                _arm_epoch(experiment.task, metric.epoch, metric.train_loss, metric.valid_loss, metric.metrics)
+            )
             tell(epochs[-1])
 
-    Loop(experiment, tell=take).run()
+    loop.Loop(experiment, tell=take).run()
+    samples, seconds = sum(done.rows or 0 for done in updates), sum(done.seconds or 0.0 for done in updates)
     return ArmRun(
         seed=seed,
         updates=len(updates),
-        samples_seen=sum(update.rows or 0 for update in updates),
-        seconds=sum(update.seconds or 0.0 for update in updates),
+        samples_seen=samples,
+        seconds=seconds,
         peak_bytes=max(peaks, default=None),
         epochs=tuple(epochs),
     )
 
 
-def usual_updates(rows: int, micro_batch: int, accumulate: int) -> int:
-    """Updates per epoch, which only whole windows make.
-
-    >>> usual_updates(1000, 16, 4)
-    15
-    """
-    return -(-rows // micro_batch) // accumulate
-
-
 def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEpoch], None]) -> ArmRun:
-    """Train for this number of epochs the usual way."""
+    """Train as most accumulation loops do: divide each loss by N, step after N micro-batches, drop the tail."""
     task, plan, seed = experiment.task, experiment.plan, experiment.settings.seed
     micro_batch, accumulate = plan.micro_batch, plan.micro_batches_per_update
     assert isinstance(micro_batch, int), "arms of a comparison are cut by rows"
@@ -190,43 +151,44 @@ def run_usual_loop(experiment: Experiment, *, epochs: int, tell: Callable[[ArmEp
         task.optimizer.zero_grad()
         total_loss = total_units = 0.0
         began = perf_counter()
-        loader = training_loader(task, batch=micro_batch, seed=seed, epoch=epoch)
-        for window in windows(all_batches(loader, expected=len(loader), data="training"), accumulate):
+        loader = loop.training_loader(task, batch=micro_batch, seed=seed, epoch=epoch)
+        for window in windows(loop.all_batches(loader, expected=len(loader), data="training"), accumulate):
             if len(window) < accumulate:
-                break  # its gradients wait for a step that does not come
-            if updates + 1 == MEMORY_AT and experiment.device.type == "cpu":
-                loss, units, peak = _measured_window(experiment, window.micro_batches)
+                break  # no step follows the gradients of the tail
+            if updates + 1 == loop.MEMORY_AT and experiment.device.type == "cpu":
+                loss, units, peak = _learn_measured(experiment, window.micro_batches)
             else:
                 loss, units = _learn(experiment, window.micro_batches)
             updates += 1
             samples += sum(num_rows(micro_batch) for micro_batch in window)
             total_loss, total_units = total_loss + loss, total_units + units
         seconds += perf_counter() - began
-        validated = validate(task.model, task.whole_objective, validation_batches(task), experiment.device)
-        done.append(
-            ArmEpoch(
-                epoch=epoch,
-                train_loss=total_loss / total_units if total_units else float("nan"),
-                valid_loss=validated.loss,
-                metric=judging_number(task.metric, validated.loss, validated.metrics),
-            )
-        )
+        validated = loop.validate(task.model, task.whole_objective, loop.validation_batches(task), experiment.device)
+        train_loss = total_loss / total_units if total_units else float("nan")
+        done.append(_arm_epoch(task, epoch, train_loss, validated.loss, validated.metrics))
         tell(done[-1])
     return ArmRun(
         seed=seed, updates=updates, samples_seen=samples, seconds=seconds, peak_bytes=peak, epochs=tuple(done)
     )
 
 
+def _arm_epoch(
+    task: Task, epoch: int, train_loss: float | None, valid_loss: float | None, metrics: schema.Numbers
+) -> ArmEpoch:
+    value = loop.judging_number(task.metric, valid_loss, metrics)
+    return ArmEpoch(epoch=epoch, train_loss=train_loss, valid_loss=valid_loss, metric=value)
+
+
 def _learn(experiment: Experiment, micro_batches: Sequence[Batch]) -> tuple[float, float]:
-    """One window: the sum of unit-weighted losses, and the units."""
+    """Make one update; return the sum of the losses weighted by units, and the units."""
     task, update = experiment.task, experiment.update
     total = units = 0.0
     forward = ForwardPass(model=task.model, compute=task.whole_objective.loss, device=experiment.device)
     for micro_batch in micro_batches:
-        there = forward.load(micro_batch)
-        loss, _ = checked_loss(forward(there))
+        on_device = forward.load(micro_batch)
+        loss, _ = checked_loss(forward(on_device))
         (loss / len(micro_batches)).backward()
-        counted = count_units(task.objective, task.model, [there])[0]
+        counted = count_units(task.objective, task.model, [on_device])[0]
         weight = 1.0 if task.objective.reduction == "sum" else counted
         total, units = total + weight * float(loss.detach()), units + counted
     if update.clip_norm is not None:
@@ -238,7 +200,8 @@ def _learn(experiment: Experiment, micro_batches: Sequence[Batch]) -> tuple[floa
     return total, units
 
 
-def _measured_window(experiment: Experiment, micro_batches: Sequence[Batch]) -> tuple[float, float, int]:
+def _learn_measured(experiment: Experiment, micro_batches: Sequence[Batch]) -> tuple[float, float, int]:
+    """Make one update under the profiler; return its losses, its units and its peak memory."""
     task = experiment.task
     drop_gradients(task.model.parameters())
     standing = bytes_of([*task.model.parameters(), *task.model.buffers(), *optimizer_tensors(task.optimizer)])
@@ -247,7 +210,7 @@ def _measured_window(experiment: Experiment, micro_batches: Sequence[Batch]) -> 
 
 
 def show_spread(value: Spread, metric: str | None) -> str:
-    """A metric as a percentage, a loss as it is, with its deviation where there is one.
+    """Write a metric as a percentage, a loss as it is, with its deviation if there is one.
 
     >>> show_spread(Spread(0.9712, 0.004), "accuracy"), show_spread(Spread(0.25, None), None)
     ('97.1 ± 0.4 %', '0.2500')
@@ -258,9 +221,9 @@ def show_spread(value: Spread, metric: str | None) -> str:
 
 
 def findings(arms: Sequence[Arm], metric: str | None, *, rows: int, num_batch_norms: int = 0) -> tuple[str, ...]:
-    """Plain sentences on the four arms: small batch, usual loop, exact batch, exact batch with the rule."""
+    """Describe the four arms in sentences: small batch, usual loop, exact batch, exact batch with the rule."""
     small, usual, exact, scaled = arms
-    judge = _Judge(metric, len(exact.runs))
+    judge = _Judge(metric)
     said = [
         _first_epoch(small, exact, judge),
         _rule(small, exact, scaled, judge),
@@ -268,25 +231,28 @@ def findings(arms: Sequence[Arm], metric: str | None, *, rows: int, num_batch_no
         _tail(usual, exact, rows, judge),
         _memory(small, exact),
         _time(small, exact),
-        _batch_norm(exact, num_batch_norms),
     ]
+    if num_batch_norms:
+        said.append(
+            f"The exact batch is not quite exact here: BatchNorm ({plural(num_batch_norms, 'layer')}) takes its statistics "
+            f"from each micro-batch of {exact.micro_batch}, in all arms."
+        )
     return tuple(sentence for sentence in said if sentence)
 
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    metric: str | None
-    num_seeds: int
+    metric: str | None  # None: the validation loss, of which less is better
 
     def at(self, arm: Arm, epoch: int) -> Spread:
-        """The arm's metric after an epoch; 0 stands for the last."""
+        """Return the arm's metric after an epoch; 0 is the last."""
         return at_epoch(arm, epoch, lambda point: point.metric)
 
     def show(self, arm: Arm, epoch: int) -> str:
         return show_spread(self.at(arm, epoch), self.metric)
 
     def order(self, first: Arm, second: Arm, epoch: int) -> int:
-        """1 where the first is clearly better, -1 where the second is, 0 where the seeds do not tell."""
+        """Return 1 if the first is clearly better, -1 if the second is, 0 if the seeds do not decide."""
         one, other = self.at(first, epoch), self.at(second, epoch)
         if one.mean is None or other.mean is None:
             return 0
@@ -304,7 +270,7 @@ def _first_epoch(small: Arm, exact: Arm, judge: _Judge) -> str:
         0: f"no clear difference between the two, though one makes {counts}",
         1: f"the larger batch is ahead, though it makes {counts}",
     }[judge.order(exact, small, 1)]
-    caution = " (One seed: chance is not excluded.)" if judge.num_seeds == 1 else ""
+    caution = " (One seed: chance is not excluded.)" if len(exact.runs) == 1 else ""
     return (
         f"At the same learning rate, after epoch 1: {shown[0]} {judge.metric or 'validation loss'} with the exact batch of "
         f"{exact.batch} against {shown[1]} with batches of {small.batch}: {verdict}.{caution}"
@@ -366,12 +332,3 @@ def _memory(small: Arm, exact: Arm) -> str:
 def _time(small: Arm, exact: Arm) -> str:
     one, other = (over_runs(arm, lambda run: run.seconds).mean for arm in (small, exact))
     return f"Training took {other:.2f} s with the exact batch and {one:.2f} s with batches of {small.batch}, validation apart."
-
-
-def _batch_norm(exact: Arm, num_batch_norms: int) -> str:
-    if num_batch_norms == 0:
-        return ""
-    return (
-        f"The exact batch is not quite exact here: BatchNorm ({plural(num_batch_norms, 'layer')}) takes its statistics from "
-        f"each micro-batch of {exact.micro_batch}, in all arms."
-    )

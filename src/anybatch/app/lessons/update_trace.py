@@ -1,4 +1,4 @@
-"""One update stage by stage, and one sample layer by layer: real shapes and numbers, copied out while they are there."""
+"""`anybatch trace`: record one update stage by stage, and one sample layer by layer, with real shapes and numbers."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,28 +18,24 @@ from anybatch.app.training.measure import observed
 from anybatch.core import Batch, events, gradient_norm, move, num_rows, take_rows, tensors
 
 MOST_VALUES = 12
-"""Sample values per entry; a prediction is told where every class is among them."""
+"""Sample values per entry; a prediction is shown if the model has no more classes than this."""
 TIMED = 5
-"""Updates whose times the medians are of."""
+"""Updates over which the median time of each stage is taken."""
 LARGEST = 64
-"""Pixels of a side; larger images are made smaller."""
+"""Pixels per side; larger images are scaled down."""
 Timed = tuple[str, int | None]
-"""A stage of a micro-batch, or of the whole batch."""
+"""(stage, micro-batch); the micro-batch is None for the whole batch."""
 
 
 def trace(experiment: Experiment) -> Trace:
-    """The first update of the run, and the way of its first row through the model as the update left it."""
-    plan, task = experiment.plan, experiment.task
-    batch = first_batch(task, batch=plan.batch, seed=experiment.settings.seed)
-    there = move(batch, experiment.device)
-    entries, layers = _trace_update(experiment, there), _trace_layers(experiment, there)
-    sample = next(tensors(take_rows(there, slice(0, 1))), None)
+    """Record the first update of the run, and then its first row on its way through the updated model."""
+    loaded = first_batch(experiment.task, batch=experiment.plan.batch, seed=experiment.settings.seed)
+    batch = move(loaded, experiment.device)
+    entries, layers = _trace_update(experiment, batch), _trace_layers(experiment, batch)
+    sample = next(tensors(take_rows(batch, slice(0, 1))), None)
     image = None if sample is None else image_of(sample)
-    return Trace(
-        stages=with_medians(entries, _seconds(experiment, there)),
-        layers=layers,
-        images=() if image is None else (image,),
-    )
+    stages = with_medians(entries, _seconds(experiment, batch))
+    return Trace(stages=stages, layers=layers, images=() if image is None else (image,))
 
 
 def _trace_update(experiment: Experiment, batch: Batch) -> tuple[TracedStage, ...]:
@@ -48,13 +44,13 @@ def _trace_update(experiment: Experiment, batch: Batch) -> tuple[TracedStage, ..
     update.model.train()
     with observed(update, watcher):
         update(batch)
-        # zeroing is how the next update begins; what follows of that one is not looked at
+        # the next update begins with zeroing; its later events are ignored
         update(batch)
     return tuple(watcher.stages)
 
 
 def _seconds(experiment: Experiment, batch: Batch) -> dict[Timed, list[float]]:
-    """What every stage took in some more updates; the weights that these leave are thrown away."""
+    """Time every stage in further updates, whose weights are not used."""
     found: dict[Timed, list[float]] = defaultdict(list)
 
     def note(event: events.Event) -> None:
@@ -67,7 +63,7 @@ def _seconds(experiment: Experiment, batch: Batch) -> dict[Timed, list[float]]:
 
 
 def with_medians(entries: Iterable[TracedStage], seconds: Mapping[Timed, Sequence[float]]) -> tuple[TracedStage, ...]:
-    """Entries that tell a time tell the median of several: one alone is an accident."""
+    """Replace the time of each entry by the median of several updates."""
     return tuple(
         replace(entry, facts={**entry.facts, "seconds": median(seconds[entry.stage, entry.micro_batch])})
         if "seconds" in entry.facts and seconds.get((entry.stage, entry.micro_batch))
@@ -77,7 +73,7 @@ def with_medians(entries: Iterable[TracedStage], seconds: Mapping[Timed, Sequenc
 
 
 class _Watcher:
-    """Turns events into entries when they happen: a moment later `.grad` and the weights are others."""
+    """Observer that turns events into entries at once, because `.grad` and the weights change soon after."""
 
     def __init__(self, parameters: list[nn.Parameter], batch: Batch) -> None:
         self.stages: list[TracedStage] = []
@@ -99,7 +95,7 @@ class _Watcher:
                 facts = {"rows": num_rows(event.batch), "shapes": _shapes(tensors(event.batch))}
                 self._add(event, "load", "a micro-batch on the model's device", facts, event.batch)
             case events.Forward():
-                facts = {"output": _shapes(tensors(event.output))} if event.output is not None else {}
+                facts = {} if event.output is None else {"output": _shapes(tensors(event.output))}
                 title = "the model's output" if facts else "all rows, layer by layer together"
                 self._add(event, "forward", title, facts, event.output)
             case events.Loss():
@@ -121,29 +117,24 @@ class _Watcher:
                 self._is_open = False
             case _:
                 pass
-        self._has_begun = True  # the first event of all is this update's own zeroing
+        self._has_begun = True  # the first event is this update's own zeroing
 
     def _backward(self, event: events.Backward) -> None:
-        """The first parameter's gradient of this micro-batch alone: what `.grad` holds now, less what it held before."""
+        """Add the first parameter's gradient of this micro-batch: `.grad` now minus `.grad` before."""
         total, added = _first_grad(self._parameters), None
         if total is not None:
             added = total.detach().clone() if self._first_sum is None else total.detach() - self._first_sum
             self._first_sum = total.detach().clone()
-        facts: dict[str, Any] = {} if added is None else {"its norm": float(added.norm())}
-        facts |= {"of": _first_name(self._parameters)}
-        whose = "all rows'" if event.micro_batch is None else "this micro-batch's"
-        self._add(event, "backward", f"{whose} gradients are computed and added", facts, added)
+        facts = ({} if added is None else {"its norm": float(added.norm())}) | {"of": _first_name(self._parameters)}
+        rows = "all rows'" if event.micro_batch is None else "this micro-batch's"
+        self._add(event, "backward", f"{rows} gradients are computed and added", facts, added)
 
     def _loss(self, event: events.Loss) -> None:
         loss = float(event.loss)
         self._batch_loss += event.share * loss
         self._units += event.units
-        facts = {
-            "loss": loss,
-            "units": float(event.units),
-            "share": event.share,
-            "adds to the batch's loss": event.share * loss,
-        }
+        facts = {"loss": loss, "units": float(event.units), "share": event.share}
+        facts["adds to the batch's loss"] = event.share * loss
         self._add(event, "loss", "the mean loss of this micro-batch and its share", facts, event.loss)
 
     def _step(self, event: events.Step) -> None:
@@ -157,27 +148,21 @@ class _Watcher:
         if before_clip is not None:
             norms: dict[str, Any] = {"norm before": before_clip, "norm after": norm, "of": name}
             self._add(None, "clip", "the whole gradient is made shorter, once", norms, _first_grad(self._parameters))
-        moved = [
-            float((parameter.detach() - before).norm())
-            for parameter, before in zip(self._parameters, self._weights, strict=True)
-        ]
-        before, after = self._weights[0].flatten(), self._parameters[0].detach().flatten()
-        self._add(event, "step", "the weights before", {"of": _first_name(self._parameters)}, before)
+        weights = zip(self._parameters, self._weights, strict=True)
+        moved = [float((parameter.detach() - before).norm()) for parameter, before in weights]
+        self._add(event, "step", "the weights before", {"of": name}, self._weights[0].flatten())
         change = {"applied": str(event.applied), "change of all weights (norm)": sum(one**2 for one in moved) ** 0.5}
-        self._add(event, "step", "the weights after", change, after)
+        self._add(event, "step", "the weights after", change, self._parameters[0].detach().flatten())
 
     def _add(self, event: events.Event | None, stage: str, title: str, facts: dict[str, Any], values: Any) -> None:
         micro_batch = None if event is None else event.micro_batch
-        seconds = {} if event is None else {"seconds": event.seconds}
-        self.stages.append(
-            TracedStage(
-                stage=stage, micro_batch=micro_batch, title=title, facts=facts | seconds, values=first_values(values)
-            )
-        )
+        facts |= {} if event is None else {"seconds": event.seconds}
+        shown = _first_values(values)
+        self.stages.append(TracedStage(stage=stage, micro_batch=micro_batch, title=title, facts=facts, values=shown))
 
 
 def _trace_layers(experiment: Experiment, batch: Batch) -> tuple[TracedLayer, ...]:
-    """One row through every module that calls no other, in the order of the calls."""
+    """Record one row in every module that calls no other, in the order of the calls."""
     model, objective = experiment.task.model, experiment.task.whole_objective
     layers: list[TracedLayer] = []
     calls: list[int] = []
@@ -186,11 +171,11 @@ def _trace_layers(experiment: Experiment, batch: Batch) -> tuple[TracedLayer, ..
         calls.append(len(layers))
 
     def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if calls.pop() == len(layers):  # nothing inside it was called
-            shapes = [tuple(tuple(tensor.shape) for tensor in tensors(found)) for found in (inputs, output)]
-            kind, values = type(module).__name__, first_values(output)
+        if calls.pop() == len(layers):  # it called no other module
+            before, after = (tuple(tuple(tensor.shape) for tensor in tensors(found)) for found in (inputs, output))
+            kind, values = type(module).__name__, _first_values(output)
             layers.append(
-                TracedLayer(name=name or "model", kind=kind, shapes_in=shapes[0], shapes_out=shapes[1], values=values)
+                TracedLayer(name=name or "model", kind=kind, shapes_in=before, shapes_out=after, values=values)
             )
 
     hooks = []
@@ -210,7 +195,7 @@ def _trace_layers(experiment: Experiment, batch: Batch) -> tuple[TracedLayer, ..
 
 
 def _prediction(layers: Sequence[TracedLayer], batch: Batch) -> tuple[TracedLayer, ...]:
-    """How the walk ends where the model tells classes apart: probabilities, class and label of the row."""
+    """Return the last entry of a classifier: probabilities, class and label of the row."""
     found = list(tensors(batch))
     if not layers or len(found) != 2 or found[1].dim() != 1 or found[1].is_floating_point():
         return ()
@@ -219,23 +204,22 @@ def _prediction(layers: Sequence[TracedLayer], batch: Batch) -> tuple[TracedLaye
         return ()
     probabilities = torch.tensor(layers[-1].values).softmax(0)
     guess, label = int(probabilities.argmax()), int(found[1][0])
-    told = f"class {guess} ({float(probabilities[guess]):.1%}), label {label}: {'right' if guess == label else 'wrong'}"
+    name = f"class {guess} ({float(probabilities[guess]):.1%}), label {label}: {'right' if guess == label else 'wrong'}"
     values = tuple(float(each) for each in probabilities)
-    return (TracedLayer(name=told, kind="prediction", shapes_in=(shape,), shapes_out=((1,),), values=values),)
+    return (TracedLayer(name=name, kind="prediction", shapes_in=(shape,), shapes_out=((1,),), values=values),)
 
 
-def first_values(value: Any) -> tuple[float, ...]:
-    """The first few numbers of the first tensor in `value`."""
-    first = next(tensors(value), None) if value is not None else None
+def _first_values(value: Any) -> tuple[float, ...]:
+    first = None if value is None else next(tensors(value), None)
     if first is None:
         return ()
     return tuple(float(number) for number in first.detach().flatten()[:MOST_VALUES].float().tolist())
 
 
 def image_of(row: Tensor) -> TracedImage | None:
-    """The picture of a (1, channels, height, width) row with one channel or three; None where it is none.
+    """Return the picture of a (1, channels, height, width) row with one or three channels; None for any other row.
 
-    Its lowest number is black and its highest white, because nobody knows what the task has normalised.
+    The lowest number is black and the highest white, because the task's normalisation is not known.
     """
     if row.dim() != 4 or row.shape[1] not in (1, 3) or min(row.shape[2:]) < 4 or not row.is_floating_point():
         return None

@@ -1,1 +1,1 @@
-"""Nine pages that teach: their words, their widgets, how they become one file."""
+"""The nine lessons: their texts, their widgets, and the page that holds them."""

@@ -1,4 +1,4 @@
-"""Lessons are data: one TOML file each, with its words, its widgets and every number that it claims."""
+"""Read the lessons: one TOML file each, with its texts, its widgets and every number that it claims."""
 
 import html
 import re
@@ -13,22 +13,22 @@ from anybatch.display import did_you_mean
 from anybatch.errors import LessonError
 
 ORDER = ("trace", "zero", "rows", "units", "memory", "rate", "limits", "write", "recall")
-"""The nine pages, in the order they are read."""
+"""The nine lessons in reading order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A number of a lesson: how it is measured, in which setting, and how it reads on the page."""
+    """Number of a lesson: how it is measured, in which setting, and how the page shows it."""
 
     shown: str
     measure: str
     setting: dict[str, Any] = field(default_factory=dict)
-    """Differences from the lessons' usual setting: 1,000 rows, 4 micro-batches of 16, SGD at 0.1, 10 epochs."""
+    """Differences from the default: 1,000 rows, 4 micro-batches of 16, SGD at 0.1, 10 epochs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LessonPart:
-    """A piece of a page: words, or a widget with what it needs."""
+    """Part of a lesson: a text, or a widget with its parameters."""
 
     kind: str
     title: str
@@ -38,7 +38,7 @@ class LessonPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """One page."""
+    """One lesson."""
 
     name: str
     title: str
@@ -46,29 +46,20 @@ class Lesson:
     insight: str
     minutes: int
     answers: tuple[str, ...]
-    """The numbered items that this page settles."""
+    """Numbers of the questions that this lesson answers."""
     parts: tuple[LessonPart, ...]
     claims: dict[str, Claim]
 
 
+@cache
 def read_lesson(name: str) -> Lesson:
-    """The lesson of that name; every claim that its words mention is there."""
+    """Return the lesson of that name."""
     if name not in ORDER:
         hint = did_you_mean(name, ORDER) or "."
         raise LessonError(f"there is no lesson {name!r}. The lessons are {', '.join(ORDER)}{hint}")
-    return _read(name)
-
-
-@cache
-def _read(name: str) -> Lesson:
     raw = _toml(name)
     parts = tuple(
-        LessonPart(
-            kind=part["kind"],
-            title=part.get("title", ""),
-            text=part.get("text", ""),
-            spec={key: value for key, value in part.items() if key not in ("kind", "title", "text")},
-        )
+        LessonPart(kind=part.pop("kind"), title=part.pop("title", ""), text=part.pop("text", ""), spec=part)
         for part in raw["part"]
     )
     claims = {
@@ -80,12 +71,12 @@ def _read(name: str) -> Lesson:
 
 
 def all_lessons() -> tuple[Lesson, ...]:
-    """All nine, in order."""
+    """Return the nine lessons in reading order."""
     return tuple(read_lesson(name) for name in ORDER)
 
 
 def memory_table() -> dict[str, Any]:
-    """What `anybatch plan stdlib` says, as it was when the lessons were written; a test asks it again."""
+    """Return the output of `anybatch plan stdlib` that the lesson shows; a test compares it with a new one."""
     return _toml("memory_table")
 
 
@@ -94,7 +85,7 @@ def _toml(name: str) -> dict[str, Any]:
 
 
 def to_html(text: str, claims: Mapping[str, Claim]) -> str:
-    """Blocks are apart by empty lines; a block of four spaces is code, of dashes a list, of a tag is left as it is.
+    """Convert blocks between empty lines to HTML: four spaces are code, dashes a list, a tag is copied.
 
     >>> to_html("It *adds*.\\n\\n- `one`\\n- two", {})
     '<p>It <em>adds</em>.</p><ul><li><code>one</code></li><li>two</li></ul>'
@@ -103,15 +94,14 @@ def to_html(text: str, claims: Mapping[str, Claim]) -> str:
 
 
 def inline(text: str, claims: Mapping[str, Claim]) -> str:
-    """One line of words.
+    """Convert one line to HTML: code, emphasis, links and claims.
 
     >>> inline("{lost} of **1,000** rows", {"lost": Claim(shown="752", measure="lost")})
     '<data data-claim="lost" value="752">752</data> of <strong>1,000</strong> rows'
     """
-    pieces = re.split(r"(`[^`]+`)", text)
     return "".join(
         f"<code>{html.escape(piece[1:-1])}</code>" if piece.startswith("`") else _prose(piece, claims)
-        for piece in pieces
+        for piece in re.split(r"(`[^`]+`)", text)
     )
 
 

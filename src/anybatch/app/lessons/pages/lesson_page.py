@@ -1,4 +1,4 @@
-"""The page: nine articles or one, with everything that they need inside; or a folder of files for a server."""
+"""Write the lessons as one self-contained page, or as a folder of files for a server."""
 
 import html
 import json
@@ -11,7 +11,7 @@ from anybatch.app.lessons.pages.lesson_content import ORDER, Lesson, all_lessons
 from anybatch.app.lessons.pages.lesson_parts import part_html
 
 Link = Callable[[str], str]
-"""The address of a lesson; empty where it is not at hand."""
+"""Returns the address of a lesson; empty if it is not on the page."""
 TITLE = "Gradient accumulation, done by you"
 SHELL = """<!doctype html>
 <html lang="en">
@@ -39,11 +39,11 @@ rule.id = "early";
 rule.textContent = `@media screen { article.lesson:not(#${shown}) { display: none } }`;
 document.head.append(rule);
 }"""
-"""Runs before the first layout, so that only the lesson of the address is laid out; without a script all nine are shown."""
+"""Hides all lessons but that of the address before the first layout; without scripts all nine are shown."""
 
 
 def learn_page(name: str | None = None) -> str:
-    """One self-contained page of all nine lessons, or of the one that is named."""
+    """Return one self-contained page of all nine lessons, or of the one named."""
     lessons = all_lessons() if name is None else (read_lesson(name),)
     style = "\n".join(line.strip() for line in web_file("style.css").splitlines() if line.strip())
     return _shell(
@@ -56,7 +56,7 @@ def learn_page(name: str | None = None) -> str:
 
 
 def write_learn_site(folder: Path) -> Path:
-    """The same as files for a server: a page per lesson, the scripts and the style once. Returns the first page."""
+    """Write a page per lesson, the scripts and the style into a folder, and return the first page."""
     for path, source in _modules().values():
         target = folder / "web" / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def _shell(lessons: tuple[Lesson, ...], *, style: str, imports: str, link: Link,
 
 
 def _link(lesson: Lesson, address: str) -> str:
-    """A page that stands alone names the others by the command that shows them."""
+    """Link to a lesson, or name the command that shows it if it has no address."""
     if address:
         return f'<li><a href="{address}" data-page="{lesson.name}">{html.escape(lesson.title)}</a></li>'
     return f"<li><span><code>anybatch learn {lesson.name}</code></span></li>"
@@ -113,17 +113,17 @@ def _article(lesson: Lesson, link: Link) -> str:
 
 
 ESCAPES = {"%": "%25", "\n": "%0A", "\t": "%09", "#": "%23", "<": "%3C", '"': "%22", "\\": "%5C"}
-"""What a `data:` address, a JSON string or a script element would not leave as it is."""
+"""Characters with a meaning in a `data:` address, a JSON string or a script element."""
 
 
 def web_file(name: str) -> str:
-    """The text of a file of `lessons/web/`."""
+    """Return the text of a file in `lessons/web/`."""
     return files("anybatch.app.lessons").joinpath("web", *name.split("/")).read_text("utf-8")
 
 
 @cache
 def _modules() -> dict[str, tuple[str, str]]:
-    """Path below `web/` and source of each module, by the name it is imported by: `ab/run` is `run.js`, in whichever folder."""
+    """Return path below `web/` and source of each module by its import name: `ab/run` is `run.js` in any folder."""
     root = files("anybatch.app.lessons").joinpath("web")
     folders = sorted((folder for folder in root.iterdir() if folder.is_dir()), key=lambda folder: folder.name)
     return {
@@ -135,7 +135,7 @@ def _modules() -> dict[str, tuple[str, str]]:
 
 
 def inline_import_map() -> str:
-    """JSON of an import map that holds all modules; it can stand in a script element as it is.
+    """Return the JSON of an import map with all modules, safe inside a script element.
 
     >>> "%3C" in inline_import_map(), "<" in inline_import_map()
     (True, False)
@@ -144,7 +144,7 @@ def inline_import_map() -> str:
 
 
 def _address(source: str) -> str:
-    """Lines lose their indentation and those that are comments alone: a page need not carry them."""
+    """Return a module as a `data:` address, without indentation and comment lines."""
     lines = (line.strip() for line in source.splitlines())
     text = "\n".join(line for line in lines if line and not line.startswith("//"))
     return "data:text/javascript;charset=utf-8," + "".join(ESCAPES.get(letter, letter) for letter in text)

@@ -1,10 +1,9 @@
-"""Which lesson explains what went wrong: one for every class of error, kind of cause and kind of finding; tests hold it."""
+"""The lesson that explains each class of error, kind of cause and kind of finding; a test checks that all have one."""
 
 from anybatch.errors import AnybatchError
 
 
 def _by_name(**names: str) -> dict[str, str]:
-    """The lesson of each name, from the names of each lesson."""
     return {name: lesson for lesson, listed in names.items() for name in listed.split()}
 
 
@@ -41,7 +40,7 @@ LESSON_OF_FINDING = _by_name(
 
 
 def lesson_of_error(error: AnybatchError) -> str:
-    """The lesson of the error's class, or of the nearest class above it that has one.
+    """Return the lesson of the error's class, or of the nearest base class that has one.
 
     >>> from anybatch.errors import UnitsError
     >>> lesson_of_error(UnitsError("0 tokens"))
@@ -52,7 +51,7 @@ def lesson_of_error(error: AnybatchError) -> str:
 
 
 def lesson_of_cause(kind: str) -> str:
-    """The lesson of a kind of cause; what each row counts for, where the kind is not known.
+    """Return the lesson of a kind of cause; that of unknown causes if the kind is new.
 
     >>> lesson_of_cause("batch_norm")
     'limits'
@@ -61,7 +60,7 @@ def lesson_of_cause(kind: str) -> str:
 
 
 def lesson_of_finding(kind: str) -> str:
-    """The lesson of a kind of finding of the doctor; what each row counts for, where the kind is not known.
+    """Return the lesson of a kind of finding of the doctor; that of unknown causes if the kind is new.
 
     >>> lesson_of_finding("not-divided")
     'units'
@@ -70,7 +69,7 @@ def lesson_of_finding(kind: str) -> str:
 
 
 def see(lesson: str) -> str:
-    """How a message ends.
+    """Return the reference to a lesson that ends a message.
 
     >>> see("units")
     'see: anybatch learn units'
