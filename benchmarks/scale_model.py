@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from anybatch.display import show_seconds, table
+from anybatch.display import table
 from anybatch.errors import ParallelError
 from anybatch.parallel import BUCKET_BYTES
 
@@ -278,3 +278,15 @@ def show_megabytes(number: float) -> str:
     ('0.0512 MB', '2.5 GB')
     """
     return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.3g} MB"
+
+
+def show_seconds(seconds: float) -> str:
+    """Write seconds with a suitable unit.
+
+    >>> show_seconds(0.0421), show_seconds(1e-05), show_seconds(0)
+    ('42.1 ms', '10.0 us', '0')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds * 1e9:.0f} ns" if seconds > 0 else "0"

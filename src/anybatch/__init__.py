@@ -1,8 +1,8 @@
 """Train with the batch you want, on the memory you have, and get exactly that batch's gradient.
 
-`__all__` has the names that a user has to know; every other name of `_HOMES` can be imported too. A package is loaded when one
-of its names is first asked for, so that `import anybatch` and `anybatch --help` do not load torch. `__init__.pyi` lists the
-same names for type checkers.
+`__all__` lists the names to know; every other name of `_HOMES` can be imported too. A package is loaded when one of its names
+is first used, so that `import anybatch` and `anybatch --help` do not load torch. `__init__.pyi` lists the same names for type
+checkers.
 """
 
 from importlib import import_module
@@ -65,7 +65,7 @@ _REMOVED = {
     "ProgressBar": "Wrap the loader in a bar of your own, such as tqdm(loader), and show result.loss in it.",
     "TensorBoardLogger": "Write what result.scalars() gives with a SummaryWriter of your own, in Update(..., on_update=...).",
 }
-"""Names that are gone, with what to use instead."""
+"""Removed names, with their replacements."""
 
 
 def __getattr__(name: str) -> Any:

@@ -194,15 +194,3 @@ def show_bytes(number: float) -> str:
             break
         size /= 1024
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def show_seconds(seconds: float) -> str:
-    """Write seconds with a suitable unit.
-
-    >>> show_seconds(0.0421), show_seconds(1e-05), show_seconds(0)
-    ('42.1 ms', '10.0 us', '0')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds * 1e9:.0f} ns" if seconds > 0 else "0"
