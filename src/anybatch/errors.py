@@ -46,7 +46,7 @@ class ArgumentsError(AnybatchError, TypeError):
 
 
 class BatchError(AnybatchError, ValueError):
-    """Batch whose rows cannot be counted, indexed or split, for example because lengths differ. Fix the named field."""
+    """Batch with rows that cannot be counted, indexed or split, such as fields of different lengths. Fix the named field."""
 
 
 class SplitError(AnybatchError, ValueError):

@@ -50,7 +50,7 @@ def _trace_update(experiment: Experiment, batch: Batch) -> tuple[TracedStage, ..
 
 
 def _seconds(experiment: Experiment, batch: Batch) -> dict[Timed, list[float]]:
-    """Time every stage in further updates, whose weights are not used."""
+    """Time every stage in further updates; their weights are not used."""
     found: dict[Timed, list[float]] = defaultdict(list)
 
     def note(event: events.Event) -> None:

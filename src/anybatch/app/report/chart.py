@@ -114,26 +114,17 @@ def bar_chart(name: str, bars: Sequence[dict[str, Any]], lanes: Sequence[str], *
     return Chart(name=name, figure=figure, **fields)
 
 
-def bars_of(
-    name: str,
-    lanes: Sequence[str],
-    x: Sequence[float],
-    texts: Sequence[str],
-    *,
-    colour: str,
-    group: int,
-    starts: Sequence[float] = (),
-) -> dict[str, Any]:
-    """Describe the bars of one legend entry: their lanes, lengths `x`, texts and starts (default 0)."""
+def bars_of(name: str, bars: Sequence[tuple[str, float, float, str]], *, colour: str, group: int) -> dict[str, Any]:
+    """Describe the bars of one legend entry, each as (lane, start, length, text)."""
     return {
         "kind": "bars",
         "name": name,
         "group": group,
         "colour": colour,
-        "x": _six_digits(x),
-        "starts": _six_digits(starts) or [0] * len(x),
-        "lanes": list(lanes),
-        "texts": list(texts),
+        "x": _six_digits([length for _, _, length, _ in bars]),
+        "starts": _six_digits([start for _, start, _, _ in bars]),
+        "lanes": [lane for lane, _, _, _ in bars],
+        "texts": [text for _, _, _, text in bars],
     }
 
 

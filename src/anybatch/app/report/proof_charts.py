@@ -187,15 +187,15 @@ def row_cells(lanes: Sequence[RowCells], *, title: str) -> Markup:
     parts, top = [], 0
     for lane in lanes:
         shown = min(lane.num_rows, MAX_CELLS)
-        look, told = _look(lane.counted)
+        look, text = _look(lane.counted)
         parts.append(f'<text x="0" y="{top + SIDE - 2}" class="label">{escape(lane.label)}</text>')
         for cell in range(shown):
             x, y = LEFT + (cell % ACROSS) * (SIDE + GAP), top + (cell // ACROSS) * (SIDE + GAP)
             parts.append(_cell(x, y, look, lane.counted))
-        told += f" and {lane.num_rows - shown:,} more" if lane.num_rows > shown else ""
-        told += f"; {lane.note}" if lane.note else ""
+        text += f" and {lane.num_rows - shown:,} more" if lane.num_rows > shown else ""
+        text += f"; {lane.note}" if lane.note else ""
         x = LEFT + min(shown, ACROSS) * (SIDE + GAP) + 8
-        parts.append(f'<text x="{x}" y="{top + SIDE - 2}" class="told">{escape(told)}</text>')
+        parts.append(f'<text x="{x}" y="{top + SIDE - 2}" class="told">{escape(text)}</text>')
         top += max(1, -(-shown // ACROSS)) * (SIDE + GAP) + 6
     across = max((min(lane.num_rows, ACROSS) for lane in lanes), default=ACROSS)
     width = LEFT + across * (SIDE + GAP) + (340 if any(lane.note for lane in lanes) else 220)

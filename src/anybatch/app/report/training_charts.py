@@ -14,7 +14,7 @@ FEWEST_TO_SMOOTH = 30
 STAGES = ("load", "forward", "loss", "backward", "accumulate", "clip", "step", "zero")
 """Stages in the order of an update and of the legend."""
 MAX_LANES = 24
-"""Of more micro-batches than this, the first half and the last half of this number are drawn."""
+"""Most micro-batches that are drawn: the first half and the last half of this number."""
 WHOLE = "update"
 """Lane of the stages that run once per update."""
 
@@ -161,18 +161,12 @@ def timeline_chart(window: WindowSeen) -> Chart:
     num_micro_batches = len({span.micro_batch for span in window.stages} - {None})
     bars = []
     for group, stage in enumerate(totals):
-        drawn = [span for span in window.stages if span.stage == stage and _lane(span) in lanes]
-        bars.append(
-            bars_of(
-                stage,
-                [_lane(span) for span in drawn],
-                [span.seconds / divisor for span in drawn],
-                [duration(span.seconds) for span in drawn],
-                colour=stage_colour(stage),
-                group=group,
-                starts=[span.start / divisor for span in drawn],
-            )
-        )
+        drawn = [
+            (_lane(span), span.start / divisor, span.seconds / divisor, duration(span.seconds))
+            for span in window.stages
+            if span.stage == stage and _lane(span) in lanes
+        ]
+        bars.append(bars_of(stage, drawn, colour=stage_colour(stage), group=group))
     shown = [window.stages[row] for row in evenly_spaced(len(window.stages))]
     rows = [(span.stage, _lane(span), duration(span.start), duration(span.seconds)) for span in shown]
     return charts.bar_chart(
@@ -302,7 +296,7 @@ def _parts(parts: Mapping[str, float]) -> Chart:
     divisor, unit = size_unit(parts[largest])
     sizes = tuple((name, size(part)) for name, part in parts.items())
     bars = [
-        bars_of(name, [name], [parts[name] / divisor], [text], colour=f"--series-{index % 6 + 1}", group=index)
+        bars_of(name, [(name, 0, parts[name] / divisor, text)], colour=f"--series-{index % 6 + 1}", group=index)
         for index, (name, text) in enumerate(sizes)
     ]
     return charts.bar_chart(
