@@ -36,7 +36,7 @@ from anybatch.dropout import count_update, masks_of, rows_running
 from anybatch.verification.draws import Draws, recomputing, recording, replaying
 from anybatch.verification.floor import Floor, Gradient, add_norm, gradients_of, largest_floor, relative
 from anybatch.verification.precision import ComparedPrecision, HigherPrecision, keep_in_backward, raised
-from anybatch.verification.state import Copy, ObjectiveState, PythonState, copy_batch, copy_model, functions_of
+from anybatch.verification.state import Copy, PythonState, copy_batch, copy_model, functions_of
 from anybatch.verification.verdict import CutResult, RowWeights
 
 Forward = Callable[[nn.Module, Batch], Any]
@@ -52,7 +52,7 @@ class Case:
     model: nn.Module
     """The user's; what runs is a copy, and there is one at a time."""
     objective: Objective | Coupled
-    held: ObjectiveState
+    held: PythonState
     batch: Batch
     """Rows first."""
     draws: Draws
@@ -250,14 +250,14 @@ def make_case(
     objective: Objective | Coupled,
     batch: Batch,
     *,
-    held: ObjectiveState | None = None,
+    held: PythonState | None = None,
     **options: Any,
 ) -> Case:
     """The case of this batch, whose draws are still to be recorded."""
     return Case(
         model=model,
         objective=objective,
-        held=held or ObjectiveState.of(objective, model),
+        held=held or PythonState(*functions_of(objective), owned=[*model.modules()]),
         batch=batch,
         draws=_draws_of(batch),
         loss_draws=_draws_of(batch),

@@ -1,30 +1,20 @@
-"""Copies to experiment on; state that the model and the loss keep beside parameters: read, compared, put back."""
+"""Copies of the model and the batch, and snapshots of the Python state that a loss reaches."""
 
 import copy
-import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import (
-    Batch,
-    Coupled,
-    MovingBuffers,
-    Objective,
-    buffers_of,
-    map_tensors,
-    outer_random,
-    version_of,
-)
+from anybatch.core import Batch, Coupled, MovingBuffers, Objective, buffers_of, map_tensors, outer_random
 from anybatch.errors import VerifyError
-from anybatch.verification.precision import LOWER, raised
+from anybatch.verification.precision import raised
 
 Copy = Callable[[nn.Module], nn.Module]
 
@@ -57,8 +47,8 @@ def copy_model(model: nn.Module, make: Copy | None = None) -> nn.Module:
     return twin
 
 
-def rounded_otherwise(model: nn.Module, make: Copy | None, unit: float) -> nn.Module:
-    """Return a copy whose parameters are each off by a few units of roundoff."""
+def copy_with_noise(model: nn.Module, make: Copy | None, unit: float) -> nn.Module:
+    """Return a copy with every parameter off by a few units of roundoff."""
     twin = copy_model(model, make)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -71,77 +61,27 @@ def rounded_otherwise(model: nn.Module, make: Copy | None, unit: float) -> nn.Mo
 
 
 def copy_batch(batch: Batch) -> Batch:
-    """The batch with tensors of its own."""
     return map_tensors(batch, lambda tensor: tensor.detach().clone())
 
 
 def functions_of(objective: Objective | Coupled) -> list[Any]:
-    """All that an objective calls."""
+    """Return everything that an objective calls."""
     if isinstance(objective, Coupled):
         return [objective.encode, objective.loss, objective.units]
     return [objective.loss, objective.units, *(units for units in objective.terms.values() if units is not None)]
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectiveState:
-    """State that the functions of an objective reach, as it was when this was made."""
-
-    python: "PythonState"
-    parameters: dict[str, nn.Parameter]
-    """Parameters of modules that they hold, and free ones; none of them the model's."""
-    tensors: tuple[Tensor, ...]
-    """These, and the buffers of the modules."""
-
-    @classmethod
-    def of(cls, objective: Objective | Coupled, model: nn.Module) -> "ObjectiveState":
-        """Collect what this objective holds beside the model."""
-        python = PythonState(*functions_of(objective), owned=[*model.modules()])
-        own = set(map(id, model.parameters()))
-        held = {
-            f"{name}.{path}": parameter
-            for name, module in python.modules.items()
-            for path, parameter in module.named_parameters()
-        } | python.free_parameters
-        named = {name: parameter for name, parameter in held.items() if id(parameter) not in own}
-        parameters = {id(parameter): (name, parameter) for name, parameter in reversed(named.items())}  # each once
-        buffers = [buffer for module in python.modules.values() for buffer in module.buffers()]
-        known = {id(tensor): tensor for tensor in (*named.values(), *buffers)}
-        return cls(python, dict(reversed(parameters.values())), tuple(known.values()))
-
-    @contextmanager
-    def fresh(self, *, is_raised: bool) -> Iterator[None]:
-        """Run a block from the first state, without gradients; in float64 if `is_raised`."""
-        self.python.put_back()
-        before = [(tensor, tensor.data) for tensor in self.tensors]
-        grads = [(parameter, parameter.grad) for parameter in self.parameters.values()]
-        try:
-            for parameter, _ in grads:
-                parameter.grad = None
-            for tensor, data in before:
-                if is_raised and data.dtype in LOWER:
-                    tensor.data = raised(data)
-            yield
-        finally:
-            for parameter, _ in grads:
-                parameter.grad = None  # of the other dtype
-            for tensor, data in before:
-                tensor.data = data
-            for parameter, grad in grads:
-                parameter.grad = grad
-            self.python.put_back()
-
-
 @contextmanager
-def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator[ObjectiveState]:
+def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Iterator["PythonState"]:
     """Restore gradients, buffers, all random states and what the objective holds when the block ends.
 
     Raises:
         VerifyError: If the objective used the model that it was made with, not the copy that it was given.
     """
-    held = ObjectiveState.of(objective, model)
+    held = PythonState(*functions_of(objective), owned=[*model.modules()])
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:
-        parameter.grad = None  # so that copies have none, and what is there later was put there
+        parameter.grad = None  # any gradient found later was left by the objective
     buffers, outer = MovingBuffers([model]), outer_random()
     before = buffers.snapshot()
     try:
@@ -150,7 +90,7 @@ def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Itera
         is_touched = any(parameter.grad is not None for parameter, _ in grads)
         for parameter, grad in grads:
             parameter.grad = grad
-        held.python.put_back()
+        held.put_back()
         buffers.put_back(before)
         outer.restore()
     if is_touched:
@@ -160,37 +100,36 @@ def leaving_untouched(model: nn.Module, objective: Objective | Coupled) -> Itera
         )
 
 
-_PRIVATE = frozenset(vars(nn.Module()))
+_MODULE_FIELDS = frozenset(vars(nn.Module()))
 _MOST_NUMBERS, _MOST_OBJECTS, _MOST_ITEMS, _DEEPEST = 2**16, 2000, 100, 5
 _LIBRARIES = ("builtins", "torch", "logging", "numpy", "transformers", "functools", "threading", "re", "typing")
-_NOT_THE_USERS = ("torch.", "anybatch.core.batch", "anybatch.core.splits", "anybatch.ragged", "transformers.")
+_STATELESS = ("torch.", "transformers.", "anybatch.core.batch", "anybatch.core.splits", "anybatch.ragged")
 _PLAIN = (int, float, str, types.NoneType)
 _CONTAINERS = (list, dict, set, deque)
 _ABSENT = object()
 
 
-class _Held(NamedTuple):
-    """A container, a namespace, a tensor or a random generator, and what it held."""
+class _Slot(NamedTuple):
+    """A namespace, container, tensor or generator, and its content at the time of the snapshot."""
 
-    value: Any
-    was: Any
     label: str
-    is_restored: bool
-    has_names: bool = False
-    """True of attributes and variables, which are told one by one."""
+    read: Callable[[], Any]
+    write: Callable[[Any], object] | None
+    """None if it is only compared."""
+    was: Any
 
 
 class PythonState:
-    """State that some modules and functions reach by name, as it was when this was made.
+    """Snapshot of the Python state that modules and functions reach by name.
 
-    `changed` compares all of it. `put_back` restores what modules and callable objects hold: their attributes, the
-    containers and small tensors in them, buffers of modules other than `owned`; and the position of random generators.
-    Variables of closures, globals, default arguments, and attributes of functions and classes are compared and never
-    written, whatever they hold: of functions that are not anybatch's own. Objects deeper than 5 steps are not seen.
+    `changed` compares all of it. `put_back` restores attributes of modules and of callable objects, the containers and small
+    tensors in them, buffers of modules that are not `owned`, and random generators. Variables of closures, globals, default
+    arguments, and attributes of functions and classes are compared and never written. Objects more than 5 steps away are
+    not seen.
 
     Args:
         roots: Modules and functions to start from.
-        owned: Modules of the model, whose tensors somebody else restores.
+        owned: Modules of the model; their tensors are restored by other means.
         keeps_tensors: Copy and restore parameters and buffers of `owned` too.
     """
 
@@ -198,139 +137,165 @@ class PythonState:
         self._owned = set(map(id, owned))
         self._keeps_tensors = keeps_tensors
         self._seen: set[int] = set()
-        self._held: list[_Held] = []
-        self.modules: dict[str, nn.Module] = {}
+        self._slots: list[_Slot] = []
+        self._generators: list[_Slot] = []
+        self._modules: dict[str, nn.Module] = {}
         """Modules that are reached and not owned."""
         self.iterators: list[str] = []
-        """Iterators; their position cannot be restored."""
-        self.tables_of_numbers: dict[str, Tensor] = {}
+        """Names of iterators; their position cannot be restored."""
+        self.small_tensors: dict[str, Tensor] = {}
         """Small tensors that a function names."""
-        self.free_parameters: dict[str, nn.Parameter] = {}
-        """Parameters that belong to no module."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Parameters of modules that are not owned, and parameters of no module."""
         for root in roots:
             self._visit(root, 0, "" if id(root) in self._owned else getattr(root, "__name__", "loss"), True)
+        held = [(f"{top}.{name}", one) for top, part in self._modules.items() for name, one in part.named_parameters()]
+        names = {parameter: name for name, parameter in reversed([*held, *self.parameters.items()])}  # the first name
+        for parameter in [parameter for module in owned for parameter in module.parameters(recurse=False)]:
+            names.pop(parameter, None)
+        self.parameters = {name: parameter for parameter, name in reversed(names.items())}
 
     def changed(self, *, is_left: bool = False) -> list[str]:
-        """Names of what is no longer what it was; with `is_left`, only of what `put_back` leaves as it is now.
+        """Name the state that differs from the snapshot, except generators and training modes.
 
-        Random generators and the modes of modules are not among it.
+        With `is_left`, name only the state that `put_back` does not restore.
         """
         found: dict[str, None] = {}
-        for value, was, label, is_restored, has_names in self._held:
-            if (is_left and is_restored) or _is_generator(value) or _holds(value, was):
-                continue
-            if not has_names:
-                found[f"{label}{_values(was[1], value) if isinstance(value, Tensor) else ''}"] = None
-                continue
-            now = _read(value)
+        for label, read, write, was in self._slots:
+            now = was if is_left and write is not None else read()
             for key in dict.fromkeys([*was, *now]):
                 old, new = was.get(key, _ABSENT), now.get(key, _ABSENT)
                 if key != "training" and not _is_same(old, new):
-                    told = " (new)" if old is _ABSENT else _values(old, new)
-                    found[f"{label}.{key}{told}".lstrip(".")] = None
+                    values = " (new)" if old is _ABSENT else _short_values(old, new)
+                    found[f"{label}.{key}".strip(".") + values] = None
         return list(found)
 
     def moved_generators(self) -> list[str]:
-        """Names of the generators of Python and NumPy that were drawn from."""
-        generators = [
-            one for one in self._held if _is_generator(one.value) and not isinstance(one.value, torch.Generator)
-        ]
-        return [one.label for one in generators if str(_read(one.value)) != str(one.was)]
+        """Name the generators of Python and NumPy that were drawn from."""
+        known = [slot for slot in self._generators if not isinstance(slot.was, Tensor)]
+        return [slot.label for slot in known if str(slot.read()) != str(slot.was)]
 
     def put_back(self) -> None:
         """Restore what modules and callable objects hold, and the position of random generators."""
-        for value, was, _, is_restored, _ in self._held:
-            if is_restored and not _holds(value, was):
-                _fill(value, was)
+        for slot in (*self._slots, *self._generators):
+            if slot.write is not None and not _is_same(slot.was, slot.read()):
+                slot.write(slot.was)
+
+    @contextmanager
+    def fresh(self, *, is_raised: bool) -> Iterator[None]:
+        """Run a block from the snapshot, without gradients; in float64 if `is_raised`."""
+        self.put_back()
+        buffers = [buffer for module in self._modules.values() for buffer in module.buffers()]
+        before = [(tensor, tensor.data) for tensor in dict.fromkeys([*self.parameters.values(), *buffers])]
+        grads = [(parameter, parameter.grad) for parameter in self.parameters.values()]
+        try:
+            for parameter, _ in grads:
+                parameter.grad = None
+            for tensor, data in before:
+                if is_raised:
+                    tensor.data = raised(data)
+            yield
+        finally:
+            for parameter, _ in grads:
+                parameter.grad = None  # it may be float64
+            for tensor, data in before:
+                tensor.data = data
+            for parameter, grad in grads:
+                parameter.grad = grad
+            self.put_back()
 
     def _visit(self, value: Any, depth: int, name: str, is_restored: bool) -> None:
-        if isinstance(value, (*_PLAIN, tuple)) or id(value) in self._seen:
-            return
-        if depth > _DEEPEST or len(self._seen) > _MOST_OBJECTS:
+        is_known = isinstance(value, (*_PLAIN, tuple)) or id(value) in self._seen
+        if is_known or depth > _DEEPEST or len(self._seen) > _MOST_OBJECTS:
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
             self._visit_module(value, depth, name)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, depth)
-        elif isinstance(value, Tensor):
-            self._visit_tensor(value, name, is_restored)
-        elif isinstance(value, _CONTAINERS) or _is_generator(value):
-            self._held.append(_Held(value, _read(value), name, is_restored or _is_generator(value)))
+        elif isinstance(value, nn.Parameter):
+            self.parameters[name] = value
+        elif isinstance(value, (Tensor, *_CONTAINERS)):
+            self._add_value(value, name, is_restored)
+        elif (access := _generator_access(value)) is not None:
+            self._generators.append(_Slot(name, *access, access[0]()))
         elif isinstance(value, Iterator):
             self.iterators.append(name)
         elif _is_of_the_user(value):
-            self._visit_names(getattr(value, "__dict__", {}), depth, name, is_restored)
-            self._visit_names(type(value), depth, name, False)
+            self._add_names(lambda: getattr(value, "__dict__", {}), depth, name, is_restored)
+            self._add_names(lambda: _class_attributes(type(value)), depth, name, False)
             self._visit(vars(type(value)).get("__call__"), depth, name, False)
         for step, part in _parts(value):
             self._visit(part, depth + 1, name + step, is_restored)
 
-    def _visit_names(self, value: Any, depth: int, label: str, is_restored: bool) -> None:
-        self._held.append(_Held(value, was := _read(value), label, is_restored, has_names=True))
-        for key, item in was.items():
-            if key not in _PRIVATE:
-                self._visit(item, depth + 1, f"{label}.{key}".lstrip("."), is_restored)
-
-    def _visit_tensor(self, value: Tensor, name: str, is_restored: bool) -> None:
-        if isinstance(value, nn.Parameter):
-            self.free_parameters[name] = value
-        elif value.numel() <= _MOST_NUMBERS and not value.requires_grad and not value.is_inference():
-            self._held.append(_Held(value, _read(value), name, is_restored))
-            self.tables_of_numbers[name] = value
-
     def _visit_module(self, top: nn.Module, depth: int, name: str) -> None:
         is_owned = id(top) in self._owned
         if not is_owned:
-            self.modules[name] = top
+            self._modules[name] = top
         elif self._keeps_tensors:
             for path, parameter in top.named_parameters():
-                self._held.append(_Held(parameter, (-1, parameter.detach().clone()), path, True))
+                self._add_value(parameter, path, True, of_module=True)
         for path, module in top.named_modules():
             self._seen.add(id(module))
-            label = ".".join(part for part in (name, path) if part)
-            if _library(type(module)) not in _LIBRARIES:
+            label = f"{name}.{path}".strip(".")
+            if _is_of_the_user(module):
                 self._visit(type(module).forward, depth + 1, label, False)
-            self._visit_names(vars(module), depth, label, True)
+            self._add_names(partial(getattr, module, "__dict__"), depth, label, True)
             if not is_owned or self._keeps_tensors:
                 buffers = buffers_of(module)
-                self._held.append(_Held(buffers, dict(buffers), label, True, has_names=True))
+                self._slots.append(_Slot(label, partial(buffers_of, module), partial(_refill, buffers), dict(buffers)))
                 for key, buffer in buffers.items():
                     if buffer is not None:
-                        was = (-1, buffer.detach().clone()) if is_owned else _read(buffer)
-                        self._held.append(_Held(buffer, was, f"{label}.{key}".lstrip("."), True))
+                        self._add_value(buffer, f"{label}.{key}".lstrip("."), True, of_module=True)
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
         home = function.__module__ or ""
-        if home.startswith(_NOT_THE_USERS):
+        if home.startswith(_STATELESS):
             return
-        is_ours = home.startswith("anybatch.")  # what `huggingface()` remembers is no state of the user's
-        self._visit_names(function, depth, "", is_ours)
-        self._visit_names(vars(function), depth, function.__name__, False)
+        is_ours = home.startswith("anybatch.")  # the memory of `huggingface()` is not the user's state
+        self._add_names(lambda: _variables(function), depth, "", is_ours)
+        self._add_names(lambda: vars(function), depth, function.__name__, False)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(value, depth + 1, f"a default of {function.__name__}", False)
 
+    def _add_names(self, read: Callable[[], dict[str, Any]], depth: int, label: str, is_restored: bool) -> None:
+        was = dict(read())
+        self._slots.append(_Slot(label, read, (lambda was: _refill(read(), was)) if is_restored else None, was))
+        for key, item in was.items():
+            if key not in _MODULE_FIELDS:
+                self._visit(item, depth + 1, f"{label}.{key}".lstrip("."), is_restored)
 
-def _parts(value: Any) -> Iterable[tuple[str, Any]]:
-    """Parts of a bound method, of a partial, and of a small container."""
+    def _add_value(self, value: Any, label: str, is_restored: bool, *, of_module: bool = False) -> None:
+        """Add one container or small tensor, as a namespace with the name ""."""
+        if isinstance(value, Tensor) and not of_module:
+            if value.numel() > _MOST_NUMBERS or value.requires_grad or value.is_inference():
+                return
+            self.small_tensors[label] = value
+        was = value.detach().clone() if isinstance(value, Tensor) else value.copy()
+        write = (lambda names: _refill(value, names[""])) if is_restored else None
+        self._slots.append(_Slot(label, lambda: {"": value}, write, {"": was}))
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Return the parts of a bound method, a partial or a small container, each with its step of the path."""
     if isinstance(value, types.MethodType):
         return [("", value.__self__), ("", value.__func__)]
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         return [("", part) for part in (value.func, *value.args, *value.keywords.values())]
     if isinstance(value, dict) and len(value) <= _MOST_ITEMS:
         return [(f"[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, list | deque) and len(value) <= _MOST_ITEMS:
         return [(f"[{key!r}]", item) for key, item in enumerate(value) if not isinstance(item, Tensor)]
-    return ()
+    return []
 
 
 def _variables(function: types.FunctionType) -> dict[str, Any]:
-    """The variables that a function closes over, and the globals that it names and that may change."""
+    """Return the variables that a function closes over, and the globals that it names and that may change."""
     found: dict[str, Any] = {}
     for name in _names_in(function.__code__):
         value = function.__globals__.get(name, _ABSENT)
         can_change = isinstance(value, (nn.Module, Tensor, types.FunctionType, *_CONTAINERS, *_PLAIN))
-        if can_change or _is_generator(value) or _is_of_the_user(value):
+        if can_change or _generator_access(value) is not None or _is_of_the_user(value):
             found[name] = value
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -347,27 +312,41 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _library(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _class_attributes(kind: type) -> dict[str, Any]:
+    return {key: item for key, item in vars(kind).items() if isinstance(item, _PLAIN) and key[:2] != "__"}
 
 
 def _is_of_the_user(value: Any) -> bool:
-    return not isinstance(value, (type, types.ModuleType)) and _library(type(value)) not in _LIBRARIES
+    library = type(value).__module__.partition(".")[0]
+    return not isinstance(value, (type, types.ModuleType)) and library not in _LIBRARIES
 
 
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, random.SystemRandom):  # it has no position
-        return False
-    return isinstance(value, random.Random | torch.Generator) or hasattr(value, "bit_generator")
+def _generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """Return the functions that read and write a random generator's state; None if `value` is no generator."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else (value.getstate, value.setstate)
+    if hasattr(value, "bit_generator"):
+        return lambda: value.bit_generator.state, lambda state: setattr(value.bit_generator, "state", state)
+    return None
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """By identity, or by value for plain ones: an attribute may be assigned what it was."""
-    return one is other or (isinstance(one, (int, float, str)) and type(one) is type(other) and one == other)
+    """Compare plain values, tensors and containers by value, everything else by identity."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor) and one is not other:
+        return bool(torch.equal(one.nan_to_num(), other.detach().to(one.dtype).nan_to_num()))
+    if one is other or type(one) is not type(other) or not isinstance(one, (*_PLAIN, *_CONTAINERS)):
+        return one is other
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | deque):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
-def _values(before: Any, now: Any) -> str:
-    """Both values where they are short."""
+def _short_values(before: Any, now: Any) -> str:
+    """Return both values where they are short."""
     if isinstance(before, Tensor) and before.numel() == 1 and isinstance(now, Tensor) and now.numel() == 1:
         return f" ({before.item():g} -> {now.item():g})"
     if isinstance(before, int | float | str) and isinstance(now, int | float | str):
@@ -375,48 +354,13 @@ def _values(before: Any, now: Any) -> str:
     return ""
 
 
-def _read(value: Any) -> Any:
-    """The numbers of a tensor, the position of a generator, the variables of a function, the items of a container."""
+def _refill(value: Any, was: Any) -> None:
     if isinstance(value, Tensor):
-        return version_of(value), value.detach().clone()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, types.FunctionType):
-        return _variables(value)
-    if isinstance(value, type):
-        return {key: item for key, item in vars(value).items() if isinstance(item, _PLAIN) and key[:2] != "__"}
-    return value.bit_generator.state if _is_generator(value) else value.copy()
-
-
-def _holds(value: Any, was: Any) -> bool:
-    """True if a container holds the same objects or a tensor the same numbers; of generators, never."""
-    if isinstance(value, Tensor):
-        num, numbers = was
-        current = value.detach().to(numbers.dtype)
-        return version_of(value) == num or bool(torch.equal(current.nan_to_num(), numbers.nan_to_num()))
-    if _is_generator(value):
-        return False
-    now = value if isinstance(value, _CONTAINERS) else _read(value)
-    if isinstance(now, dict):
-        return now.keys() == was.keys() and all(_is_same(was[key], item) for key, item in now.items())
-    return now == was if isinstance(now, set) else len(now) == len(was) and all(map(_is_same, was, now))
-
-
-def _fill(value: Any, was: Any) -> None:
-    if isinstance(value, Tensor):
-        value.data.copy_(was[1])  # .data: graphs that are alive must not call it modified
-    elif isinstance(value, random.Random):
-        value.setstate(was)
-    elif isinstance(value, torch.Generator):
-        value.set_state(was)
-    elif _is_generator(value):
-        value.bit_generator.state = was
-    elif isinstance(value, dict):
+        value.data.copy_(was)  # through .data, so that live graphs do not count it as a modification
+    elif isinstance(value, dict):  # never empty, because other threads may read it
         for key in value.keys() - was.keys():
             del value[key]
         value.update(was)
-    elif isinstance(value, _CONTAINERS):  # variables of functions stay
+    else:
         value.clear()
-        value.extend(was) if isinstance(value, list | deque) else value.update(was)
+        value.update(was) if isinstance(value, set) else value.extend(was)

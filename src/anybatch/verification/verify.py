@@ -43,7 +43,7 @@ from anybatch.verification.case import Case, Experiments, compare, cut_by_rows, 
 from anybatch.verification.causes import Explanation, explain, explain_draws
 from anybatch.verification.floor import Floor, Gradient, floor_of, largest_floor, relative
 from anybatch.verification.precision import autocast_dtype, roundoff, why_not_float64
-from anybatch.verification.state import Copy, leaving_untouched, rounded_otherwise
+from anybatch.verification.state import Copy, copy_with_noise, leaving_untouched
 from anybatch.verification.verdict import Cause, CutResult, Verdict
 
 SMALL_ERROR = 1e-5
@@ -255,7 +255,7 @@ class _Proof:
                         f"with padding cut off (Tokens) the gradient {how}: the model or the loss looks at padding. That is a "
                         "fact about the model, and its rows are exact with their padding; keep Rows(n)."
                     )
-        left = self.case.held.python.changed(is_left=True)
+        left = self.case.held.changed(is_left=True)
         if left and not any(cause.kind == "state" for cause in found.causes):
             self.notes.append(
                 f"running the loss changes {', '.join(left[:4])}, outside of the model: closures, globals and default "
@@ -282,7 +282,7 @@ def _judged(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
         return result
     if relative(floor.whole, case.whole()) > largest_floor(floor.unit):
         return result  # it is not the same twice
-    perturbed = replace(case, model=rounded_otherwise(case.model, case.copy, floor.unit)).whole()
+    perturbed = replace(case, model=copy_with_noise(case.model, case.copy, floor.unit)).whole()
     return _result(tried, case, floor.widened(perturbed))
 
 

@@ -196,17 +196,17 @@ def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
     apart = relative(first, case.whole())
     before.restore()
     is_seeded = relative(first, case.whole()) < apart
-    if case.held.python.changed(is_left=True) and not case.draws.strange:
+    if case.held.changed(is_left=True) and not case.draws.strange:
         apart = max(apart, relative(experiments.floor.whole, first))  # state that only the first run changed
     if apart <= largest_floor(experiments.floor.unit):
         return None
     again = f"Two forwards of the same rows with the same state of torch's generators give gradients {apart:.2g} apart"
     if moved and is_seeded:
         return _outside(moved, f"{again}, and with the same state of it they agree")
-    if case.held.python.iterators:
+    if case.held.iterators:
         return Cause(
             kind="state",
-            explanation=f"{again}. The loss takes what comes next from {case.held.python.iterators[0]!r}, an iterator, once "
+            explanation=f"{again}. The loss takes what comes next from {case.held.iterators[0]!r}, an iterator, once "
             "per micro-batch instead of once per batch.",
             fix="Take it once per batch, outside the loss, and put it into the batch; or let the loss depend on the model and "
             "the batch alone.",
@@ -215,7 +215,7 @@ def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
         outside = forward_changes(experiments).outside
     except Exception:  # rows that cannot run alone
         outside = []
-    outside = outside or case.held.python.changed(is_left=True)
+    outside = outside or case.held.changed(is_left=True)
     if outside:
         return Cause(
             kind="state",

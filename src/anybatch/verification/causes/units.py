@@ -180,7 +180,7 @@ def counts(experiments: Experiments) -> Iterator[Count]:
 def looked_up_counts(experiments: Experiments) -> Iterator[Count]:
     """Weights that the loss looks up by hand, in a tensor that it holds."""
     whole = _whole_numbers(_columns(experiments.case.batch, experiments.cut.micro_batches))
-    for name, table in experiments.case.held.python.tables_of_numbers.items():
+    for name, table in experiments.case.held.small_tensors.items():
         if table.dim() == 1 and table.is_floating_point() and name.isidentifier():
             for path, column in whole.items():
                 if all(bool(((tensor >= 0) & (tensor < len(table))).all()) for tensor in column):
