@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from anybatch.core import (
     take_rows,
 )
 from anybatch.dropout import count_update, masks_of, rows_running
-from anybatch.verification.draws import Draws, recomputing, recording, replaying
+from anybatch.verification.draws import Draws, drawing, recomputing, replaying
 from anybatch.verification.floor import Floor, Gradient, add_norm, gradients_of, largest_floor, relative
 from anybatch.verification.precision import ComparedPrecision, HigherPrecision, keep_in_backward, raised
 from anybatch.verification.state import Copy, PythonState, copy_batch, copy_model, functions_of
@@ -286,10 +286,6 @@ def cut_by_rows(batch: Batch, parts: Sequence[Sequence[int]]) -> MicroBatches:
     """Micro-batches of these rows."""
     places = Cut(rows=tuple(map(tuple, parts)), lengths=(1,) * len(parts))
     return MicroBatches([take_rows(batch, list(rows)) for rows in parts], places)
-
-
-def drawing(draws: Draws, rows: Sequence[int] | None) -> AbstractContextManager[None]:
-    return recording(draws) if rows is None else replaying(draws, rows)
 
 
 def _free_parameters(twin: nn.Module) -> None:

@@ -7,7 +7,7 @@ batch drew B x m numbers, and b of its rows draw b x m, the rows are there.
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -72,6 +72,11 @@ class Draws:
     def start_run(self) -> None:
         """Another run begins, from generators as they were at first."""
         self._own.clear()
+
+
+def drawing(draws: Draws, rows: Sequence[int] | None) -> AbstractContextManager[None]:
+    """Surround a forward: record the draws of the whole batch, or replay those of `rows`."""
+    return recording(draws) if rows is None else replaying(draws, rows)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""The check of an update's first batch: do the losses of a few rows add up? Forwards only; where not, `verify` decides."""
+"""The check of an update's first batch: forwards of a few rows, and `verify` where their losses do not add up."""
 
 import copy
 import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -44,7 +44,6 @@ from anybatch.core import (
     num_rows,
     once_more,
     outer_random,
-    random_state,
     take_rows,
     tensors,
 )
@@ -53,8 +52,7 @@ from anybatch.errors import BatchError, ExactnessError, first_line
 from anybatch.objectives import ObservedMeans, WatchedLoss
 from anybatch.parallel import unwrapped
 from anybatch.ragged import Tokens
-from anybatch.verification.case import drawing
-from anybatch.verification.draws import Draws
+from anybatch.verification.draws import Draws, drawing
 from anybatch.verification.precision import autocast_dtype
 from anybatch.verification.state import PythonState, copy_batch, functions_of
 from anybatch.verification.verify import verify
@@ -76,21 +74,21 @@ class NotJudgedError(ExactnessError):
 
 
 def check_first_batch(accumulator: Accumulator, batch: Batch) -> FirstBatchCheck:
-    """Raise `ExactnessError`, with the likely cause, where the losses of a few rows are not those of their parts put together.
+    """Raise `ExactnessError`, with the likely cause, if the loss of a few rows is not made of the losses of its parts.
 
         loss(A and B) * (units(A) + units(B)) = loss(A) * units(A) + loss(B) * units(B)
 
-    Rows are at most 8, at most those of one micro-batch, and run forward twice each, without a graph. BatchNorm uses the
-    statistics of all of them; random draws are drawn again by row. Where they are further apart than rounding explains,
-    `verify` judges their gradients, so that nothing is refused that is exact. What cannot be judged is told by the result. A
-    batch that is not cut is exact whatever its loss, and the next one is looked at. Everything is left as it was. Each rank
-    looks at its own rows, and all raise if one does.
+    At most 8 rows, and at most those of one micro-batch, run forward twice each, without a graph. BatchNorm uses the
+    statistics of all of them, and rows draw the same random numbers both times. If the two sides differ by more than
+    rounding, `verify` compares the gradients of these rows, so that nothing exact is refused. A batch that is not cut is
+    exact whatever its loss; the check then waits for the next batch. Model, buffers and random states are left as they
+    were. Each rank checks its own rows, and all ranks raise if one does.
     """
     if accumulator.parallelism.needs_equal_passes:
         return FirstBatchCheck(finding="not judged", reason="the model is sharded, and a forward of it takes all ranks")
     found, problem = PENDING, None
     try:
-        found = _look(accumulator, batch)
+        found = _check(accumulator, batch)
     except Exception as error:
         problem = error
     is_refused = accumulator.parallelism.ranks.any(problem is not None)
@@ -101,20 +99,16 @@ def check_first_batch(accumulator: Accumulator, batch: Batch) -> FirstBatchCheck
     return found
 
 
-def _look(accumulator: Accumulator, batch: Batch) -> FirstBatchCheck:
+def _check(accumulator: Accumulator, batch: Batch) -> FirstBatchCheck:
     try:
         if isinstance(next(accumulator.model.parameters(), None), FakeTensor):
-            return FirstBatchCheck(finding="not judged", reason="the model has no numbers")
+            raise NotJudgedError("the model has no numbers")
         sample = _choose_rows(accumulator, batch)
-        if sample is None:
-            return PENDING
-        return _judge(accumulator, _Forwards(accumulator, sample), batch)
-    except NotJudgedError as error:
-        return FirstBatchCheck(finding="not judged", reason=str(error))
-    except ExactnessError:
-        raise
-    except Exception as error:  # what is wrong with the batch or the model, the update itself will say
-        reason = first_line(error)
+        return PENDING if sample is None else _judge(accumulator, _Forwards(accumulator, sample), batch)
+    except Exception as error:  # whatever is wrong with the batch or the model, the update itself will report
+        if isinstance(error, ExactnessError) and not isinstance(error, NotJudgedError):
+            raise
+        reason = str(error) if isinstance(error, NotJudgedError) else first_line(error)
         is_memory = is_out_of_memory(error)
     if is_memory:
         free_memory()
@@ -122,51 +116,44 @@ def _look(accumulator: Accumulator, batch: Batch) -> FirstBatchCheck:
 
 
 def _judge(accumulator: Accumulator, forwards: "_Forwards", batch: Batch) -> FirstBatchCheck:
+    sample = forwards.sample
     with forwards.undone():
         whole = forwards.whole()
         if not whole.is_finite:
             raise NotJudgedError("the loss is not finite")
-        dtype = _dtype(accumulator, whole)
+        fast = autocast_dtype(accumulator.options.autocast)
+        dtypes = {whole.dtype, *(parameter.dtype for parameter in accumulator.model.parameters()), fast or whole.dtype}
+        dtype = max((one for one in dtypes if one.is_floating_point), key=lambda one: torch.finfo(one).eps)
         coarse = COARSE.get(dtype, 3e-2)
         tolerance = TOLERANCE.get(dtype, 1e-3) if forwards.can_copy else coarse
-        worst, pieces = _apart(forwards, whole)
+        worst, parts = _compare_parts(forwards, whole)
         is_off = worst.error > tolerance or worst.units_differ
-        if (
-            is_off
-            and _distance(whole, forwards.part(forwards.sample.all_rows)) > tolerance / 10
-            and not forwards.left()
-        ):
-            raise NotJudgedError(
-                "the same rows give another loss when they run again: something draws, or remembers, unseen"
-            )
-        if is_off and _is_exact_as_cut(accumulator, batch, tolerance):
-            is_off = False
-        is_sound = not is_off and not _has_state(forwards, tolerance)
-        message = None if is_sound else _verdict(accumulator, forwards, worst, coarse, pieces)
+        if is_off:
+            forwards.python.put_back()
+            again = _differences(whole, [forwards.part(sample.all_rows)], sample.all_rows.rows)
+            if max((one.error for one in again), default=0.0) > tolerance / 10 and not forwards.left():
+                raise NotJudgedError(
+                    "the same rows give another loss when they run again: something draws, or remembers, unseen"
+                )
+            is_off = not _is_exact_as_cut(accumulator, batch, tolerance)
+        message = _verdict(accumulator, forwards, worst, coarse, parts) if is_off else None
     left = ", ".join(forwards.left()[:4])
     if message is None:
-        told = left and f"its forwards changed {left}, outside of the model, where nothing is put back"
-        return FirstBatchCheck(finding="passed", error=worst.error, reason=told)
+        reason = left and f"its forwards changed {left}, outside of the model, where nothing is put back"
+        return FirstBatchCheck(finding="passed", error=worst.error, reason=reason)
     raise ExactnessError(
         "the first batch shows that the accumulated gradient is not the whole batch's; nothing "
         f"{left and f'but {left} '}was changed. "
-        f"{_looked(forwards.sample, worst, whole)} {message}\nMend the cause; verify(model, objective, batch) shows more. "
+        f"{_describe(sample, worst, whole)} {message}\nMend the cause; verify(model, objective, batch) shows more. "
         "check='off' trains as it is."
     )
 
 
-def _dtype(accumulator: Accumulator, whole: "_Measured") -> torch.dtype:
-    """The coarsest precision that the loss passed through."""
-    fast = autocast_dtype(accumulator.options.autocast)
-    held = [parameter.dtype for parameter in accumulator.model.parameters()]
-    floats = [dtype for dtype in {*held, whole.dtype, *([fast] if fast else [])} if dtype.is_floating_point]
-    return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
+def _compare_parts(forwards: "_Forwards", whole: "_Measured") -> "tuple[_Difference, tuple[_Piece, ...]]":
+    """Return the largest difference between parts and whole, and the parts whose gradients are to be compared.
 
-
-def _apart(forwards: "_Forwards", whole: "_Measured") -> "tuple[_Difference, tuple[_Piece, ...]]":
-    """Return how far the parts are from the whole, at worst, and the parts to compare gradients of.
-
-    Parts that have nothing to show, or may be right by accident, are followed by others.
+    A second way to take the rows apart is tried if a part of the first has no units, or fits by accident: parts of
+    different sizes with equal units agree with a constant count such as 1.
     """
     compared = forwards.sample.ways[0]
     worst = _Difference(name="loss", error=0.0, whole=0.0, together=0.0)
@@ -174,67 +161,48 @@ def _apart(forwards: "_Forwards", whole: "_Measured") -> "tuple[_Difference, tup
     for pieces in forwards.sample.ways:
         try:
             parts = [forwards.part(piece) for piece in pieces]
-        except NotJudgedError:
-            raise
-        except Exception as error:  # rows that cannot run by themselves are no rows
-            if is_out_of_memory(error):
+        except Exception as error:
+            if isinstance(error, NotJudgedError) or is_out_of_memory(error):
                 raise
-            has_failed = True
+            has_failed = True  # rows that cannot run without the others depend on them
             continue
         has_failed = not all(part.is_finite for part in parts)
-        if not has_failed:
-            order = [number for piece in pieces for number in piece.rows]
-            worst = max([worst, *_differences(whole, parts, order)], key=lambda one: (one.units_differ, one.error))
-            if _may_be_right_by_accident(parts, pieces):
-                compared = forwards.sample.ways[-1]
-            elif all(part.shows for part in parts):
-                return worst, compared
+        if has_failed:
+            continue
+        order = [number for piece in pieces for number in piece.rows]
+        worst = max([worst, *_differences(whole, parts, order)], key=lambda one: (one.units_differ, one.error))
+        columns = zip(*(part.values for part in parts), strict=True)
+        has_equal_units = any(len({one.units for one in each}) == 1 and each[0].adds_up == "mean" for each in columns)
+        if has_equal_units and len({len(piece.rows) for piece in pieces}) > 1:
+            compared = forwards.sample.ways[-1]
+        elif all(part.shows for part in parts):
+            return worst, compared
     if has_failed:
         value = whole.values[0].value if whole.values else 0.0
-        return _Difference(name="loss", error=float("inf"), whole=value, together=float("nan")), compared
+        return _Difference(name="loss", error=math.inf, whole=value, together=math.nan), compared
     return worst, compared
 
 
-def _may_be_right_by_accident(parts: Sequence["_Measured"], pieces: Sequence["_Piece"]) -> bool:
-    """True if parts of different size have equal units: then a count such as 1 may fit these parts, and no others."""
-    columns = zip(*(part.values for part in parts), strict=True)
-    is_equal = any(len({one.units for one in column}) == 1 and column[0].adds_up == "mean" for column in columns)
-    return is_equal and len({len(piece.rows) for piece in pieces}) > 1
-
-
 def _is_exact_as_cut(accumulator: Accumulator, batch: Batch, tolerance: float) -> bool:
-    """True where rows do not add up one by one, but the micro-batches do: those that belong together lie in one."""
-    sample = _whole_micro_batches(accumulator, batch, MOST_MICRO_BATCHES)
-    if sample is None:
+    """True if the micro-batches add up though single rows do not: rows that belong together lie in one micro-batch."""
+    try:
+        sample = _whole_micro_batches(accumulator, batch, MOST_MICRO_BATCHES)
+    except NotJudgedError:
         return False
     forwards = _Forwards(accumulator, sample)
     with forwards.undone():
         whole = forwards.whole()
         ways = [[forwards.part(piece) for piece in pieces] for pieces in sample.ways]
-    found = [one for parts in ways for one in _differences(whole, parts, range(sample.num_rows))]
+    found = [one for parts in ways for one in _differences(whole, parts, sample.all_rows.rows)]
     is_near = all(one.error <= min(tolerance, 1e-3) and not one.units_differ for one in found)
     return is_near and whole.is_finite and all(part.is_finite and part.shows for parts in ways for part in parts)
-
-
-def _has_state(forwards: "_Forwards", tolerance: float) -> bool:
-    """True where what Python code left behind in the forward of some rows changes the loss of others."""
-    if not forwards.changed:
-        return False
-    first, second, *_ = forwards.sample.ways[0]
-    return _distance(forwards.part(second), forwards.after(first, second)) > tolerance
-
-
-def _distance(one: "_Measured", other: "_Measured") -> float:
-    pairs = [(a.value, b.value) for a, b in zip(one.values, other.values, strict=True)]
-    pairs += [(float(a.norm()), float((a - b).norm() + a.norm())) for a, b in zip(one.rows, other.rows, strict=True)]
-    return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b), default=0.0)
 
 
 def _verdict(
     accumulator: Accumulator, forwards: "_Forwards", worst: "_Difference", coarse: float, pieces: "Sequence[_Piece]"
 ) -> str | None:
     """Compare the gradients of these rows, cut into `pieces`; return the message, or None if they are exact."""
-    sample, split = forwards.sample, accumulator.split
+    split = accumulator.split
     by_tokens = isinstance(split, Tokens) and split.collate is None
     try:
         if not forwards.can_copy:
@@ -242,37 +210,36 @@ def _verdict(
         verdict = verify(
             forwards.model,
             forwards.objective,
-            sample.batch if by_tokens else MicroBatches([piece.batch for piece in pieces]),
+            forwards.sample.batch if by_tokens else MicroBatches([piece.batch for piece in pieces]),
             micro_batch=split if by_tokens else None,
             batch_norm="exact" if accumulator.options.batch_norm == "exact" else "frozen",
             autocast=accumulator.options.autocast,
         )
-    except Exception as error:  # a model that cannot be copied, say
+    except Exception as error:  # a model that cannot be copied, for example
         return _without_proof(forwards, worst, coarse, first_line(error))
     in_float64 = [cut for cut in verdict.cuts if cut.precision == "float64"]
-    if all(cut.is_exact for cut in in_float64 or verdict.cuts):  # what only rounding explains is no mistake
+    if all(cut.is_exact for cut in in_float64 or verdict.cuts):  # an error in lower precision alone is rounding
         return None
     known = [cause for cause in verdict.causes if cause.kind != "unknown"]
     causes = [f"\ncause ({cause.kind}): {cause.explanation}\nfix: {cause.fix}" for cause in known]
-    told = "".join(causes) or f"\ncause, likely (coupled): {_COUPLED}"  # no count of units mends it
-    return f"The gradient of these rows is {verdict.error:.1e} off.{told}"
+    text = "".join(causes) or f"\ncause, likely (coupled): {_COUPLED}"  # no count of units mends it
+    return f"The gradient of these rows is {verdict.error:.1e} off.{text}"
 
 
 def _without_proof(forwards: "_Forwards", worst: "_Difference", coarse: float, why: str) -> str:
-    """Judge by the loss alone: the likely cause, if it is further off than another order of the rows makes it."""
-    numbers = range(forwards.sample.num_rows - 1, -1, -1)
-    backwards = forwards.part(_Piece(tuple(numbers), take_rows(forwards.sample.batch, list(numbers))))
-    pairs = zip(forwards.whole().values, backwards.values, strict=True)
-    noise = max((abs(a.value - b.value) for a, b in pairs), default=0.0)
-    if worst.error <= coarse or abs(worst.whole - worst.together) <= 20 * noise:
+    """Name the likely cause by the loss alone, if its error is larger than that of another order of the rows."""
+    numbers = tuple(reversed(forwards.sample.all_rows.rows))
+    backwards = forwards.part(_Piece(numbers, take_rows(forwards.sample.batch, list(numbers))))
+    noise = max((one.error for one in _differences(forwards.whole(), [backwards], numbers)), default=0.0)
+    if worst.error <= max(coarse, 20 * noise):
         raise NotJudgedError(f"the loss is {worst.error:.1e} off, and its gradient could not be compared ({why})")
     if worst.is_sum:
-        told = "(sum): the loss is a sum over rows, not a mean: give reduction='sum', or return the mean."
+        text = "(sum): the loss is a sum over rows, not a mean: give reduction='sum', or return the mean."
     elif worst.is_between:
-        told = "(units): the loss is a mean over something other than the units given: give units=, a function of the batch."
+        text = "(units): the loss is a mean over something other than the units given: give units=, a function of the batch."
     else:
-        told = f"(coupled): {_COUPLED}"
-    return f"\ncause, likely {told}"
+        text = f"(coupled): {_COUPLED}"
+    return f"\ncause, likely {text}"
 
 
 _COUPLED = (
@@ -282,11 +249,13 @@ _COUPLED = (
 )
 
 
-def _looked(sample: "_Sample", worst: "_Difference", whole: "_Measured") -> str:
+def _describe(sample: "_Sample", worst: "_Difference", whole: "_Measured") -> str:
     sizes = " and ".join(str(len(piece.rows)) for piece in sample.ways[0])
-    what = worst.name if worst.name == "loss" or whole.rows else f"term {worst.name!r}"
     if whole.rows:
-        return f"Of {sample.num_rows} rows in one go {what} is {worst.error:.1e} away from that of {sizes} of them."
+        return (
+            f"Of {sample.num_rows} rows in one go {worst.name} is {worst.error:.1e} away from that of {sizes} of them."
+        )
+    what = worst.name if worst.name == "loss" else f"term {worst.name!r}"
     return (
         f"Of {sample.num_rows} rows in one go the {what} is {worst.whole:.6g}; put together from {sizes} of them it is "
         f"{worst.together:.6g}, {worst.error:.1e} off."
@@ -294,19 +263,18 @@ def _looked(sample: "_Sample", worst: "_Difference", whole: "_Measured") -> str:
 
 
 class _Piece(NamedTuple):
-    """Some rows of a sample, by their numbers in it."""
+    """Some rows of a sample, and their numbers in it."""
 
     rows: tuple[int, ...]
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """Some rows of a batch in one go, and ways to take them apart."""
+class _Sample(NamedTuple):
+    """Some rows of a batch."""
 
     batch: Batch
     ways: tuple[tuple[_Piece, ...], ...]
-    """The first is that which shows most; another is for where a part of it has nothing to show."""
+    """Ways to take them apart; the first shows most."""
 
     @property
     def num_rows(self) -> int:
@@ -318,240 +286,187 @@ class _Sample:
 
 
 def _choose_rows(accumulator: Accumulator, batch: Batch) -> _Sample | None:
-    """Rows as different from each other as the batch has them; None where it is not cut, and any loss is exact."""
+    """Choose rows that differ as much as the batch allows; None if it is not cut, and any loss is exact."""
     given = batch.batch if isinstance(batch, Dealt) else batch
     if (isinstance(batch, Dealt) and batch.is_stand_in) or not has_rows(given):
         raise NotJudgedError("this rank has no rows")
-    is_alone = accumulator.parallelism.ranks.size == 1
     split = accumulator.split
-    if isinstance(given, MicroBatches):
-        if len(given) == 1 and is_alone:
-            return None
-        why = "it has one micro-batch" if len(given) == 1 else "its micro-batches cannot be joined to one"
-        return _found(_whole_micro_batches(accumulator, given), why)
-    size = _size_of_micro_batches(accumulator, given)
-    if size is None and is_alone:
+    size = _first_size(accumulator, given)
+    if size is None and accumulator.parallelism.ranks.size == 1:
         return None
+    if isinstance(given, MicroBatches):
+        return _whole_micro_batches(accumulator, given)
     if getattr(split, "batch_dim", 0):
         raise NotJudgedError("its rows are not in dim 0")
     if getattr(split, "groups", None) is not None:
-        return _found(_whole_micro_batches(accumulator, given), "its groups cannot be joined to one micro-batch")
-    collate = getattr(split, "collate", None)
+        return _whole_micro_batches(accumulator, given)
+    count = len(given) if (collate := getattr(split, "collate", None)) else num_rows(given)
+    # the rows of one micro-batch, 8 at most; if it is small, 5, but never half of the batch
+    wanted = min(count, max(2, min(max(FEWEST_ROWS, min(size or MOST_ROWS, MOST_ROWS)), 2 * count // 5)))
     if collate is None:
-        return _sample(given, _num_wanted(num_rows(given), size or MOST_ROWS), split)
-    samples = [given[row] for row in _spread_evenly(len(given), _num_wanted(len(given), size or MOST_ROWS))]
-    whole = collate(samples)
-    return _sample(whole, num_rows(whole))
+        return _sample(given, wanted, split)
+    collated = collate([given[row] for row in _spread_evenly(count, wanted)])
+    return _sample(collated, num_rows(collated))
 
 
-def _found(sample: _Sample | None, why: str) -> _Sample:
-    if sample is None:
-        raise NotJudgedError(why)
-    return sample
+def _first_size(accumulator: Accumulator, batch: Batch) -> int | None:
+    """Return the number of rows of the first micro-batch; None if it has all of them."""
+    split = accumulator.split
+    if isinstance(batch, MicroBatches):
+        return num_rows(batch[0]) if len(batch) > 1 else None
+    if split == Rows(getattr(split, "size", 1)):  # without batch_dim, groups or collate
+        return split.size if num_rows(batch) > split.size else None
+    choose_for = getattr(split, "choose_for", None)
+    if choose_for is not None:
+        choose_for(accumulator.workload, batch)  # as the update begins
+    rows = copy.deepcopy(accumulator.split).cut(batch).row_numbers  # a copy, because some splits learn from each cut
+    return len(rows[0]) if len(rows) > 1 else None
 
 
-def _whole_micro_batches(accumulator: Accumulator, batch: Batch, most: int = 3) -> _Sample | None:
-    """The first micro-batches as they will run, against one with all their rows; None where they cannot be joined.
-
-    The first against all others, so that they differ in size; and each by itself.
-    """
+def _whole_micro_batches(accumulator: Accumulator, batch: Batch, most: int = 3) -> _Sample:
+    """Take the first micro-batches as they will run: the smallest against all others, and each by itself."""
     given = batch.batch if isinstance(batch, Dealt) else batch
     cut = given if isinstance(given, MicroBatches) else copy.deepcopy(accumulator.split).cut(given)
     first, *others = sorted(cut, key=num_rows)[:most]
     if not others:
-        return None
+        raise NotJudgedError("it has one micro-batch")
     try:
         ways = [[first, join_rows(others)], [first, *others]]
         whole = join_rows(ways[0])
     except BatchError:
-        return None
-    return _Sample(whole, tuple(_in_order(parts) for parts in ways))
-
-
-def _in_order(parts: Sequence[Batch]) -> tuple[_Piece, ...]:
-    spans = pairwise([0, *accumulate(map(num_rows, parts))])
-    return tuple(_Piece(tuple(range(start, stop)), part) for part, (start, stop) in zip(parts, spans, strict=True))
-
-
-def _size_of_micro_batches(accumulator: Accumulator, batch: Batch) -> int | None:
-    """How many rows the first micro-batch will have; None where it has all of them."""
-    split = accumulator.split
-    if split == Rows(getattr(split, "size", 1)):  # with nothing that says what a row is
-        return split.size if num_rows(batch) > split.size else None
-    choose_for = getattr(split, "choose_for", None)
-    if choose_for is not None:
-        choose_for(accumulator.workload, batch)  # what the update begins with
-    rows = copy.deepcopy(accumulator.split).cut(batch).row_numbers  # one that learns must not learn from this
-    return len(rows[0]) if len(rows) > 1 else None
-
-
-def _num_wanted(count: int, size: int) -> int:
-    """Rows of one micro-batch, 8 at most; if it is small, 5, but never half of the batch."""
-    wanted = max(FEWEST_ROWS, min(size, MOST_ROWS))
-    return min(count, max(2, min(wanted, 2 * count // 5)))
+        raise NotJudgedError("its micro-batches cannot be joined to one") from None
+    pieces = []
+    for parts in ways:
+        spans = pairwise([0, *accumulate(map(num_rows, parts))])
+        pieces.append(tuple(_Piece(tuple(range(*span)), part) for part, span in zip(parts, spans, strict=True)))
+    return _Sample(whole, tuple(pieces))
 
 
 def _sample(batch: Batch, wanted: int, split: object = None) -> _Sample:
-    """So many rows, in parts that differ most."""
+    """Take so many rows, in parts that differ most; a `Tokens` split trims the parts as in training."""
     if wanted < 2:
         raise NotJudgedError("the batch has one row")
-    count = num_rows(batch)
-    order = _by_kind(batch, count)
+    order = _sorted_by_kind(batch, count := num_rows(batch))
     chosen = take_rows(batch, [order[place] for place in _spread_evenly(count, wanted)])
-    few = 2 if wanted > 3 else 1
     numbers = tuple(range(wanted))
+    few = 2 if wanted > 3 else 1
     mixed = numbers[1::3] if wanted > 3 else (wanted - 1,)
     rest = tuple(number for number in numbers if number not in mixed)
+    if isinstance(split, Tokens):
+        split = copy.deepcopy(split)
+        split._has_warned = True
+
+    def pieces(rows: Sequence[int]) -> list[_Piece]:
+        part = take_rows(chosen, list(rows))
+        cut = split.cut(part) if isinstance(split, Tokens) else MicroBatches([part])
+        places = zip(cut.row_numbers, cut, strict=True)
+        return [_Piece(tuple(rows[place] for place in numbers), trimmed) for numbers, trimmed in places]
+
     ways = [(numbers[:few], numbers[few:]), (mixed, rest)]
-    return _Sample(
-        chosen, tuple(tuple(piece for rows in way for piece in _pieces(chosen, rows, split)) for way in ways)
-    )
-
-
-def _pieces(sample: Batch, rows: Sequence[int], split: object) -> list[_Piece]:
-    """These rows; cut by tokens, as the split trims them."""
-    part = take_rows(sample, list(rows))
-    if not isinstance(split, Tokens):
-        return [_Piece(tuple(rows), part)]
-    split = copy.deepcopy(split)
-    split._has_warned = True
-    cut = split.cut(part)
-    places = zip(cut.row_numbers, cut, strict=True)
-    return [_Piece(tuple(rows[number] for number in numbers), trimmed) for numbers, trimmed in places]
+    return _Sample(chosen, tuple(tuple(piece for rows in way for piece in pieces(rows)) for way in ways))
 
 
 def _spread_evenly(count: int, wanted: int) -> list[int]:
-    """Numbers from the first to the last, evenly."""
     wanted = min(wanted, count)
     return [round(index * (count - 1) / max(wanted - 1, 1)) for index in range(wanted)]
 
 
-def _by_kind(batch: Batch, count: int) -> list[int]:
-    """Sort the rows by what a count may depend on: entries that are ignored, that are 0, then classes, then weights."""
+def _sorted_by_kind(batch: Batch, count: int) -> list[int]:
+    """Sort the rows by what units may depend on: ignored entries, zeros, then classes, then weights."""
     columns = [column.detach().reshape(count, -1) for column in tensors(batch) if column.dim() and len(column) == count]
     columns = [column for column in columns if column.numel() and not column.is_complex()]
     whole = [column for column in columns if not column.is_floating_point()]
     narrow = [column for column in columns if column.is_floating_point() and column.shape[1] == 1]
-    keys = [_sum([(column == IGNORED).sum(1) for column in whole], count)]
-    keys += [_sum([(column == 0).sum(1) for column in whole], count)]
-    keys += [_sum([column.sum(1) for column in columns], count) for columns in (whole, narrow)]
+    keys = []
+    for numbers in ([column == IGNORED for column in whole], [column == 0 for column in whole], whole, narrow):
+        keys.append(sum((each.sum(1).cpu().double() for each in numbers), torch.zeros(count).double()).tolist())
     return sorted(range(count), key=list(zip(*keys, strict=True)).__getitem__)
 
 
-def _sum(each: list[Tensor], count: int) -> list[float]:
-    if not each:
-        return [0.0] * count
-    total = torch.stack([one.to(torch.float64 if one.device.type != "mps" else torch.float32) for one in each]).sum(0)
-    listed: list[float] = total.tolist()
-    return listed
-
-
 class _Forwards:
-    """Forwards of a sample's rows, each from the state in which the first one started."""
+    """Forwards of a sample's rows on the user's model, from the same buffers and random state each."""
 
     def __init__(self, accumulator: Accumulator, sample: _Sample) -> None:
         self.model: nn.Module = unwrapped(accumulator.model)
         self.objective: Objective | Coupled = accumulator.objective
         self.sample = sample
+        self.can_copy = sum(parameter.numel() for parameter in self.model.parameters()) <= MOST_PARAMETERS
+        self.python = PythonState()
         self._options = accumulator.options
         self._device = common_device(self.model.parameters())
-        self._masks = masks_of(self.model)
-        self._norms = _RememberedNorms(self.model, is_frozen=self._options.batch_norm == "frozen")
+        self._norms = {name: one for name, one in batch_norms(self.model).items() if uses_batch_statistics(one)}
+        self._statistics: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """Mean and variance of all rows in each call of a BatchNorm layer."""
         own_loss = [self.objective.loss] if isinstance(self.objective.loss, nn.Module) else []
         self._buffers = MovingBuffers([self.model, *own_loss])
-        self._buffers_before = self._buffers.snapshot()
-        self._python = PythonState()
-        self._random = random_state({parameter.device for parameter in self.model.parameters()})
+        self._before = self._buffers.snapshot()
         self._outer = outer_random()
         self._draws: Draws | None = None
+        # an observed divisor needs means with a gradient; no backward pass runs even so
         self._has_graph = isinstance(self.objective.loss, WatchedLoss)
-        """An observed divisor needs means with a gradient; no backward pass runs even so."""
-        self._may_have_drawn = True
-        """From Python's and NumPy's generators: False once all rows have run and have not."""
-        self.changed: list[str] = []
-        """Names of Python state that the first forward changed."""
-
-    @property
-    def can_copy(self) -> bool:
-        return sum(parameter.numel() for parameter in self.model.parameters()) <= MOST_PARAMETERS
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Restore everything after the block."""
-        masks = self._masks
+        """Restore everything after the block; torch's own dropout layers are off in it."""
+        masks = masks_of(self.model)
         kept = None if masks is None else (masks.strict, masks.is_watched, masks.last)
-        # without torch's own dropout, rows that draw nothing else are compared as they are; swapped layers draw by row
         stock = [one for one in self.model.modules() if isinstance(one, DropoutLayer) and one.training]
         dropouts = [module for module in stock if type(module).__module__.startswith("torch.nn.")]
         try:
             for module in dropouts:
                 module.training = False
-            self._python = PythonState(self.model, *functions_of(self.objective), owned=[*self.model.modules()])
+            self.python = PythonState(self.model, *functions_of(self.objective), owned=[*self.model.modules()])
             if masks is not None:
-                masks.strict = False  # who draws is seen here
+                masks.strict = False  # the check itself looks for other draws
             with warnings.catch_warnings(), ExitStack() as stack:
                 warnings.simplefilter("ignore")
-                if "torch._dynamo" in sys.modules:  # a few rows are no shapes to compile for
+                if "torch._dynamo" in sys.modules:  # compiling for a few rows does not pay
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 yield
         finally:
             once_more(self._put_back)
-            if self._may_have_drawn:
-                self._outer.restore()
+            self._outer.restore()
             for module in dropouts:
                 module.training = True
             if masks is not None and kept is not None:
                 masks.strict, masks.is_watched, masks.last = kept
 
     def left(self) -> list[str]:
-        """Names of what forwards changed outside of the model (closures, globals, default arguments): it is not put back."""
-        return self._python.changed(is_left=True)
+        """Name what forwards changed outside of the model (closures, globals, default arguments), which is not restored."""
+        return self.python.changed(is_left=True)
 
     def whole(self) -> "_Measured":
-        """All rows in one go. What they draw is kept, where it can be, for the parts to draw again."""
-        measured = self._run_whole()
-        drawn = self._outer.moved()
-        self._may_have_drawn = bool(drawn)
-        if drawn:
-            raise NotJudgedError(f"the loss draws from {' and '.join(drawn)}, which cannot be drawn again by row")
-        has_drawn = not self._random.is_now()
-        if has_drawn:
-            self._put_back()
-            self._draws = Draws(self.sample.num_rows)
-            measured = self._run_whole()
-        self.changed = self._python.changed()
-        self._put_back()
-        if has_drawn:
-            self._refuse_permutations()
-        return measured
-
-    def after(self, first: _Piece, second: _Piece) -> "_Measured":
-        """Some rows, after others have run and Python code has kept what it changed; buffers are put back between."""
-        self._run(first.batch, first.rows)
-        self._buffers.put_back(self._buffers_before)
-        return self.part(second)
-
-    def part(self, piece: _Piece) -> "_Measured":
-        """Some of the rows."""
-        measured = self._run(piece.batch, piece.rows)
-        self._put_back()
-        if self._draws is not None and self._draws.strange:
-            raise NotJudgedError(f"random draws cannot be drawn again by row: {self._draws.strange[0]}")
-        return measured
-
-    def _put_back(self) -> None:
-        self._python.put_back()
-        self._buffers.put_back(self._buffers_before)
-
-    def _run_whole(self) -> "_Measured":
+        """Run all rows; if they draw, record the draws for the parts."""
         try:
-            return self._run(self.sample.batch, None)
+            measured = self._run(self.sample.batch, None)
         except RuntimeError:
             if self._has_graph:
                 raise
             self._has_graph = True  # a loss that takes gradients itself
             self._put_back()
-            return self._run(self.sample.batch, None)
+            measured = self._run(self.sample.batch, None)
+        if drawn := self._outer.moved():
+            raise NotJudgedError(f"the loss draws from {' and '.join(drawn)}, which cannot be drawn again by row")
+        assert self._before.random is not None
+        if not self._before.random.is_now():
+            self._put_back()
+            self._draws = Draws(self.sample.num_rows)
+            measured = self._run(self.sample.batch, None)
+            self._refuse_row_numbers(self._draws)
+        self._buffers.put_back(self._before)
+        return measured
+
+    def part(self, piece: _Piece) -> "_Measured":
+        """Run some of the rows. Python state is not restored before, so that a loss that depends on it shows."""
+        measured = self._run(piece.batch, piece.rows)
+        self._buffers.put_back(self._before)
+        if self._draws is not None and self._draws.strange:
+            raise NotJudgedError(f"random draws cannot be drawn again by row: {self._draws.strange[0]}")
+        return measured
+
+    def _put_back(self) -> None:
+        self.python.put_back()
+        self._buffers.put_back(self._before)
 
     def _run(self, given: Batch, rows: Sequence[int] | None) -> "_Measured":
         batch = copy_batch(given)  # a forward may write into it
@@ -561,22 +476,51 @@ class _Forwards:
             stack.enter_context(torch.set_grad_enabled(self._has_graph))
             if self._options.autocast is not None:
                 stack.enter_context(copy.copy(autocast_context(self._options.autocast, self._device)))
-            if self._norms.layers:
-                stack.enter_context(self._norms.running(is_first=rows is None))
+            if self._norms:
+                stack.enter_context(replaced(self._norms, self._normalise(is_first=rows is None)))
             if self._draws is not None:
                 if rows is None:
                     self._draws.whole.clear()
                 stack.enter_context(drawing(self._draws, rows))
-            if self._masks is not None:
-                stack.enter_context(rows_running(self.model, range(self.sample.num_rows) if rows is None else rows))
+            stack.enter_context(rows_running(self.model, range(self.sample.num_rows) if rows is None else rows))
             if isinstance(objective, Coupled):
-                return _measure_rows(objective.encode(self.model, batch))
+                found = [one.detach() for one in tensors(objective.encode(self.model, batch)) if one.dim() > 0]
+                held = [tensor for tensor in found if tensor.is_floating_point()]
+                dtype = held[0].dtype if held else torch.float32
+                return _Measured(rows=tuple(tensor.to("cpu", torch.float64) for tensor in held), dtype=dtype)
             observed = stack.enter_context(ObservedMeans())
             return _measure(objective, self.model, batch, objective.loss(self.model, batch), observed)
 
-    def _refuse_permutations(self) -> None:
-        """Drawn numbers that are themselves numbers of rows mean other rows in a part."""
-        for draw in self._draws.whole if self._draws is not None else ():
+    def _normalise(self, *, is_first: bool) -> Any:
+        """Return the BatchNorm of one forward: its own statistics in the first, which records them, and these later.
+
+        So rows are judged as `batch_norm="exact"` has them, and whatever else couples them shows. Frozen layers use their
+        running statistics. No running statistics move.
+        """
+        if is_first:
+            self._statistics = {name: [] for name in self._norms}
+        left = {name: iter(kept) for name, kept in self._statistics.items()}
+
+        def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
+            mean, var = call.running_mean, call.running_var
+            if self._options.batch_norm != "frozen" and is_first:
+                dims = [dim for dim in range(call.input.dim()) if dim != 1]
+                inputs = call.input.float() if call.input.itemsize < 4 else call.input
+                var, mean = torch.var_mean(inputs, dims, correction=0)
+                self._statistics[name].append((mean, var))
+            elif self._options.batch_norm != "frozen":
+                mean, var = next(left[name])
+            assert mean is not None
+            assert var is not None
+            like = next(held for held in (call.running_mean, call.weight, call.input) if held is not None)
+            mean, var = mean.to(like.dtype), var.to(like.dtype)
+            return F.batch_norm(call.input, mean, var, call.weight, call.bias, False, 0.0, call.eps)
+
+        return compute
+
+    def _refuse_row_numbers(self, draws: Draws) -> None:
+        """Raise `NotJudgedError` if a draw may be numbers of rows: they mean other rows in a part."""
+        for draw in draws.whole:
             numbers = draw.numbers
             if numbers.is_floating_point() or numbers.dtype is torch.bool:
                 continue
@@ -586,112 +530,63 @@ class _Forwards:
                 raise NotJudgedError(f"{draw.operation} may draw numbers of rows")
 
 
-class _RememberedNorms:
-    """BatchNorm layers of a model that normalise any rows by the statistics of all of them.
-
-    The first forward keeps its statistics, layer by layer and call by call, and later ones use them: rows are judged as
-    `batch_norm="exact"` has them, and whatever else couples them is seen. Running statistics do not move.
-    """
-
-    def __init__(self, model: nn.Module, *, is_frozen: bool) -> None:
-        self.layers = {name: layer for name, layer in batch_norms(model).items() if uses_batch_statistics(layer)}
-        self._is_frozen = is_frozen
-        self._statistics: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def running(self, *, is_first: bool) -> AbstractContextManager[None]:
-        """A forward with the running statistics if they are frozen; else the first one, or one of some of its rows."""
-        if is_first:
-            self._statistics = {name: [] for name in self.layers}
-        left = {name: iter(kept) for name, kept in self._statistics.items()}
-
-        def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
-            if self._is_frozen:
-                assert call.running_mean is not None
-                assert call.running_var is not None
-                mean, var = call.running_mean, call.running_var
-            elif not is_first:
-                mean, var = next(left[name])
-            else:
-                dims = [dim for dim in range(call.input.dim()) if dim != 1]
-                inputs = call.input.float() if call.input.itemsize < 4 else call.input
-                var, mean = torch.var_mean(inputs, dims, correction=0)
-                self._statistics[name].append((mean, var))
-            like = next(held for held in (call.running_mean, call.weight, call.input) if held is not None)
-            mean, var = mean.to(like.dtype), var.to(like.dtype)
-            return F.batch_norm(call.input, mean, var, call.weight, call.bias, False, 0.0, call.eps)
-
-        return replaced(self.layers, compute)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Value:
-    """One loss, and how those of parts make that of the whole."""
+class _Value(NamedTuple):
+    """One loss, and how the losses of parts make that of the whole."""
 
     name: str
     value: float
     units: float
     adds_up: Literal["mean", "sum", "once"]
-    seen: float | None = None
-    """Divisor of the loss, if the loss is exactly one of torch's means."""
+    divisor: float | None = None
+    """Observed divisor, if the loss is exactly one of torch's means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """One forward."""
+    """Result of one forward: losses, or representations of a coupled objective."""
 
     values: tuple[_Value, ...] = ()
     rows: tuple[Tensor, ...] = ()
     """Representations, in float64 on the CPU."""
     dtype: torch.dtype = torch.float32
-    """The coarsest that was computed in."""
 
     @property
     def is_finite(self) -> bool:
-        """True where every loss that counts for something is a number."""
+        """True if every loss that counts is finite."""
         return all(math.isfinite(one.value) for one in self.values if one.units > 0 or one.adds_up != "mean")
 
     @property
     def shows(self) -> bool:
-        """True where every loss is over something, and not zero by chance."""
+        """True if every loss has units and is not zero by chance."""
         return all(one.units > 0 and one.value != 0 for one in self.values)
 
 
 def _measure(objective: Objective, model: nn.Module, batch: Batch, returned: Any, observed: ObservedMeans) -> _Measured:
-    """The losses that an objective returned for these rows."""
     if isinstance(returned, TermLosses):
-        counts = count_terms(returned.units, batch)
-        kinds = zip(returned.losses.items(), counts, returned.units.values(), strict=True)
+        kinds = zip(returned.losses.items(), count_terms(returned.units, batch), returned.units.values(), strict=True)
         values = [
-            _Value(name=name, value=float(loss.detach()), units=count, adds_up="once" if units is None else "mean")
+            _Value(name, float(loss.detach()), count, "once" if units is None else "mean")
             for (name, loss), count, units in kinds
         ]
         return _Measured(values=tuple(values), dtype=next(iter(returned.losses.values())).dtype)
     loss, _ = loss_and_metrics(returned)
-    number = float(loss.detach().double() if loss.device.type != "mps" else loss.detach())
+    number = float(loss.detach())
     if isinstance(returned, SeenLoss):
-        value = _Value(name="loss", value=number, units=returned.units, adds_up="mean")
-    else:
-        (units,) = count_units(objective, model, [batch])
-        is_mean = len(observed.means) == 1 and number == float(observed.means[0])
-        seen = float(observed.units[0]) if is_mean else None
-        reduction = objective.reduction if objective.reduction_for is None else objective.reduction_for(model)
-        value = _Value(name="loss", value=number, units=units, adds_up=reduction, seen=seen)
+        return _Measured(values=(_Value("loss", number, returned.units, "mean"),), dtype=loss.dtype)
+    (units,) = count_units(objective, model, [batch])
+    is_mean = len(observed.means) == 1 and number == float(observed.means[0])
+    reduction = objective.reduction if objective.reduction_for is None else objective.reduction_for(model)
+    value = _Value("loss", number, units, reduction, float(observed.units[0]) if is_mean else None)
     return _Measured(values=(value,), dtype=loss.dtype)
-
-
-def _measure_rows(representations: Batch) -> _Measured:
-    held = [tensor.detach() for tensor in tensors(representations) if tensor.is_floating_point() and tensor.dim() > 0]
-    dtype = held[0].dtype if held else torch.float32
-    return _Measured(rows=tuple(tensor.to("cpu", torch.float64) for tensor in held), dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Difference:
-    """How far the parts are from the whole, in one loss."""
+    """Difference between the parts and the whole, in one loss or one tensor of representations."""
 
     name: str
     error: float
-    """|put together - whole| / the larger of the two."""
+    """|together - whole| / the larger of the two."""
     whole: float
     together: float
     is_sum: bool = False
@@ -699,26 +594,32 @@ class _Difference:
     is_between: bool = False
     """The whole is some weighted mean of the parts."""
     units_differ: bool = False
-    """The divisors of the parts are in another proportion than their units."""
+    """The observed divisors of the parts are in another proportion than their units."""
 
 
 def _differences(whole: _Measured, parts: Sequence[_Measured], order: Sequence[int]) -> list[_Difference]:
-    """Whole against parts, loss by loss, or for representations tensor by tensor; `order` is the rows of the parts."""
-    if whole.rows or any(part.rows for part in parts):
-        return [_of_rows(k, one, [part.rows[k] for part in parts], order) for k, one in enumerate(whole.rows)]
+    """Compare loss by loss, or representation by representation; `order` is the numbers of the parts' rows."""
+    if whole.rows:
+        return [_of_rows(k, one, [part.rows[k] for part in parts], list(order)) for k, one in enumerate(whole.rows)]
     return [_of_values(one, [part.values[k] for part in parts]) for k, one in enumerate(whole.values)]
 
 
 def _of_values(whole: _Value, parts: list[_Value]) -> _Difference:
     values = [part.value for part in parts]
+    is_mean = whole.adds_up == "mean"
+    counted = [part for part in parts if part.units > 0 or not is_mean]
+    total = sum(part.units for part in counted)
+    terms = [(part.units / total if is_mean and total else 1.0) * part.value for part in counted]
     if whole.adds_up == "once":
-        together = max(values, key=lambda value: abs(value - whole.value))
-        scale = max(abs(whole.value), abs(together))
-    else:
-        counted = [part for part in parts if part.units > 0 or whole.adds_up != "mean"]
-        total = sum(part.units for part in counted)
-        terms = [(part.units / total if whole.adds_up == "mean" and total else 1.0) * part.value for part in counted]
-        together, scale = sum(terms), max(abs(whole.value), sum(map(abs, terms)))
+        terms = [max(values, key=lambda value: abs(value - whole.value))]
+    divisors = [part.divisor for part in parts if part.divisor is not None]
+    is_known = is_mean and len(divisors) == len(parts) and total and sum(divisors)
+    shares = (
+        [(part.units / total, one / sum(divisors)) for part, one in zip(parts, divisors, strict=True)]
+        if is_known
+        else []
+    )
+    together, scale = sum(terms), max(abs(whole.value), sum(map(abs, terms)))
     return _Difference(
         name=whole.name,
         error=abs(together - whole.value) / scale if scale else 0.0,
@@ -726,23 +627,14 @@ def _of_values(whole: _Value, parts: list[_Value]) -> _Difference:
         together=together,
         is_sum=math.isclose(sum(values), whole.value, rel_tol=1e-4),
         is_between=min(values) <= whole.value <= max(values),
-        units_differ=whole.adds_up == "mean" and _are_units_other(parts),
+        units_differ=any(abs(share - divided) > 1e-6 for share, divided in shares),
     )
 
 
-def _are_units_other(parts: list[_Value]) -> bool:
-    """True where units and what was seen are not in one proportion: whatever the losses happen to be, it is not exact."""
-    seen = [part.seen for part in parts if part.seen is not None]
-    units = sum(part.units for part in parts)
-    if len(seen) < len(parts) or not units or not sum(seen):
-        return False
-    return any(abs(part.units / units - one / sum(seen)) > 1e-6 for part, one in zip(parts, seen, strict=True))
-
-
-def _of_rows(index: int, whole: Tensor, parts: list[Tensor], order: Sequence[int]) -> _Difference:
+def _of_rows(index: int, whole: Tensor, parts: list[Tensor], order: list[int]) -> _Difference:
     together = torch.cat(parts) if all(part.shape[1:] == whole.shape[1:] for part in parts) else whole[:0]
     name = f"representation {index}"
     if len(together) != len(whole) or len(whole) != len(order) or not bool(whole.isfinite().all()):
-        return _Difference(name=name, error=0.0, whole=0.0, together=0.0)  # not one entry per row: nothing to compare
-    apart, scale = float((together - whole[list(order)]).norm()), float(whole.norm())
+        return _Difference(name=name, error=0.0, whole=0.0, together=0.0)  # not one entry per row
+    apart, scale = float((together - whole[order]).norm()), float(whole.norm())
     return _Difference(name=name, error=apart / scale if scale else 0.0, whole=scale, together=float(together.norm()))
