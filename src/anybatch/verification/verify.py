@@ -1,8 +1,8 @@
-"""`verify`: the accumulated gradient against the whole batch's, on copies."""
+"""`verify`: compare the accumulated gradient with the whole batch's, on copies of the model."""
 
 import copy as copying
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,7 +47,7 @@ from anybatch.verification.state import Copy, copy_with_noise, leaving_untouched
 from anybatch.verification.verdict import Cause, CutResult, Verdict
 
 SMALL_ERROR = 1e-5
-"""In float64: above it an error is no rounding, whatever cancels."""
+"""Largest error in float64 that may be rounding, where terms cancel."""
 TOO_FEW = (
     "this batch has no uneven cut: all its micro-batches are of one size, and then a mean of means is exact too. Give 3 rows "
     "or more to be sure of the units."
@@ -66,32 +66,36 @@ def verify(
     copy: Copy | None = None,
     options: UpdateOptions | None = None,
 ) -> Verdict:
-    """Compare the accumulated gradient of this batch with that of the whole batch in one go; say what differs, and why.
+    """Compare the accumulated gradient of a batch with the gradient of the whole batch, and explain a difference.
 
-    The batch runs in one go by plain torch and accumulated: cut by `micro_batch`, and where that makes micro-batches of one
-    size, or is not given, cut unevenly. In float64 where the model allows, and in the model's own precision. Every row has the
-    same random draws in all of them. Per parameter the error is held against the floor that the order of summation explains.
-    Where it is above, experiments find the cause. What cannot be drawn again row by row could not be judged.
+    The whole batch runs in one pass of plain torch. It also runs accumulated: cut by `micro_batch`, and cut unevenly if
+    `micro_batch` is None or makes micro-batches of one size, because a mean of means is exact there too. Each cut runs in
+    float64 if the model allows it, and in the model's own precision. Every row gets the same random draws in all runs. The
+    error of each parameter is compared with the floor, the largest error that another order of summation explains.
+    Experiments then find the cause of a larger error. The verdict is "could not be judged" if random draws cannot be
+    replayed row by row.
 
-    All runs are on copies, one at a time: model, gradients, buffers, random states, batch and what the objective holds are left
-    as they are.
+    Runs use copies of the model, one at a time. Model, gradients, buffers, random states, batch, and the modules and objects
+    that the objective holds are left as they were.
 
     Args:
         model: The model, with or without `torch.compile` and `DistributedDataParallel` around it.
         objective: The loss, as for `Update`.
-        batch: A batch of 2 rows or more.
-        micro_batch: The split to verify, as for `Update`; None: uneven cuts of its own.
-        memory: Verify as many rows as fit into this memory in one go, such as "2GiB"; None: all rows.
-        batch_norm: What BatchNorm layers see, as for `Update`.
-        autocast: A dtype to autocast to, as for `Update`.
-        copy: Returns another model with the same weights, for a model that `copy.deepcopy` refuses.
+        batch: A batch of 2 rows or more, rows first.
+        micro_batch: The split to verify, as for `Update`; None verifies an uneven cut.
+        memory: Verify only as many rows as fit into this memory in one pass, such as "2GiB"; None verifies all rows.
+        batch_norm: The statistics that BatchNorm layers use, as for `Update`.
+        autocast: The dtype of autocast, as for `Update`.
+        copy: A function that returns another model with the same weights, for a model that `copy.deepcopy` refuses.
         options: The options of an `Update` as one value; `batch_norm` and `autocast` are read from it, and keywords win.
 
     Returns:
-        The verdict, with the cause and the fix where the gradients differ.
+        The verdict, with causes and fixes if the gradients differ.
 
     Raises:
-        VerifyError: If the batch cannot be cut, or an argument is not what is expected.
+        VerifyError: If the batch cannot be cut or joined, the model cannot be copied, the objective uses another model than
+            the one it is given, or an argument is not what is expected.
+        SettingsError: If `memory` is no size.
 
     Example:
         >>> from anybatch import supervised
@@ -139,27 +143,26 @@ def verify(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedCut:
-    """One way to cut the batch."""
+    """A cut of the batch, by name."""
 
     name: str
     cut: MicroBatches
     decides: bool = True
-    """False of a cut that nobody trains with: what it shows is a note."""
+    """False for a cut that is not used in training; an error there is only a note."""
 
 
 @dataclass(slots=True)
 class _Proof:
-    """One batch, the cuts that it is tried in, and what is said beside the numbers."""
+    """One batch, its cuts, the first of them that of training, and the notes about them."""
 
     case: Case
     cuts: list[TriedCut]
     rows_given: int
     notes: list[str]
     keeps_groups: bool
-    """True if rows belong together, so that none may be taken alone."""
+    """True if the split keeps groups of rows together."""
 
     def verdict(self) -> Verdict:
-        """Compare, and explain what differs."""
         outer = outer_random()
         precise, floor, results = self._compare()
         wrong = [result for result in results if result.decides and not result.is_exact]
@@ -185,7 +188,7 @@ class _Proof:
         )
 
     def _compare(self) -> tuple[Case, Floor, list[CutResult]]:
-        """Every cut in float64, and that which trains in the model's own precision too."""
+        """Compare every cut in float64, and the cut of training in the model's own precision too."""
         case = self.case
         raised = replace(case, precision="float64")
         reference = self._float64(raised)
@@ -200,12 +203,12 @@ class _Proof:
         results = [_judged(tried, raised, floor) for tried in self.cuts]
         if not all(parameter.dtype == torch.float64 for parameter in case.model.parameters()):
             own = floor_of(case.whole(), [reference], _unit_of(case))
-            is_sound = results[0].is_exact  # then what is seen here is rounding
+            is_sound = results[0].is_exact  # then an error here is rounding
             results.append((_judged if is_sound else _result)(self.cuts[0], case, own))
         return raised, floor, results
 
     def _float64(self, raised: Case) -> Gradient | None:
-        """The gradient in one go in float64; None, with a note, where the model does not run so."""
+        """Return the whole batch's gradient in float64; None, with a note, if the model does not run in it."""
         why = why_not_float64(raised.model)
         if why is None:
             try:
@@ -225,7 +228,7 @@ class _Proof:
         return floor_of(whole, [permuted], unit)
 
     def _cut_to_explain(self, failing: Sequence[CutResult], precise: Case, floor: Floor) -> MicroBatches:
-        """Uneven rows where they are wrong too, because no two of their weights are alike; else a wrong cut that runs."""
+        """Choose uneven rows if they are wrong too, because all their weights differ; else a wrong cut that runs."""
         named = {tried.name: tried.cut for tried in self.cuts}
         if not failing:
             return self.cuts[0].cut
@@ -238,7 +241,7 @@ class _Proof:
         return named[ran[-1].name]
 
     def _as_trained(self, results: list[CutResult], found: Explanation) -> tuple[list[CutResult], Explanation]:
-        """Turn the cause into a note where no cut that trains splits rows that belong together."""
+        """Turn the cause into a note if the cut of training keeps the rows of each group together."""
         trained = [result for result in results if result.name == self.cuts[0].name]
         is_only_groups = bool(found.causes) and all(cause.kind == "groups" for cause in found.causes)
         if not is_only_groups or not all(result.is_exact for result in trained) or len(self.cuts) < 2:
@@ -264,7 +267,7 @@ class _Proof:
 
 
 def _unit_of(case: Case) -> float:
-    """The unit roundoff of the precision that the case runs in."""
+    """Return the unit roundoff of the case's precision."""
     if case.precision == "float64":
         return torch.finfo(torch.float64).eps / 2
     return roundoff((*case.model.parameters(), *case.model.buffers()), autocast_dtype(case.autocast))
@@ -275,13 +278,13 @@ def _result(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
 
 
 def _judged(tried: TriedCut, case: Case, floor: Floor) -> CutResult:
-    """The result; an error so small that it may be rounding is held against what rounding the parameters alone does."""
+    """Compare; hold a small error against the effect of rounding the parameters before calling it an error."""
     result = _result(tried, case, floor)
     is_small = case.precision == "own" or result.error <= SMALL_ERROR
     if result.is_exact or result.failure is not None or not is_small:
         return result
     if relative(floor.whole, case.whole()) > largest_floor(floor.unit):
-        return result  # it is not the same twice
+        return result  # the whole batch itself is not reproducible
     perturbed = replace(case, model=copy_with_noise(case.model, case.copy, floor.unit)).whole()
     return _result(tried, case, floor.widened(perturbed))
 
@@ -309,7 +312,7 @@ def _dtypes(case: Case) -> str:
 
 
 def _whole_batch(batch: Batch, micro_batch: MicroBatch | None) -> Batch:
-    """All rows in one piece, rows first: micro-batches joined, raw samples collated."""
+    """Join micro-batches, or collate raw samples, to one batch with rows first."""
     if getattr(batch, "whole", False):
         raise VerifyError(
             "this batch cannot be verified: its micro-batches must stay whole, and verify compares them with all rows in one "
@@ -331,9 +334,9 @@ def _whole_batch(batch: Batch, micro_batch: MicroBatch | None) -> Batch:
 def _cuts_of(
     given: Batch, whole: Batch, micro_batch: MicroBatch | None, rows: Sequence[int] | None, workload: Workload
 ) -> tuple[list[TriedCut], list[str]]:
-    """The cut that trains, an uneven one where that is even, and by tokens as a note; and what is to be said about them.
+    """Return the cut of training, an uneven one if that is even, one by tokens that decides nothing, and notes.
 
-    `rows` are those of the given batch that `whole` holds, where it does not hold all of them.
+    `rows` are the row numbers in the given batch if `whole` does not hold all of it.
     """
     trained = _trained(given, whole, micro_batch, rows, workload)
     is_cut = trained is not None and (len(trained.cut) > 1 or trained.cut.cut is not None)
@@ -351,12 +354,12 @@ def _cuts_of(
 def _trained(
     given: Batch, whole: Batch, micro_batch: MicroBatch | None, rows: Sequence[int] | None, workload: Workload
 ) -> TriedCut | None:
-    """As an update would cut it; None where nobody said how."""
+    """Cut as an update would; None without a split."""
     if isinstance(given, MicroBatches):
         return None if rows is not None else TriedCut(name="as given", cut=given)
     if micro_batch is None:
         return None
-    split = copying.deepcopy(as_split(micro_batch))  # one that learns must not learn from this
+    split = copying.deepcopy(as_split(micro_batch))  # a copy, because some splits learn from each cut
     raw = isinstance(split, Rows | Tokens) and split.collate is not None
     batch = [given[row] for row in rows] if raw and rows else given if raw else whole
     choose_for = getattr(split, "choose_for", None)
@@ -371,9 +374,9 @@ def _trained(
 
 
 def _uneven(whole: Batch, micro_batch: MicroBatch | None, trained: MicroBatches | None) -> TriedCut | None:
-    """Micro-batches of different sizes, where those that train are alike; None where there is no such cut.
+    """Cut into micro-batches of different sizes if those of training have one size; None if there is no such cut.
 
-    Where there are three or more, all but the first are taken together: so rows that belong together stay together.
+    Of three or more micro-batches all but the first are joined, so that groups of rows stay together.
     """
     groups = getattr(micro_batch, "groups", None)
     if trained is not None and len(trained) > 1:
@@ -392,7 +395,7 @@ def _uneven(whole: Batch, micro_batch: MicroBatch | None, trained: MicroBatches 
 
 
 def _by_tokens(whole: Batch) -> MicroBatches | None:
-    """A third of the padded tokens at a time, by the attention mask; None where there is none, or no padding to cut off."""
+    """Cut by the attention mask, a third of the padded tokens at a time; None without a mask or padding."""
     if not isinstance(whole, Mapping) or "attention_mask" not in whole:
         return None
     split = Tokens(1)
@@ -407,16 +410,16 @@ def _by_tokens(whole: Batch) -> MicroBatches | None:
 
 
 def rows_that_fit(case: Case, limit: int) -> int:
-    """The largest number of rows, of 2, 4, 8, ... and all, whose backward pass in one go takes at most `limit` bytes.
+    """Return the largest number of rows, out of 2, 4, 8, ... and all, that run in one pass within `limit` bytes.
 
-    Measured is the run that takes most, in float64 where the model has it. What does not fit is not run: the next doubling
-    is taken to cost in proportion to the rows.
+    The largest run is measured, in float64 if the model allows it. A size is not tried if the line through the last two
+    peaks is above the limit.
     """
     count = case.num_rows
     fits, sizes = 0, [*itertools.takewhile(lambda size: size < count, (2**power for power in range(1, 64))), count]
     seen: list[tuple[int, int]] = []
     for size in sizes:
-        if len(seen) >= 2:  # on the line through the last two peaks
+        if len(seen) >= 2:
             (small, low), (large, high) = seen[-2:]
             if high + (high - low) * (size - large) // (large - small) > limit:
                 break
@@ -433,22 +436,18 @@ def rows_that_fit(case: Case, limit: int) -> int:
 
 
 def _peak(case: Case) -> int:
-    """Bytes at the peak of a run in one go: the copy, its gradients and the graph."""
-    if why_not_float64(case.model) is None:
+    """Measure the peak of one pass in bytes: the copy, its gradients and the graph."""
+    if case.precision == "own" and why_not_float64(case.model) is None:
         try:
-            return _measured(case, replace(case, precision="float64").record)
+            return _peak(replace(case, precision="float64"))
         except (RuntimeError, TypeError, ValueError):  # a model that does not run in float64
             pass
-    return _measured(case, case.record)
-
-
-def _measured(case: Case, run: Callable[[], object]) -> int:
     device = common_device(case.model.parameters())
     if device is not None and has_counters(device):
         before = torch.accelerator.memory_allocated(device)
-        return with_peak(run, device)[1] - before
+        return with_peak(case.record, device)[1] - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, without_op_names():
-        run()
+        case.record()
     events = profiler_events(profiler)
     allocated = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return int(max(itertools.accumulate((nbytes for _, nbytes in allocated), initial=0)))
