@@ -1,8 +1,8 @@
-"""Random draws of torch, held fixed row by row: what the whole batch drew, its rows draw again however they are cut.
+"""Random draws of torch, replayed row by row: rows draw what they drew in the whole batch, however it is cut.
 
-Every operation that torch tags as drawing from a generator is seen by a dispatch mode, below `F.dropout`, `nn.Dropout`,
-attention and any code of a model's own. Which dimension of a draw is the rows is read off its two shapes: where the whole
-batch drew B x m numbers, and b of its rows draw b x m, the rows are there.
+A dispatch mode sees every operation that torch tags as drawing from a generator, below `F.dropout`, `nn.Dropout`, attention
+and a model's own code. The dimension of the rows follows from two shapes: if the whole batch drew B x m numbers and b of its
+rows draw b x m, it is the first.
 """
 
 import threading
@@ -33,44 +33,43 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Draws of one forward of the whole batch, in order, and what was seen when micro-batches drew again."""
+    """Draws of one forward of the whole batch, in order, and findings about those of micro-batches."""
 
     num_rows: int
     is_left: bool = False
     """True if padding is cut off at the beginning of rows."""
     is_quiet: bool = False
-    """True to replace every draw by its mean, the same for all rows."""
+    """True to replace every draw by its mean."""
     whole: list[Draw] = field(default_factory=list)
     strange: list[str] = field(default_factory=list)
-    """Draws of micro-batches that could not be found among those of the whole batch."""
+    """Draws of micro-batches that were not found among those of the whole batch."""
     shared: dict[int, str] = field(default_factory=dict)
-    """Draws that are one for all rows of a micro-batch, by number."""
+    """Draws that all rows of a micro-batch share, by number."""
     seeded: list[str] = field(default_factory=list)
-    """Draws from a generator that every forward starts anew."""
+    """Draws from a generator that every forward seeds again."""
     orders: list[str] = field(default_factory=list)
-    """Orders of the rows."""
+    """Permutations of the rows."""
     unlike: list[str] = field(default_factory=list)
-    """Draws of a forward that ran twice, the second time from a generator that had moved on."""
+    """Draws of a forward that ran twice, from a generator that had moved on the second time."""
     again: list[str] = field(default_factory=list)
     """Draws in backward, where checkpointed blocks run again."""
     _own: dict[tuple[tuple[int, ...], int], bytes] = field(default_factory=dict)
-    """States of generators that somebody holds, by rows and number of the draw, in one run."""
+    """(rows, number of the draw) -> state of the user's own generator, in one run."""
     _seen: dict[bytes, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-    """State of the generator before a draw -> (rows, number of the draw): a forward that checkpointing runs again is met so."""
+    """State of the generator before a draw -> (rows, number of the draw); identifies draws that checkpointing repeats."""
 
     @property
     def is_drawn(self) -> bool:
-        """True where anything was drawn."""
         return bool(self.whole or self.strange)
 
     def start(self) -> None:
-        """Forget everything: the whole batch runs next."""
+        """Clear everything before the whole batch runs."""
         lists = (self.whole, self.strange, self.seeded, self.orders, self.unlike, self.again)
         for held in (*lists, self.shared, self._seen):
             held.clear()
 
     def start_run(self) -> None:
-        """Another run begins, from generators as they were at first."""
+        """Clear the states of the user's own generators, which start again with each run."""
         self._own.clear()
 
 
@@ -81,7 +80,7 @@ def drawing(draws: Draws, rows: Sequence[int] | None) -> AbstractContextManager[
 
 @contextmanager
 def recording(draws: Draws) -> Iterator[None]:
-    """The forward of the whole batch, whose draws are kept."""
+    """Record the draws of a forward of the whole batch."""
     torch.manual_seed(FIRST_SEED)
     with _Recording(draws):
         yield
@@ -89,34 +88,34 @@ def recording(draws: Draws) -> Iterator[None]:
 
 @contextmanager
 def replaying(draws: Draws, rows: Sequence[int], *, is_later: bool = False) -> Iterator[None]:
-    """A forward of these rows of the batch, in this order, which draws what they drew in the whole batch.
+    """Let a forward of these rows, in this order, draw what they drew in the whole batch.
 
-    `is_later`: another micro-batch ran before it, so that a generator that somebody holds has moved on.
+    With `is_later` another micro-batch ran before it, so that the user's own generators have moved on.
     """
     torch.manual_seed(FIRST_SEED + 1 + hash(tuple(rows)) % 2**31)
     if draws.is_drawn:
         with _Replaying(draws, tuple(rows), is_later):
             yield
         return
-    before = torch.get_rng_state()  # watching every operation costs as much as running it
+    before = torch.get_rng_state()  # a dispatch mode would double the time
     yield
-    is_alone = threading.current_thread() is threading.main_thread()  # forwards in lockstep seed amid each other
+    is_alone = threading.current_thread() is threading.main_thread()  # forwards in lockstep share the generator
     if is_alone and not torch.equal(before, torch.get_rng_state()):
         draws.strange.append("a micro-batch draws where the whole batch drew nothing")
 
 
 @contextmanager
 def recomputing(draws: Draws, *, is_first: bool = False) -> Iterator[None]:
-    """Backward passes, in which checkpointed forwards run again and draw as they did the first time.
+    """Let checkpointed forwards that run again in backward draw as they did the first time.
 
-    `is_first`: those of the whole batch, which show whether there is anything to watch.
+    With `is_first`, for the whole batch, only note whether there are any.
     """
     with _Noticing(draws) if is_first else _Replaying(draws, None, False) if draws.again else nullcontext():
         yield
 
 
 class _Noticing(TorchDispatchMode):
-    """Notes operations that draw."""
+    """Dispatch mode that notes operations that draw."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -129,7 +128,7 @@ class _Noticing(TorchDispatchMode):
 
 
 class _Recording(_Noticing):
-    """Keeps the numbers that operations draw."""
+    """Dispatch mode that keeps the numbers that operations draw."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -152,13 +151,13 @@ class _Recording(_Noticing):
         return True
 
     def _see(self, func: Any, numbers: Tensor, state: bytes, *, is_own: bool) -> Tensor | None:
-        """Numbers that take the place of those that were drawn; None to leave them."""
+        """Return the numbers to put in place of those drawn; None to leave them."""
         self._draws.whole.append(Draw(str(func), numbers.detach().clone(), state))
         return None
 
 
 class _Replaying(_Recording):
-    """Lets operations draw what their rows drew in the whole batch."""
+    """Dispatch mode that replaces draws by those of the same rows in the whole batch."""
 
     def __init__(self, draws: Draws, rows: tuple[int, ...] | None, is_later: bool) -> None:
         super().__init__(draws)
@@ -167,36 +166,24 @@ class _Replaying(_Recording):
         self._next = 0
 
     def _is_watched(self) -> bool:
-        return (
-            self._rows is not None or is_in_backward()
-        )  # outside a forward of known rows, only what backward runs again
+        return self._rows is not None or is_in_backward()
 
     def _see(self, func: Any, numbers: Tensor, state: bytes, *, is_own: bool) -> Tensor | None:
-        found = None if self._draws.is_quiet else self._find(state)
-        if found is None:
+        if self._draws.is_quiet:
             return None
-        rows, number = found
-        self._look(func, state, number, is_own=is_own)
-        return self._take(func, numbers, rows, number)
-
-    def _find(self, state: bytes) -> tuple[tuple[int, ...], int] | None:
-        if self._rows is None:
-            return self._draws._seen.get(state)
-        place = (self._rows, self._next)
+        if self._rows is None:  # backward runs a forward again
+            found = self._draws._seen.get(state)
+            return None if found is None else self._take(func, numbers, *found)
+        number = self._next
         self._next += 1
-        self._draws._seen[state] = place
-        return place
-
-    def _look(self, func: Any, state: bytes, number: int, *, is_own: bool) -> None:
-        """Note a generator that the forward put to the very place where it was in the whole batch, or that moved on."""
-        if self._rows is None:
-            return
+        self._draws._seen[state] = (self._rows, number)
         name = op_name(func).removeprefix("aten::")
         known = self._draws.whole[number].state if number < len(self._draws.whole) else None
         if state == known and (self._is_later or not is_own):
             self._draws.seeded.append(name)
         elif is_own and self._draws._own.setdefault((self._rows, number), state) != state:
             self._draws.unlike.append(name)
+        return self._take(func, numbers, self._rows, number)
 
     def _take(self, func: Any, numbers: Tensor, rows: tuple[int, ...], number: int) -> Tensor | None:
         whole = self._draws.whole[number] if number < len(self._draws.whole) else None
@@ -219,11 +206,11 @@ class _Replaying(_Recording):
 
 
 def rows_of_draw(whole: Tensor, shape: tuple[int, ...], rows: Sequence[int], draws: Draws) -> Tensor | None:
-    """The numbers of `rows` among those of the whole batch, in `shape`; None where no dimension can be the rows.
+    """Return the numbers of `rows` among those of the whole batch, in `shape`; None if no dimension can be the rows.
 
-    The rows are the first dimension that is longer in the whole batch, in proportion, or with padding cut off; where all rows
-    are there, the first that they divide. Any other dimension that is shorter has lost padding. A draw of the same shape
-    whatever the rows is everybody's.
+    The rows are the first dimension that is longer in the whole batch, in proportion or with padding cut off. If all rows
+    are there, they are the first dimension that their number divides. Any other shorter dimension has lost padding. A draw
+    of the same shape for any number of rows is shared by all.
     """
     if whole.dim() != len(shape) or any(wanted > length for length, wanted in zip(whole.shape, shape, strict=True)):
         return None
@@ -248,44 +235,42 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 def drawn_by(func: Any, result: Any) -> Tensor | None:
-    """The tensor of random numbers among the results; None for kernels that do not show it."""
+    """Return the tensor of random numbers among the results; None for kernels that do not return it."""
     if func is _DROPOUT:
         return result[1]  # type: ignore[no-any-return]
     return result if isinstance(result, Tensor) and op_name(func) in _PURE else None
 
 
 def put_numbers(func: Any, args: Any, result: Any, numbers: Tensor, taken: Tensor) -> None:
-    """Let the operation have drawn `taken`."""
+    """Replace the drawn `numbers` by `taken`, and the result of dropout accordingly."""
     numbers.copy_(taken)
     if func is _DROPOUT:
         torch.mul(args[0], numbers, out=result[0]).mul_(0.0 if args[1] == 1 else 1 / (1 - args[1]))
 
 
 def mean_of(func: Any, args: Any, numbers: Tensor) -> Tensor:
-    """The mean in place of a draw: masks let everything through, noise is 0, orders are as they were."""
+    """Return the mean of a draw: masks keep everything, noise is 0, permutations change nothing."""
     name = op_name(func).removeprefix("aten::")
     if name == "randperm":
         return torch.arange(numbers.numel(), dtype=numbers.dtype, device=numbers.device)
-    if name in ("bernoulli", "bernoulli_"):
+    if name == "bernoulli_" and numbers.is_floating_point():
         # dropout divides by the share that it keeps: filled with that share, it keeps everything as it is
-        share = args[1] if name == "bernoulli_" and len(args) > 1 else 0.5
-        if name == "bernoulli_" and numbers.is_floating_point():
-            return torch.full_like(numbers, share) if not isinstance(share, Tensor) else share.expand_as(numbers)
+        share = args[1] if len(args) > 1 else 0.5
+        return share.expand_as(numbers) if isinstance(share, Tensor) else torch.full_like(numbers, share)
+    if name in ("bernoulli", "bernoulli_") or func is _DROPOUT:
         return torch.ones_like(numbers)
-    if func is _DROPOUT:
-        return torch.ones_like(numbers)
-    fill = {"normal": 0.0, "normal_": 0.0, "randn": 0.0, "randn_like": 0.0}.get(name, 0.5)
-    return torch.full_like(numbers, fill if numbers.is_floating_point() else 0)
+    is_noise = name in ("normal", "normal_", "randn", "randn_like") or not numbers.is_floating_point()
+    return torch.full_like(numbers, 0.0 if is_noise else 0.5)
 
 
 _NAMES = """bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_ poisson rand
 rand_like randint randint_like randn randn_like randperm random_ uniform_ _standard_gamma _sample_dirichlet"""
 _PURE = frozenset(f"aten::{name}" for name in _NAMES.split())
-"""Operations whose result is the draw itself."""
+"""Operations that return the draw itself."""
 
 
 def generator_state(func: Any, args: Any, kwargs: Any) -> bytes:
-    """Hash of the generator's state, 16 bytes: the state takes 5,056, and each draw keeps one."""
+    """Return a hash of the generator's state: 16 bytes in place of 5,056 for each draw."""
     generator = kwargs.get("generator")
     if generator is None:
         device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)

@@ -1,4 +1,4 @@
-"""Precisions that a gradient is computed in: the model's own, and float64."""
+"""Precisions of a comparison: float64, and the model's own."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -18,10 +18,10 @@ _SUMS = frozenset(("sum", "mean", "prod", "cumsum", "logsumexp", "nansum", "norm
 
 
 class HigherPrecision(TorchFunctionMode):
-    """A block in which nothing falls below float64.
+    """Context manager that keeps all computation in float64.
 
-    Models cast to fp32 where they were written for bf16 (norms, rotary positions, softmax), and a criterion's class weights are
-    in no model: casts go to float64 instead, and what meets a float64 tensor, or is summed, is raised to it.
+    Models written for bf16 cast to fp32 (norms, rotary positions, softmax), and class weights belong to no model. Here casts
+    go to float64, and tensors that meet a float64 tensor, or are summed, are raised to it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,38 +30,39 @@ class HigherPrecision(TorchFunctionMode):
             return _grouped_product(*args, **kwargs)
         if func in _CASTS:
             return Tensor.to(args[0], torch.float64, **kwargs)
-        args, kwargs = [_dtype(value) for value in args], {key: _dtype(value) for key, value in kwargs.items()}
-        if not _writes(func) and (getattr(func, "__name__", "") in _SUMS or _meets([*args, *kwargs.values()])):
-            args, kwargs = [_value(value) for value in args], {key: _value(value) for key, value in kwargs.items()}
+        has_tensors = not _writes(func) and (
+            getattr(func, "__name__", "") in _SUMS or _is_mixed([*args, *kwargs.values()])
+        )
+        args = [_raised(value, has_tensors) for value in args]
+        kwargs = {key: _raised(value, has_tensors) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _dtype(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in LOWER else value
+def _raised(value: Any, has_tensors: bool) -> Any:
+    """Return float64 for a lower dtype; with `has_tensors`, tensors in float64 too."""
+    if isinstance(value, torch.dtype) and value in LOWER:
+        return torch.float64
+    if has_tensors and type(value) in (tuple, list):
+        return type(value)(_raised(item, True) for item in value)
+    return raised(value) if has_tensors and isinstance(value, Tensor) else value
 
 
-def _meets(values: list[Any]) -> bool:
-    """True if tensors of float64 and of a lower precision are given together."""
+def _is_mixed(values: list[Any]) -> bool:
+    """True if the values contain tensors of float64 and of a lower precision."""
     tensors = [item for value in values for item in (value if isinstance(value, tuple | list) else (value,))]
     dtypes = {item.dtype for item in tensors if isinstance(item, Tensor)}
     return torch.float64 in dtypes and any(dtype in LOWER for dtype in dtypes)
 
 
-def _value(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(map(_value, value))
-    return raised(value) if isinstance(value, Tensor) else value
-
-
 def raised(tensor: Tensor) -> Tensor:
-    """The tensor in float64, if its own precision is lower."""
+    """Return the tensor in float64, if its own precision is lower."""
     return tensor.double() if tensor.dtype in LOWER else tensor
 
 
 def keep_in_backward(model: nn.Module) -> None:
-    """Let modules of this model run in `HigherPrecision` where backward calls them: torch leaves function modes when it begins.
+    """Enable `HigherPrecision` in modules that backward runs again, because torch disables function modes in backward.
 
-    A checkpointed block that is computed again would compute in fp32 there.
+    A checkpointed block would otherwise run in fp32 the second time.
     """
     entered: list[tuple[nn.Module, ExitStack]] = []
 
@@ -81,7 +82,7 @@ def keep_in_backward(model: nn.Module) -> None:
 
 
 def _grouped_product(left: Tensor, right: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
-    """Product of each group of rows, ending at `offs`, with its own matrix, which torch has in fp32 and below only."""
+    """Multiply each group of rows, ending at `offs`, by its own matrix; torch has no float64 kernel for it."""
     left, right = left.double(), right.double()
     if offs is None:
         return torch.bmm(left, right)
@@ -96,18 +97,18 @@ def _grouped_product(left: Tensor, right: Tensor, *, offs: Tensor | None = None,
 
 
 def autocast_dtype(autocast: Autocast) -> torch.dtype | None:
-    """The dtype that autocast computes in; None without autocast."""
+    """Return the dtype of autocast; None without autocast."""
     return autocast if isinstance(autocast, torch.dtype) else getattr(autocast, "fast_dtype", None)
 
 
 def roundoff(tensors: Iterable[Tensor], autocast: torch.dtype | None) -> float:
-    """Half the distance from 1 to the next number, of the coarsest precision that a gradient passes through."""
+    """Return the unit roundoff of the coarsest precision that a gradient passes through."""
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | ({autocast} if autocast else set())
     return max((torch.finfo(dtype).eps / 2 for dtype in dtypes), default=torch.finfo(torch.float32).eps / 2)
 
 
 def why_not_float64(model: nn.Module) -> str | None:
-    """Why this model has no float64 twin; None where it may have one."""
+    """Say why this model cannot run in float64; None if it may."""
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     if "mps" in devices:
         return "mps has no float64"
@@ -116,8 +117,7 @@ def why_not_float64(model: nn.Module) -> str | None:
 
 
 def _writes(func: Any) -> bool:
-    """True of functions that change a tensor in place: it keeps its dtype."""
+    """True for functions that change a tensor in place; it keeps its dtype."""
     name = getattr(func, "__name__", "")
-    return (
-        name in ("__set__", "__setitem__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    )
+    is_method = name in ("__set__", "__setitem__") or name.startswith("__i")
+    return is_method or (name.endswith("_") and not name.endswith("__"))

@@ -1,4 +1,4 @@
-"""Causes by experiment. Those that would hide others are looked for first."""
+"""Experiments that find the cause of an error. Causes that would hide others are tried first."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ REPAIRS: tuple[Callable[[Experiments, CutResult], Repair | None], ...] = (
     find_reduction,
     find_units,
 )
-"""Experiments that change one thing and look whether the error goes. A change that helped stays for the next one."""
+"""Experiments that change one thing and see whether the error disappears. A change that helped stays for the next."""
 SIGNS: tuple[Callable[[Experiments], Cause | None], ...] = (
     find_wrong_term,
     find_split_groups,
@@ -45,20 +45,21 @@ SIGNS: tuple[Callable[[Experiments], Cause | None], ...] = (
     find_uneven_touch,
     find_coupling,
 )
-"""Experiments that look for the sign of a cause that no change can take away."""
+"""Experiments that recognise a cause that no change can remove."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a cut does not give the whole batch's gradient, or why that cannot be said."""
+    """Causes of an error, or the reason why it could not be judged."""
 
     causes: tuple[Cause, ...] = ()
     unjudged: str = ""
 
 
 def explain(experiments: Experiments, known: tuple[Cause, ...] = ()) -> Explanation:
-    """Why the cut does not give the whole batch's gradient; `known` are causes that were seen already."""
-    if not math.isfinite(experiments.floor.whole.loss) or not math.isfinite(experiments.floor.whole.norm):
+    """Find why the cut does not give the whole batch's gradient; `known` are causes found already."""
+    whole = experiments.floor.whole
+    if not all(map(math.isfinite, (whole.loss, *whole.norms.values()))):
         return Explanation(causes=(_not_finite(experiments),))
     if any(cause.kind == "randomness" for cause in known):
         return Explanation(causes=known)
@@ -69,22 +70,19 @@ def explain(experiments: Experiments, known: tuple[Cause, ...] = ()) -> Explanat
     if experiments.is_drawn:
         quiet = _tried(Experiments.without_draws, experiments)
         still = None if quiet is None else quiet.try_out(quiet.case)
-        if still is not None and still.is_exact:
+        is_exact = still is not None and still.is_exact
+        if is_exact:
             mixed = find_mixed_rows(experiments, now.failure)
-            causes = known or (() if mixed is None else (mixed,))
-            return Explanation(
-                causes=causes, unjudged="" if causes else why_unjudged(experiments, is_exact_without=True)
-            )
-        if quiet is None or quiet.case.draws.strange:  # what draws inside a kernel cannot be kept from it
-            return Explanation(
-                causes=known, unjudged="" if known else why_unjudged(experiments, is_exact_without=False)
-            )
+            known = known or (() if mixed is None else (mixed,))
+        if is_exact or quiet is None or quiet.case.draws.strange:  # a draw inside a kernel cannot be switched off
+            unjudged = "" if known else why_unjudged(experiments, is_exact_without=is_exact)
+            return Explanation(causes=known, unjudged=unjudged)
         experiments, now = quiet, still or now
     return Explanation(causes=known + _causes(experiments, now))
 
 
 def _causes(experiments: Experiments, now: CutResult) -> tuple[Cause, ...]:
-    """At least one."""
+    """Return one cause or more, `unknown` if no experiment finds one."""
     trimming = _tried(find_trimming, experiments)
     if trimming is not None:
         return (trimming,)
@@ -112,10 +110,10 @@ def _causes(experiments: Experiments, now: CutResult) -> tuple[Cause, ...]:
 
 
 def _tried(experiment: Callable[..., T | None], *given: Experiments | CutResult) -> T | None:
-    """Run an experiment; None if its few rows cannot run alone, as one row cannot in BatchNorm."""
+    """Run an experiment; None if its rows cannot run alone, as one row cannot in BatchNorm."""
     try:
         return experiment(*given)
-    except Exception:  # whatever a model raises on a few rows
+    except Exception:  # any error of the model on a few rows
         return None
 
 
