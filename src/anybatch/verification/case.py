@@ -1,4 +1,4 @@
-"""One case, run in one go or accumulated: every run on a fresh copy, every row with the random draws it had in the first."""
+"""A case: one model, objective and batch, run in one pass or accumulated, each time on a fresh copy."""
 
 import math
 import warnings
@@ -42,31 +42,32 @@ from anybatch.verification.verdict import CutResult, RowWeights
 Forward = Callable[[nn.Module, Batch], Any]
 """The part of an objective that runs the model: the loss, or a coupled loss's `encode`."""
 BeforeRun = Callable[[nn.Module], "Callable[[], None] | None"]
-"""Called with the copy before it runs; what it returns is called when that is done, before anything is put back."""
+"""Called with the copy before it runs; the function it returns is called after the run, before state is restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, an objective and a batch, and how they are run. An experiment is the same case with one thing changed."""
+    """A model, an objective, a batch, and options of a run. An experiment is the same case with one thing changed."""
 
     model: nn.Module
-    """The user's; what runs is a copy, and there is one at a time."""
+    """The user's model; runs use one copy at a time."""
     objective: Objective | Coupled
     held: PythonState
+    """State that the objective reaches."""
     batch: Batch
     """Rows first."""
     draws: Draws
-    """Random draws of the rows in the model."""
+    """Random draws in the model."""
     loss_draws: Draws
-    """Random draws of the rows in a coupled loss."""
+    """Random draws in a coupled loss."""
     batch_norm: BatchNorm | None = None
     autocast: Autocast = None
     copy: Copy | None = None
     batch_dim: int | None = None
-    """The dim that is the rows where the model runs."""
+    """The dimension of the rows in the model's inputs."""
     precision: ComparedPrecision = "own"
     restores_state: bool = False
-    """True to put the model back to its first state before every forward."""
+    """True to restore the first state of the model before every forward."""
     copies_inputs: bool = False
     """True to give every forward a copy of its rows."""
 
@@ -75,22 +76,22 @@ class Case:
         return self.draws.num_rows
 
     def of_first(self, count: int) -> "Case":
-        """The case of the first rows, whose draws are still to be recorded."""
+        """Return the case of the first rows, without recorded draws."""
         batch = take_rows(self.batch, slice(0, count))
         return replace(self, batch=batch, draws=_draws_of(batch), loss_draws=_draws_of(batch))
 
     def record(self) -> Gradient:
-        """The whole batch in one go; what it draws is drawn again in every later run."""
+        """Run the whole batch in one pass, and record its draws for all later runs."""
         self.draws.start()
         self.loss_draws.start()
         return self.once(self.batch, None)
 
     def whole(self) -> Gradient:
-        """The whole batch in one go."""
+        """Run the whole batch in one pass."""
         return self.once(self.batch, range(self.num_rows))
 
     def once(self, batch: Batch, rows: Sequence[int] | None, watch: BeforeRun | None = None) -> Gradient:
-        """Some rows of the batch in one go, by plain torch: `loss(model, batch).backward()`. `rows=None` records draws."""
+        """Run these rows by plain torch, `loss(model, batch).backward()`; with `rows=None` record the draws."""
         with self._setting() as model:
             count_update(model)  # as `Accumulator` does: row_dropout's masks are then the same
             if self.batch_norm == "frozen":
@@ -106,16 +107,16 @@ class Case:
             return Gradient(float(loss.detach()), gradients_of(self._named(model)))
 
     def accumulated(self, cut: MicroBatches) -> Gradient:
-        """The batch in micro-batches, by `Accumulator`."""
+        """Run the batch in micro-batches, by `Accumulator`."""
         with self._setting() as model:
             known: dict[int, tuple[Tensor, Tensor]] = {}
             numbers = Cut(rows=cut.row_numbers, lengths=(1,) * len(cut)) if self.batch_dim else cut.cut
             parts = MicroBatches([self._own_batch(part, model, known) for part in cut], numbers)
             masks = masks_of(model)
             if masks is not None:
-                masks.strict = False  # the run in one go was watched; here following the draws moves the generators
+                masks.strict = False  # replaying the draws moves the generators
             places = {id(part): rows for part, rows in zip(parts, cut.row_numbers, strict=True)}
-            followed = self._followed(places, model)
+            followed = self._replayed(places, model)
             own_loss = set(map(id, followed.parameters()))
             extra = [held for held in self.held.parameters.values() if id(held) not in own_loss]
             named = self._named(model)
@@ -154,7 +155,7 @@ class Case:
 
     @contextmanager
     def _setting(self) -> Iterator[nn.Module]:
-        """A fresh model in this precision, the objective as it was at first, and quiet."""
+        """Yield a fresh copy of the model in this precision, with the objective in its first state and warnings off."""
         is_raised = self.precision == "float64"
         model = copy_model(self.model, self.copy)
         for module in model.modules():
@@ -162,13 +163,13 @@ class Case:
                 module.training = False  # it draws inside its kernel
         default = torch.get_default_dtype()
         with ExitStack() as stack:
-            stack.callback(_free_parameters, model)  # somebody may hold the model in a circle until the next collection
+            stack.callback(_free_parameters, model)  # a reference cycle may keep the copy alive
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             if any(isinstance(module, nn.RNNBase) and module.dropout > 0 for module in model.modules()):
-                # cuDNN draws the dropout between recurrent layers inside its kernel, where it cannot be seen
+                # cuDNN draws the dropout between recurrent layers inside its kernel
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # its dropout is an operation of its own
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the only one with a dropout operation to replay
             stack.enter_context(self.held.fresh(is_raised=is_raised))
             if is_raised:
                 stack.callback(torch.set_default_dtype, default)
@@ -179,7 +180,7 @@ class Case:
             yield model
 
     def _own_batch(self, batch: Batch, model: nn.Module, known: dict[int, tuple[Tensor, Tensor]]) -> Batch:
-        """Copy rows to where the model runs, in its precision; `known` are the copies of tensors that micro-batches share."""
+        """Copy rows to the model's device and precision; `known` holds copies of tensors that micro-batches share."""
         device = common_device(model.parameters())
 
         def copied(tensor: Tensor) -> Tensor:
@@ -194,16 +195,16 @@ class Case:
         named = dict(model.named_parameters()) | self.held.parameters
         return {name: held for name, held in named.items() if held.requires_grad}
 
-    def _followed(self, places: Mapping[int, Sequence[int]], model: nn.Module) -> Objective | Coupled:
-        """The objective whose forwards draw what their rows drew in the whole batch."""
+    def _replayed(self, places: Mapping[int, Sequence[int]], model: nn.Module) -> Objective | Coupled:
+        """Return the objective with forwards that draw what their rows drew in the whole batch."""
         objective = self.objective
         state = None
         if self.restores_state:
             state = PythonState(model, *functions_of(objective), owned=[*model.modules()], keeps_tensors=True)
         ran: set[int] = set()
 
-        def follow(function: Forward) -> Forward:
-            def followed(model: nn.Module, batch: Batch) -> Any:
+        def wrap(function: Forward) -> Forward:
+            def replayed(model: nn.Module, batch: Batch) -> Any:
                 rows = places[id(batch)]
                 if state is not None:
                     state.put_back()
@@ -212,24 +213,24 @@ class Case:
                 with replaying(self.draws, rows, is_later=is_later):
                     return function(model, copy_batch(batch) if self.copies_inputs else batch)
 
-            return followed
+            return replayed
 
-        following = with_forward(objective, follow)
-        if isinstance(following, Objective):
-            return following
+        wrapped = with_forward(objective, wrap)
+        if isinstance(wrapped, Objective):
+            return wrapped
         joined = [row for rows in places.values() for row in rows]
-        return replace(following, loss=_FollowedLoss(self, following, joined))
+        return replace(wrapped, loss=_ReplayedLoss(self, wrapped, joined))
 
 
 def with_forward(objective: Objective | Coupled, wrap: Callable[[Forward], Forward]) -> Objective | Coupled:
-    """The objective whose function of model and rows is wrapped."""
+    """Return the objective with its function of model and rows wrapped."""
     if isinstance(objective, Objective):
         return replace(objective, loss=wrap(objective.loss))
     return replace(objective, encode=wrap(objective.encode))
 
 
-class _FollowedLoss(nn.Module):
-    """A coupled loss over all rows, in the order that they were cut in; its own parameters stay its parameters."""
+class _ReplayedLoss(nn.Module):
+    """A coupled loss over all rows, in the order of the cut, with its draws replayed and its own parameters."""
 
     def __init__(self, case: Case, objective: Coupled, rows: Sequence[int]) -> None:
         super().__init__()
@@ -253,7 +254,7 @@ def make_case(
     held: PythonState | None = None,
     **options: Any,
 ) -> Case:
-    """The case of this batch, whose draws are still to be recorded."""
+    """Return the case of this batch, without recorded draws."""
     return Case(
         model=model,
         objective=objective,
@@ -266,9 +267,9 @@ def make_case(
 
 
 def uneven_cut(batch: Batch, together: int = 1) -> MicroBatches:
-    """A few micro-batches of 2, 3, 4, ... rows, so that no two weights are alike; they begin with 1 row if there are few.
+    """Cut into at most 4 micro-batches of 2, 3, 4, ... rows, or 1, 2, ... if there are few, so that all weights differ.
 
-    With `together`, each is so many times as large: neighbours that may belong together stay together.
+    With `together`, sizes are multiples of it, so that groups of neighbours stay together.
     """
     count = num_rows(batch) // together
     sizes: list[int] = []
@@ -283,13 +284,12 @@ def uneven_cut(batch: Batch, together: int = 1) -> MicroBatches:
 
 
 def cut_by_rows(batch: Batch, parts: Sequence[Sequence[int]]) -> MicroBatches:
-    """Micro-batches of these rows."""
     places = Cut(rows=tuple(map(tuple, parts)), lengths=(1,) * len(parts))
     return MicroBatches([take_rows(batch, list(rows)) for rows in parts], places)
 
 
 def _free_parameters(twin: nn.Module) -> None:
-    """Give back the memory of a copy's parameters and gradients at once; buffers may be the user's own."""
+    """Free the parameters and gradients of a copy at once; its buffers may be the user's own."""
     for parameter in twin.parameters():
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)
@@ -304,12 +304,12 @@ def _draws_of(batch: Batch) -> Draws:
 
 
 CLEAR_FALL = 3.0
-"""A change is one of several causes if the error falls by this factor, though not to the floor."""
+"""A change is one of several causes if the error falls by this factor but not to the floor."""
 
 
 def compare(case: Case, cut: MicroBatches, floor: Floor, *, name: str = "", decides: bool = True) -> CutResult:
-    """Hold the accumulated gradient of this cut against the whole batch's."""
-    told = CutResult(
+    """Compare the accumulated gradient of this cut with the whole batch's."""
+    result = CutResult(
         name=name,
         precision=case.precision,
         micro_batches=len(cut),
@@ -320,76 +320,72 @@ def compare(case: Case, cut: MicroBatches, floor: Floor, *, name: str = "", deci
     )
     try:
         accumulated = case.accumulated(cut)
-    except Exception as error:  # a cut that cannot run is a finding, not the end
-        return replace(told, failure=f"{type(error).__name__}: {error}")
-    return replace(told, error=relative(floor.whole, accumulated), parameters=floor.errors(accumulated, len(cut)))
+    except Exception as error:  # a cut that cannot run is a finding
+        return replace(result, failure=f"{type(error).__name__}: {error}")
+    return replace(result, error=relative(floor.whole, accumulated), parameters=floor.errors(accumulated, len(cut)))
 
 
 def explains(after: CutResult, before: CutResult) -> bool:
-    """True if what was changed is a cause of the error there was before."""
+    """True if the change removed a cause of the error."""
     return after.is_exact or (after.failure is None and after.error * CLEAR_FALL < before.error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiments:
-    """A case whose accumulated gradient is wrong in one cut; an experiment runs it again with one thing changed."""
+    """A case with a wrong accumulated gradient; an experiment runs it again with one thing changed."""
 
     case: Case
     floor: Floor
     cut: MicroBatches
+    """The cut that shows the error best."""
     trained: MicroBatches
-    """The cut that trains; the same where that shows most."""
+    """The cut of training."""
 
     @property
     def objective(self) -> Objective | None:
-        """The objective, where it is not coupled."""
+        """The objective; None if it is coupled."""
         return self.case.objective if isinstance(self.case.objective, Objective) else None
 
     @property
     def is_drawn(self) -> bool:
-        """True where anything was drawn at random."""
         return self.case.draws.is_drawn or self.case.loss_draws.is_drawn
 
     def without_draws(self) -> "Experiments":
-        """The same with every random draw at its mean."""
+        """Return the same experiments with every random draw at its mean."""
         draws = [replace(_draws_of(self.case.batch), is_quiet=True) for _ in range(2)]
         quiet = replace(self.case, draws=draws[0], loss_draws=draws[1])
         return replace(self, case=quiet, floor=replace(self.floor, whole=quiet.record()))
 
     def try_out(self, case: Case, cut: MicroBatches | None = None) -> CutResult:
-        """The error of this case in the cut, against the gradient of the whole batch."""
         return compare(case, cut or self.cut, self.floor)
 
     def each_alone(self) -> list[Gradient]:
-        """The gradient of each micro-batch by itself."""
+        """Return the gradient of each micro-batch by itself."""
         return [self.case.once(part, rows) for part, rows in zip(self.cut, self.cut.row_numbers, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestWeights:
-    """The weights of the micro-batches' gradients that come nearest to the whole batch's.
-
-    min over w of |whole - sum_k w_k g_k| / |whole|
-    """
+    """Least-squares weights of the micro-batches' gradients: the minimum over w of |whole - sum_k w_k g_k| / |whole|."""
 
     weights: tuple[float, ...]
     residual: float
-    """How far away that still is."""
+    """The minimum."""
     is_unique: bool
-    """False where other weights do as well: the gradients lie on one line, or there are too few numbers."""
+    """False if other weights are as good: the gradients are collinear, or have too few numbers."""
     tolerance: float
     loss: float
     losses: tuple[float, ...]
-    """Losses of the whole batch, and of each micro-batch alone."""
+    """Loss of each micro-batch alone."""
 
     @property
     def fits(self) -> bool:
-        """True where the whole batch's gradient is a weighted sum of the micro-batches'."""
+        """True if the whole batch's gradient is a weighted sum of the micro-batches'."""
         return self.residual <= self.tolerance
 
     @property
     def is_mean(self) -> bool:
-        """True where the weights sum to 1, as those of a mean do, and make the losses that of the whole batch too."""
+        """True if the weights are positive and sum to 1, and give the whole batch's loss too."""
         terms = [weight * loss for weight, loss in zip(self.weights, self.losses, strict=True)]
         size = max(abs(self.loss), sum(map(abs, terms)))
         adds_up = abs(sum(terms) - self.loss) <= 1000 * self.tolerance * size
@@ -397,9 +393,9 @@ class BestWeights:
 
 
 def best_weights(experiments: Experiments) -> BestWeights | None:
-    """Fit the weights of the experiments' cut; None if a micro-batch alone has no finite gradient.
+    """Fit the weights of the cut; None if a micro-batch alone has no finite gradient.
 
-    BatchNorm, which is looked for elsewhere, has the running statistics here: it would couple rows whatever their weights.
+    BatchNorm uses its running statistics here, because batch statistics couple rows whatever their weights.
     """
     if any(uses_batch_statistics(layer) for layer in batch_norms(experiments.case.model).values()):
         frozen = replace(experiments.case, batch_norm="frozen")
@@ -415,7 +411,7 @@ def best_weights(experiments: Experiments) -> BestWeights | None:
             continue
         numel += known.numel()
         block = torch.stack([flat(grad, known) for grad in grads], dim=1)
-        triangle = torch.linalg.qr(torch.cat([triangle, block]), mode="r").R  # of all parameters, a few rows at a time
+        triangle = torch.linalg.qr(torch.cat([triangle, block]), mode="r").R  # one parameter at a time, to save memory
     if not bool(triangle.isfinite().all()) or len(triangle) < columns:
         return None
     matrix, wanted = triangle[:, :-1], triangle[:, -1]
@@ -435,7 +431,7 @@ def best_weights(experiments: Experiments) -> BestWeights | None:
 
 
 def weights_of_rows(experiments: Experiments, trained: MicroBatches, *, is_wrong: bool) -> tuple[RowWeights, ...]:
-    """Weights of the rows of each micro-batch; if all is exact, of the cut that trains."""
+    """Return the weights of the rows of each micro-batch; if all is exact, of the cut of training."""
     if not is_wrong:
         count = experiments.case.num_rows
         return tuple(
@@ -447,7 +443,7 @@ def weights_of_rows(experiments: Experiments, trained: MicroBatches, *, is_wrong
     try:
         used = shares_of(count_units(objective, experiments.case.model, experiments.cut.micro_batches))
         best = best_weights(experiments)
-    except Exception:  # rows that cannot run alone
+    except Exception:  # a micro-batch that cannot run alone
         return ()
     if objective.reduction == "sum":
         used = [1.0] * len(used)
@@ -460,7 +456,7 @@ def weights_of_rows(experiments: Experiments, trained: MicroBatches, *, is_wrong
 
 
 def shares_of(values: list[float] | tuple[float, ...]) -> list[float]:
-    """Each as a part of their sum."""
+    """Divide the values by their sum."""
     total = sum(values)
     return [value / total for value in values] if total else list(values)
 

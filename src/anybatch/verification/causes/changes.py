@@ -1,4 +1,4 @@
-"""Causes in what a forward changes or draws: state, its rows, statistics of BatchNorm, random draws of no row."""
+"""Causes in what a forward changes or draws: state, inputs, statistics of BatchNorm, random draws."""
 
 import random
 import sys
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.batch_norm import batch_norms, uses_batch_statistics
-from anybatch.core import Batch, NormLayer, map_tensors, outer_random, tensors
+from anybatch.core import Batch, NormLayer, outer_random, tensors
 from anybatch.verification.case import Case, Experiments, Forward, explains, with_forward
 from anybatch.verification.draws import Draw
 from anybatch.verification.floor import Floor, largest_floor, relative
-from anybatch.verification.state import PythonState, functions_of
+from anybatch.verification.state import PythonState, copy_batch, functions_of
 from anybatch.verification.verdict import Cause, CutResult
 
 RANDOM_FIX = (
@@ -26,17 +26,17 @@ STATE_FIX = (
     "example after update(batch), and keep running statistics out of the training forward's output."
 )
 Repair = tuple[Cause, Case, CutResult]
-"""A cause, the case without it, and what came of that."""
+"""A cause, the case without it, and the result of that case."""
 
 
 def find_model_state(experiments: Experiments, before: CutResult) -> Repair | None:
-    """Look at what a forward changes; put it back before every micro-batch, and see whether the error goes."""
-    changed, moved, _ = forward_changes(experiments)
-    if not changed and not moved:
+    """Restore the state that a forward changes before every micro-batch, and see whether the error disappears."""
+    changed = forward_changes(experiments).state
+    if not changed:
         return None
     repaired = replace(experiments.case, restores_state=True)
     after = experiments.try_out(repaired)
-    if not explains(after, before) or not changed:
+    if not explains(after, before):
         return None
     cause = Cause(
         kind="state",
@@ -48,13 +48,24 @@ def find_model_state(experiments: Experiments, before: CutResult) -> Repair | No
 
 
 def find_changed_inputs(experiments: Experiments, before: CutResult) -> Repair | None:
-    """Look at whether the rows are as they were after a forward; give every forward a copy, and see whether the error goes."""
-    written = _written_inputs(experiments)
-    if not written:
-        return None
+    """Give every forward a copy of its rows if it writes into them, and see whether the error disappears."""
+    written: list[str] = []
+
+    def spy(function: Forward) -> Forward:
+        def spied(model: nn.Module, batch: Batch) -> Any:
+            rows = copy_batch(batch)
+            result = function(model, batch)
+            pairs = zip(tensors(rows), tensors(batch), strict=True)
+            written.extend(f"a tensor of shape {tuple(new.shape)}" for old, new in pairs if not torch.equal(old, new))
+            return result
+
+        return spied
+
+    watched = replace(experiments.case, objective=with_forward(experiments.case.objective, spy))
+    watched.once(experiments.cut[0], experiments.cut.row_numbers[0])
     repaired = replace(experiments.case, copies_inputs=True)
-    after = experiments.try_out(repaired)
-    if not explains(after, before):
+    after = experiments.try_out(repaired) if written else before
+    if not written or not explains(after, before):
         return None
     cause = Cause(
         kind="inputs",
@@ -67,7 +78,7 @@ def find_changed_inputs(experiments: Experiments, before: CutResult) -> Repair |
 
 
 def find_own_generator(experiments: Experiments) -> Cause | None:
-    """Look for random generators that the model or the loss holds and that a forward moves."""
+    """Look for random generators of Python and NumPy that the model or the loss holds and that a forward moves."""
     moved = forward_changes(experiments).generators
     if not moved:
         return None
@@ -80,18 +91,18 @@ def find_own_generator(experiments: Experiments) -> Cause | None:
 
 
 class ForwardChanges(NamedTuple):
-    """Names of what one forward changes."""
+    """Names of the state that one forward changes."""
 
     state: list[str]
-    """All state but running statistics."""
+    """All state except running statistics."""
     generators: list[str]
     """Random generators of Python and NumPy."""
     outside: list[str]
-    """State outside of the model and of callable objects, which no run puts back: closures, globals, default arguments."""
+    """State that no run restores: closures, globals, default arguments."""
 
 
 def forward_changes(experiments: Experiments) -> ForwardChanges:
-    """Run one micro-batch and compare what it can reach before and after."""
+    """Run one micro-batch and compare the state that it reaches before and after."""
     found: list[ForwardChanges] = []
     case = experiments.case
 
@@ -99,51 +110,30 @@ def forward_changes(experiments: Experiments) -> ForwardChanges:
         state = PythonState(model, *functions_of(case.objective), owned=[*model.modules()], keeps_tensors=True)
         norms = {name for name, module in model.named_modules() if isinstance(module, NormLayer)}
 
-        def look() -> None:
-            told = [text for text in state.changed() if text.partition(" ")[0].rpartition(".")[0] not in norms]
-            found.append(ForwardChanges(told, state.moved_generators(), state.changed(is_left=True)))
+        def compare() -> None:
+            names = [name for name in state.changed() if name.partition(" ")[0].rpartition(".")[0] not in norms]
+            found.append(ForwardChanges(names, state.moved_generators(), state.changed(is_left=True)))
 
-        return look
+        return compare
 
     case.once(experiments.cut[0], experiments.cut.row_numbers[0], watch)
     return found[0]
 
 
-def _written_inputs(experiments: Experiments) -> list[str]:
-    """Tensors that the forward writes to. Their paths are not known here: they are named by their shapes."""
-    written: list[str] = []
-
-    def spy(function: Forward) -> Forward:
-        def spied(model: nn.Module, batch: Batch) -> Any:
-            before = map_tensors(batch, torch.clone)
-            result = function(model, batch)
-            pairs = zip(tensors(before), tensors(batch), strict=True)
-            written.extend(f"a tensor of shape {tuple(new.shape)}" for old, new in pairs if not torch.equal(old, new))
-            return result
-
-        return spied
-
-    case = replace(experiments.case, objective=with_forward(experiments.case.objective, spy))
-    case.once(experiments.cut[0], experiments.cut.row_numbers[0])
-    return written
-
-
 def find_batch_norm(experiments: Experiments, before: CutResult) -> Repair | None:
-    """Pool the statistics over the whole batch, and see whether the error goes."""
+    """Pool the statistics over the whole batch, and see whether the gradient changes."""
     layers = [name for name, layer in batch_norms(experiments.case.model).items() if uses_batch_statistics(layer)]
     if not layers or experiments.case.batch_norm in ("exact", "frozen"):
         return None
     repaired = replace(experiments.case, batch_norm="exact")
     after = experiments.try_out(repaired)
-    # it is a cause whenever it changes the gradient, even where others hide what it takes away
+    # it is a cause if it changes the gradient, even if another cause hides the effect
     if after.failure is not None or abs(after.error - before.error) <= largest_floor(experiments.floor.unit):
         return None
     named = ", ".join(map(repr, layers[:3])) + (", ..." if len(layers) > 3 else "")
     plural = "s" if len(layers) > 1 else ""
-    is_seen = explains(after, before)
-    effect = (
-        f"the error falls from {before.error:.1e} to {after.error:.1e}" if is_seen else "the gradient is another one"
-    )
+    falls = f"the error falls from {before.error:.1e} to {after.error:.1e}"
+    effect = falls if explains(after, before) else "the gradient is another one"
     cause = Cause(
         kind="batch_norm",
         explanation=f"{len(layers)} BatchNorm layer{plural} ({named}) took the statistics of each micro-batch instead "
@@ -155,10 +145,7 @@ def find_batch_norm(experiments: Experiments, before: CutResult) -> Repair | Non
 
 
 def explain_draws(case: Case, floor: Floor, moved: list[str]) -> tuple[Cause, ...]:
-    """Find draws that are wrong though every row was given the same draws again.
-
-    `moved` are generators outside torch that were drawn from.
-    """
+    """Find draws that are wrong though every row was given the same draws again; `moved` are generators outside torch."""
     draws = case.draws
     if draws.seeded:
         explanation = (
@@ -189,7 +176,7 @@ def explain_draws(case: Case, floor: Floor, moved: list[str]) -> tuple[Cause, ..
 
 
 def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
-    """The same rows with the same draws of torch, twice: does the gradient change, and which generator had moved?"""
+    """Run the same rows with the same draws of torch twice, and find what makes the gradients differ."""
     before, case = outer_random(), experiments.case
     first = case.whole()
     moved = before.moved()
@@ -197,7 +184,7 @@ def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
     before.restore()
     is_seeded = relative(first, case.whole()) < apart
     if case.held.changed(is_left=True) and not case.draws.strange:
-        apart = max(apart, relative(experiments.floor.whole, first))  # state that only the first run changed
+        apart = max(apart, relative(experiments.floor.whole, first))  # only the first run changed it
     if apart <= largest_floor(experiments.floor.unit):
         return None
     again = f"Two forwards of the same rows with the same state of torch's generators give gradients {apart:.2g} apart"
@@ -232,19 +219,19 @@ def find_draws_outside_torch(experiments: Experiments) -> Cause | None:
 
 
 def why_unjudged(experiments: Experiments, *, is_exact_without: bool) -> str:
-    """Say why gradients could not be compared; `is_exact_without`: they agree without random draws."""
+    """Say why gradients could not be compared; with `is_exact_without` they agree without random draws."""
     case = experiments.case
     strange = list(dict.fromkeys([*case.draws.strange, *case.loss_draws.strange]))
-    told = "; ".join(strange[:3]) or "which row a number belongs to cannot be read off the shapes of what is drawn"
+    drawn = "; ".join(strange[:3]) or "which row a number belongs to cannot be read off the shapes of what is drawn"
     same = "With every draw at its mean they are the same. " if is_exact_without else ""
     return (
-        f"Random draws could not be drawn again row by row ({told}), so that the gradients of different cuts cannot be "
+        f"Random draws could not be drawn again row by row ({drawn}), so that the gradients of different cuts cannot be "
         f"compared. {same}Verify in model.eval(), where nothing is drawn, or draw one set of numbers per row, rows first."
     )
 
 
 def find_mixed_rows(experiments: Experiments, failure: str | None) -> Cause | None:
-    """Orders and partners that are drawn for the rows: rows are mixed with others of their micro-batch."""
+    """Look for a drawn permutation or choice of rows, which mixes rows of a micro-batch."""
     case = experiments.case
     orders = [*case.draws.orders, *case.loss_draws.orders]
     if not orders and failure is not None and "IndexError" in failure:
@@ -260,16 +247,16 @@ def find_mixed_rows(experiments: Experiments, failure: str | None) -> Cause | No
     )
 
 
-def _outside(moved: list[str], told: str) -> Cause:
+def _outside(moved: list[str], evidence: str) -> Cause:
     return Cause(
         kind="randomness",
-        explanation=f"The forward draws from {' and '.join(moved)}, which torch knows nothing of. {told}.",
+        explanation=f"The forward draws from {' and '.join(moved)}, which torch knows nothing of. {evidence}.",
         fix=RANDOM_FIX,
     )
 
 
 def _do_shared_matter(case: Case, floor: Floor) -> bool:
-    """True if other numbers in the draws that all rows share give another gradient."""
+    """True if the gradient depends on the draws that all rows share."""
     for way in range(3):
         whole = list(case.draws.whole)
         for number in case.draws.shared:
@@ -280,7 +267,7 @@ def _do_shared_matter(case: Case, floor: Floor) -> bool:
 
 
 def _other_numbers(draw: Draw, way: int) -> Tensor:
-    """Numbers that might have been drawn instead: the least and the largest of a share, the opposite of noise and masks."""
+    """Return numbers that might have been drawn instead: the ends of a range, the opposite of noise and masks."""
     numbers = draw.numbers
     if not numbers.is_floating_point():
         return (numbers + 1, (numbers - 1).clamp(min=0), torch.zeros_like(numbers))[way]
@@ -292,7 +279,7 @@ def _other_numbers(draw: Draw, way: int) -> Tensor:
 
 
 def _do_outer_matter(case: Case, floor: Floor) -> bool:
-    """True if other numbers from Python's and NumPy's generators give another gradient."""
+    """True if the gradient depends on Python's or NumPy's generator."""
     for seed in range(3):
         random.seed(seed)
         if "numpy" in sys.modules:
@@ -305,6 +292,6 @@ def _do_outer_matter(case: Case, floor: Floor) -> bool:
 def _is_other(case: Case, floor: Floor) -> bool:
     try:
         now = case.whole()
-    except Exception:  # numbers that the forward cannot take: it looks at them
+    except Exception:  # the forward refuses these numbers, so it depends on them
         return True
     return relative(floor.whole, now) > largest_floor(floor.unit)
