@@ -1,4 +1,4 @@
-"""Rows that look at each other or belong together, losses that do not add up, padding that something looks at."""
+"""Causes in the rows: rows that depend on each other or belong together, losses that are not additive, padding."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -41,7 +41,7 @@ def find_uneven_touch(experiments: Experiments) -> Cause | None:
 
 
 def find_penalty(experiments: Experiments) -> Cause | None:
-    """A sum whose error grows by the same with every micro-batch more has a term that is counted once too often in each."""
+    """Look for a penalty that a sum adds once per micro-batch: its error grows by the same with each one more."""
     objective = experiments.objective
     if objective is None or objective.reduction != "sum" or objective.terms:
         return None
@@ -68,7 +68,7 @@ def find_penalty(experiments: Experiments) -> Cause | None:
 
 
 def find_coupling(experiments: Experiments) -> Cause | None:
-    """Is the whole batch's gradient any weighted sum of the micro-batches' at all, and do the weights sum to 1?"""
+    """Find whether any weights make the micro-batches' gradients the whole batch's, and what couples rows if not."""
     objective = experiments.case.objective
     if isinstance(objective, Coupled):
         return _in_encode(experiments, objective)
@@ -85,8 +85,8 @@ def find_coupling(experiments: Experiments) -> Cause | None:
             fix=ON_OUTPUTS,
         )
     left = "" if best is None else f" (the best leaves {best.residual:.2g} of it)"
-    told = f"Rows look at each other: no weighting of the micro-batches' gradients gives the whole batch's{left}."
-    in_model = _in_the_model(experiments, told)
+    text = f"Rows look at each other: no weighting of the micro-batches' gradients gives the whole batch's{left}."
+    in_model = _in_the_model(experiments, text)
     if in_model is not None:
         return in_model
     if is_of_few_means(experiments):
@@ -99,14 +99,14 @@ def find_coupling(experiments: Experiments) -> Cause | None:
         )
     return Cause(
         kind="coupled",
-        explanation=f"{told} The model's outputs do not, so it is the loss that does.",
+        explanation=f"{text} The model's outputs do not, so it is the loss that does.",
         fix="Give the loss as Coupled(encode, loss): encode(model, batch) returns the representations of the rows, "
         "loss(representations) one number for all of them. info_nce() and clip_loss() are there.",
     )
 
 
 def unknown_weights(experiments: Experiments) -> str:
-    """Say which weights would be right, if rows do not look at each other and no count was found that gives them."""
+    """Say which weights would be right, for a cause that no experiment found."""
     best = None if experiments.objective is None else best_weights(experiments)
     if best is None or not best.fits or not best.is_unique:
         return ""
@@ -117,16 +117,16 @@ def unknown_weights(experiments: Experiments) -> str:
 def is_of_few_means(experiments: Experiments) -> bool:
     """True if the gradient of a row's output lies in a plane whatever rows come with it.
 
-    It does for a function of two means over rows, and does not where rows are compared with each other. Outputs of fewer than
-    three numbers, or none that is seen, say nothing: such losses are mostly functions of means.
+    It does for a function of two means over rows, and does not if rows are compared with each other. Outputs of fewer than
+    three numbers count as such functions.
     """
     count = experiments.case.num_rows
-    companies = [[0, *range(1 + start, count, 5)] for start in range(min(5, count - 1))]
     found = []
-    for company in companies:
-        cut = cut_by_rows(experiments.case.batch, [company])
+    for start in range(min(5, count - 1)):
+        rows = [0, *range(1 + start, count, 5)]
         gradients: list[Tensor] = []
-        experiments.case.once(cut[0], company, partial(_watch_first_output, gradients))
+        watch = partial(_watch_first_output, gradients)
+        experiments.case.once(take_rows(experiments.case.batch, rows), rows, watch)
         if not gradients:
             return False
         found.append(gradients[-1].double().cpu())
@@ -138,7 +138,7 @@ def is_of_few_means(experiments: Experiments) -> bool:
 
 
 def _depend_on_parameters(experiments: Experiments, best: BestWeights) -> bool:
-    """True if other parameters would give other weights: units are counted on the batch, and would not."""
+    """True if other parameters give other weights, which units, a function of the batch, cannot."""
     other = copy_model(experiments.case.model, experiments.case.copy)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -151,27 +151,20 @@ def _depend_on_parameters(experiments: Experiments, best: BestWeights) -> bool:
 
 
 def _watch_first_output(into: list[Tensor], model: nn.Module) -> None:
-    """Collect the gradient of the first row of what the model returns."""
+    """Collect the gradient of the first row of the model's output."""
 
-    def watch(module: nn.Module, inputs: object, output: object) -> None:
-        tensor = next((one for one in _tensors_of(output) if one.requires_grad and one.dim() > 0), None)
+    def watch(module: nn.Module, inputs: object, output: Batch) -> None:
+        tensor = next((one for one in tensors(output) if one.requires_grad and one.dim() > 0), None)
         if tensor is not None:
             tensor.register_hook(lambda grad: into.append(grad[0].detach().flatten()))
 
     model.register_forward_hook(watch)
 
 
-def _tensors_of(output: object) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if hasattr(output, "values") else output if isinstance(output, (tuple, list)) else ()
-    return [tensor for value in values for tensor in _tensors_of(value)]
-
-
 def _in_encode(experiments: Experiments, objective: Coupled) -> Cause | None:
-    """Are the representations of some rows those that they have in the whole batch?"""
-    told = "Rows look at each other in encode, which is to take each by itself."
-    in_model = _in_the_model(experiments, told)
+    """Compare the representations of the first and last micro-batch with those in the whole batch."""
+    text = "Rows look at each other in encode, which is to take each by itself."
+    in_model = _in_the_model(experiments, text)
     if in_model is not None:
         return in_model
     case, cut = experiments.case, experiments.cut
@@ -192,7 +185,7 @@ def _in_encode(experiments: Experiments, objective: Coupled) -> Cause | None:
             if full.dim() == 0 or len(full) != case.num_rows or not same_rows(experiments, full, some, tuple(rows)):
                 return Cause(
                     kind="coupled",
-                    explanation=f"{told} What it returns for some rows depends on the others, or is one for all of them: a "
+                    explanation=f"{text} What it returns for some rows depends on the others, or is one for all of them: a "
                     "mean, a centre, an order over the rows of a micro-batch.",
                     fix="Let encode(model, batch) return one entry per row that depends on that row alone, and take means over "
                     "rows in loss(representations), which sees all of them.",
@@ -201,13 +194,13 @@ def _in_encode(experiments: Experiments, objective: Coupled) -> Cause | None:
 
 
 Key = tuple[str, str, int]
-"""Name of a module, what it is, and the number of the tensor."""
+"""Name of a module, its class or "input", and the number of the tensor."""
 
 
-def _in_the_model(experiments: Experiments, told: str) -> Cause | None:
-    """Name the first input or output, in the order they are made, that depends for some rows on which other rows are there.
+def _in_the_model(experiments: Experiments, text: str) -> Cause | None:
+    """Name the first input or output of a module that changes for some rows if others are left out.
 
-    The first rows and the last are looked at: what looks back only, as a cumulative sum does, leaves the first as they are.
+    The first and the last micro-batch are compared, because a cumulative sum leaves the first unchanged.
     """
     case = experiments.case
     whole = _SeenRows(case.num_rows)
@@ -222,22 +215,22 @@ def _in_the_model(experiments: Experiments, told: str) -> Cause | None:
             if some is not None and full.shape[1:] == some.shape[1:] and not same_rows(experiments, full, some, rows):
                 found.add(key)
     first = next((key for key in whole.tensors if key in found), None)
-    return None if first is None else _mixing(told, first, whole.modules[first[0]])
+    return None if first is None else _mixing(text, first, whole.modules[first[0]])
 
 
 def same_rows(experiments: Experiments, full: Tensor, some: Tensor, rows: tuple[int, ...]) -> bool:
-    """True if `some` is what these rows have in `full`, up to rounding."""
+    """True if `some` is these rows of `full`, up to rounding."""
     wanted = full[list(rows)].double()
     if wanted.shape != some.shape:
         return False
     return float((some.double() - wanted).norm()) <= largest_floor(experiments.floor.unit) * float(wanted.norm())
 
 
-def _mixing(told: str, key: Key, module: nn.Module) -> Cause:
+def _mixing(text: str, key: Key, module: nn.Module) -> Cause:
     name, what, _ = key
     name = name or "the model itself"
     if what == "input":
-        told += (
+        text += (
             f" They do so before the model: what {name!r} is given for a row depends on the others, because the objective "
             "prepares its inputs from all rows (a mean, a standard deviation, an order)."
         )
@@ -245,20 +238,20 @@ def _mixing(told: str, key: Key, module: nn.Module) -> Cause:
             "Prepare the inputs row by row, or in the loader, before the batch is cut; or with statistics that are fixed "
             "before training."
         )
-        return Cause(kind="coupled", explanation=told, fix=fix)
-    told += f" They do so in the model, first in {name!r} ({what})."
+        return Cause(kind="coupled", explanation=text, fix=fix)
+    text += f" They do so in the model, first in {name!r} ({what})."
     fix = (
         "Take what looks across rows out of the model into the loss of Coupled(encode, loss), or use a layer that looks at "
         "one row at a time."
     )
     if getattr(module, "batch_first", True) is False:
-        told += " It takes time first (batch_first=False), and reads the rows as time."
+        text += " It takes time first (batch_first=False), and reads the rows as time."
         fix = f"Make it {what}(..., batch_first=True); or give the batch time first, with micro_batch=Rows(n, batch_dim=1)."
-    return Cause(kind="coupled", explanation=told, fix=fix)
+    return Cause(kind="coupled", explanation=text, fix=fix)
 
 
 class _SeenRows:
-    """Inputs and outputs of modules, rows first, in the order they were made."""
+    """Inputs and outputs of modules, rows first, in order of creation."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -272,7 +265,7 @@ class _SeenRows:
             module.register_forward_hook(partial(self._after, name))
 
     def _before(self, name: str, module: nn.Module, inputs: Any, named: Any) -> None:
-        if not any(key[1] != "input" for key in self.tensors):  # what no layer has made yet, the objective has
+        if not any(key[1] != "input" for key in self.tensors):  # made by the objective, not by a layer
             self._keep(name, "input", [*inputs, *named.values()])
 
     def _after(self, name: str, module: nn.Module, inputs: Any, output: Batch) -> None:
@@ -289,12 +282,12 @@ LARGEST_GROUP = 8
 
 
 def find_split_groups(experiments: Experiments) -> Cause | None:
-    """Cut as unevenly, but keep neighbours together, or the same row of each block, and see whether the error goes."""
-    for told, code, cuts in _kept_together(experiments):
+    """Cut so that neighbours, or the same row of each block, stay together, and see whether the error disappears."""
+    for text, code, cuts in _kept_together(experiments):
         if all(experiments.try_out(experiments.case, cut).is_exact for cut in cuts):
             return Cause(
                 kind="groups",
-                explanation=f"{told} belong together, and a micro-batch that tears them apart is not exact; cut so that they "
+                explanation=f"{text} belong together, and a micro-batch that tears them apart is not exact; cut so that they "
                 "stay together, it is.",
                 fix=f"Say so: micro_batch=Rows(n, groups={code}), which never tears them apart.",
             )
@@ -302,7 +295,7 @@ def find_split_groups(experiments: Experiments) -> Cause | None:
 
 
 def _kept_together(experiments: Experiments) -> Iterator[tuple[str, str, list[MicroBatches]]]:
-    """Every group by itself, and a few together: what is exact in one by chance is not in the other."""
+    """Yield a description, the code of `groups=`, and two cuts each: what is exact in one by chance is not in the other."""
     count, batch = experiments.case.num_rows, experiments.case.batch
     sizes = [size for size in range(2, LARGEST_GROUP + 1) if count % size == 0 and count // size >= 3]
     for size in sizes:
@@ -317,7 +310,7 @@ def _kept_together(experiments: Experiments) -> Iterator[tuple[str, str, list[Mi
 
 
 def find_trimming(experiments: Experiments) -> Cause | None:
-    """Leave the padding in, and see whether the error goes; then which tensor it was."""
+    """Keep the padding, and see whether the error disappears; then find the tensor."""
     cut, case = experiments.cut, experiments.case
     trimmed = _trimmed(experiments)
     untrimmed = MicroBatches([take_rows(case.batch, list(rows)) for rows in cut.row_numbers], cut.cut)
@@ -331,18 +324,15 @@ def find_trimming(experiments: Experiments) -> Cause | None:
             fix="Let encode return one vector per row that does not look at padding; or cut by rows, Rows(n), which leaves "
             "padding in.",
         )
-    if isinstance(case.batch, Mapping):
-        for name in trimmed:
-            if (
-                case.batch[name].is_floating_point()
-                and experiments.try_out(case, _with_whole(experiments, name)).is_exact
-            ):
-                return Cause(
-                    kind="padding",
-                    explanation=f"Padding is cut off {name!r} with the tokens, and it has no entry per token: with all of it "
-                    "the gradient is exact.",
-                    fix=f"Say that it stays as it is: Tokens(budget, keep=[{name!r}]).",
-                )
+    for name in trimmed if isinstance(case.batch, Mapping) else ():
+        has_floats = case.batch[name].is_floating_point()
+        if has_floats and experiments.try_out(case, _with_whole(experiments, name)).is_exact:
+            return Cause(
+                kind="padding",
+                explanation=f"Padding is cut off {name!r} with the tokens, and it has no entry per token: with all of it "
+                "the gradient is exact.",
+                fix=f"Say that it stays as it is: Tokens(budget, keep=[{name!r}]).",
+            )
     return Cause(
         kind="padding",
         explanation="The gradient changes when padding is cut off, and is exact when the same rows keep it: the model "
@@ -352,7 +342,7 @@ def find_trimming(experiments: Experiments) -> Cause | None:
 
 
 def _trimmed(experiments: Experiments) -> list[str]:
-    """The fields of a batch that are shorter in its micro-batches; of a batch without names, whether any is."""
+    """Name the fields of a batch that are shorter in its micro-batches; [""] for a batch without names."""
     cut, batch = experiments.cut, experiments.case.batch
     if cut.cut is None:
         return []
@@ -368,8 +358,5 @@ def _trimmed(experiments: Experiments) -> list[str]:
 
 def _with_whole(experiments: Experiments, name: str) -> MicroBatches:
     cut, batch = experiments.cut, experiments.case.batch
-    parts: list[Any] = []
-    for part, rows in zip(cut, cut.row_numbers, strict=True):
-        assert isinstance(part, Mapping)
-        parts.append(dict(part) | {name: take_rows(batch, list(rows))[name]})
-    return MicroBatches(parts, cut.cut)
+    pairs: Any = zip(cut, cut.row_numbers, strict=True)
+    return MicroBatches([dict(part) | {name: take_rows(batch, list(rows))[name]} for part, rows in pairs], cut.cut)
