@@ -130,14 +130,16 @@ def _judge(accumulator: Accumulator, forwards: "_Forwards", batch: Batch) -> Fir
         is_off = worst.error > tolerance or worst.units_differ
         if is_off:
             forwards.python.put_back()
-            again = _differences(whole, [forwards.part(sample.all_rows)], sample.all_rows.rows)
-            if max((one.error for one in again), default=0.0) > tolerance / 10 and not forwards.left():
+            again = _differences(whole, [forwards.part(_Piece(sample.rows, sample.batch))], sample.rows)
+            if max((one.error for one in again), default=0.0) > tolerance / 10 and not forwards.python.changed(
+                is_left=True
+            ):
                 raise NotJudgedError(
                     "the same rows give another loss when they run again: something draws, or remembers, unseen"
                 )
             is_off = not _is_exact_as_cut(accumulator, batch, tolerance)
         message = _verdict(accumulator, forwards, worst, coarse, parts) if is_off else None
-    left = ", ".join(forwards.left()[:4])
+    left = ", ".join(forwards.python.changed(is_left=True)[:4])  # closures, globals and default arguments
     if message is None:
         reason = left and f"its forwards changed {left}, outside of the model, where nothing is put back"
         return FirstBatchCheck(finding="passed", error=worst.error, reason=reason)
@@ -150,7 +152,7 @@ def _judge(accumulator: Accumulator, forwards: "_Forwards", batch: Batch) -> Fir
 
 
 def _compare_parts(forwards: "_Forwards", whole: "_Measured") -> "tuple[_Difference, tuple[_Piece, ...]]":
-    """Return the largest difference between parts and whole, and the parts whose gradients are to be compared.
+    """Return the largest difference between parts and whole, and the parts to compare gradients of.
 
     A second way to take the rows apart is tried if a part of the first has no units, or fits by accident: parts of
     different sizes with equal units agree with a constant count such as 1.
@@ -193,7 +195,7 @@ def _is_exact_as_cut(accumulator: Accumulator, batch: Batch, tolerance: float) -
     with forwards.undone():
         whole = forwards.whole()
         ways = [[forwards.part(piece) for piece in pieces] for pieces in sample.ways]
-    found = [one for parts in ways for one in _differences(whole, parts, sample.all_rows.rows)]
+    found = [one for parts in ways for one in _differences(whole, parts, sample.rows)]
     is_near = all(one.error <= min(tolerance, 1e-3) and not one.units_differ for one in found)
     return is_near and whole.is_finite and all(part.is_finite and part.shows for parts in ways for part in parts)
 
@@ -228,7 +230,7 @@ def _verdict(
 
 def _without_proof(forwards: "_Forwards", worst: "_Difference", coarse: float, why: str) -> str:
     """Name the likely cause by the loss alone, if its error is larger than that of another order of the rows."""
-    numbers = tuple(reversed(forwards.sample.all_rows.rows))
+    numbers = tuple(reversed(forwards.sample.rows))
     backwards = forwards.part(_Piece(numbers, take_rows(forwards.sample.batch, list(numbers))))
     noise = max((one.error for one in _differences(forwards.whole(), [backwards], numbers)), default=0.0)
     if worst.error <= max(coarse, 20 * noise):
@@ -251,14 +253,13 @@ _COUPLED = (
 
 def _describe(sample: "_Sample", worst: "_Difference", whole: "_Measured") -> str:
     sizes = " and ".join(str(len(piece.rows)) for piece in sample.ways[0])
+    rows = f"Of {len(sample.rows)} rows in one go"
     if whole.rows:
-        return (
-            f"Of {sample.num_rows} rows in one go {worst.name} is {worst.error:.1e} away from that of {sizes} of them."
-        )
+        return f"{rows} {worst.name} is {worst.error:.1e} away from that of {sizes} of them."
     what = worst.name if worst.name == "loss" else f"term {worst.name!r}"
     return (
-        f"Of {sample.num_rows} rows in one go the {what} is {worst.whole:.6g}; put together from {sizes} of them it is "
-        f"{worst.together:.6g}, {worst.error:.1e} off."
+        f"{rows} the {what} is {worst.whole:.6g}; put together from {sizes} of them it is {worst.together:.6g}, "
+        f"{worst.error:.1e} off."
     )
 
 
@@ -277,12 +278,8 @@ class _Sample(NamedTuple):
     """Ways to take them apart; the first shows most."""
 
     @property
-    def num_rows(self) -> int:
-        return sum(len(piece.rows) for piece in self.ways[0])
-
-    @property
-    def all_rows(self) -> _Piece:
-        return _Piece(tuple(range(self.num_rows)), self.batch)
+    def rows(self) -> tuple[int, ...]:
+        return tuple(range(sum(len(piece.rows) for piece in self.ways[0])))
 
 
 def _choose_rows(accumulator: Accumulator, batch: Batch) -> _Sample | None:
@@ -294,11 +291,9 @@ def _choose_rows(accumulator: Accumulator, batch: Batch) -> _Sample | None:
     size = _first_size(accumulator, given)
     if size is None and accumulator.parallelism.ranks.size == 1:
         return None
-    if isinstance(given, MicroBatches):
-        return _whole_micro_batches(accumulator, given)
-    if getattr(split, "batch_dim", 0):
+    if getattr(split, "batch_dim", 0) and not isinstance(given, MicroBatches):
         raise NotJudgedError("its rows are not in dim 0")
-    if getattr(split, "groups", None) is not None:
+    if isinstance(given, MicroBatches) or getattr(split, "groups", None) is not None:
         return _whole_micro_batches(accumulator, given)
     count = len(given) if (collate := getattr(split, "collate", None)) else num_rows(given)
     # the rows of one micro-batch, 8 at most; if it is small, 5, but never half of the batch
@@ -431,10 +426,6 @@ class _Forwards:
             if masks is not None and kept is not None:
                 masks.strict, masks.is_watched, masks.last = kept
 
-    def left(self) -> list[str]:
-        """Name what forwards changed outside of the model (closures, globals, default arguments), which is not restored."""
-        return self.python.changed(is_left=True)
-
     def whole(self) -> "_Measured":
         """Run all rows; if they draw, record the draws for the parts."""
         try:
@@ -450,7 +441,7 @@ class _Forwards:
         assert self._before.random is not None
         if not self._before.random.is_now():
             self._put_back()
-            self._draws = Draws(self.sample.num_rows)
+            self._draws = Draws(len(self.sample.rows))
             measured = self._run(self.sample.batch, None)
             self._refuse_row_numbers(self._draws)
         self._buffers.put_back(self._before)
@@ -482,7 +473,7 @@ class _Forwards:
                 if rows is None:
                     self._draws.whole.clear()
                 stack.enter_context(drawing(self._draws, rows))
-            stack.enter_context(rows_running(self.model, range(self.sample.num_rows) if rows is None else rows))
+            stack.enter_context(rows_running(self.model, self.sample.rows if rows is None else rows))
             if isinstance(objective, Coupled):
                 found = [one.detach() for one in tensors(objective.encode(self.model, batch)) if one.dim() > 0]
                 held = [tensor for tensor in found if tensor.is_floating_point()]
@@ -502,18 +493,15 @@ class _Forwards:
         left = {name: iter(kept) for name, kept in self._statistics.items()}
 
         def compute(name: str, layer: NormLayer, call: Call) -> Tensor:
+            like = next(held for held in (call.running_mean, call.weight, call.input) if held is not None)
             mean, var = call.running_mean, call.running_var
             if self._options.batch_norm != "frozen" and is_first:
                 dims = [dim for dim in range(call.input.dim()) if dim != 1]
                 inputs = call.input.float() if call.input.itemsize < 4 else call.input
-                var, mean = torch.var_mean(inputs, dims, correction=0)
+                var, mean = (each.to(like.dtype) for each in torch.var_mean(inputs, dims, correction=0))
                 self._statistics[name].append((mean, var))
             elif self._options.batch_norm != "frozen":
                 mean, var = next(left[name])
-            assert mean is not None
-            assert var is not None
-            like = next(held for held in (call.running_mean, call.weight, call.input) if held is not None)
-            mean, var = mean.to(like.dtype), var.to(like.dtype)
             return F.batch_norm(call.input, mean, var, call.weight, call.bias, False, 0.0, call.eps)
 
         return compute
@@ -526,7 +514,7 @@ class _Forwards:
                 continue
             if "randperm" in draw.operation or "multinomial" in draw.operation:
                 raise NotJudgedError(f"{draw.operation} draws an order or a choice among the rows")
-            if not numbers.is_cpu and numbers.numel() and numbers.max() < self.sample.num_rows:
+            if not numbers.is_cpu and numbers.numel() and numbers.max() < len(self.sample.rows):
                 raise NotJudgedError(f"{draw.operation} may draw numbers of rows")
 
 
