@@ -1,13 +1,14 @@
 """`Accumulator`: a batch in, its exact gradient in `.grad`."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -52,29 +53,35 @@ from anybatch.errors import LossError, MemoryLimitError, ParallelError, UpdateEr
 
 if TYPE_CHECKING:
     from anybatch.dropout import Masks
-    from anybatch.noise import NoiseHistory
 
 
 class Accumulator:
     """Gradients of whole batches from micro-batches that fit in memory.
 
-    `backward(batch)` replaces `loss.backward()` in a loop of your own. Where memory runs out, the batch starts again in
-    micro-batches of half the size; they grow again when batches go well. On several ranks, each gives its own rows (None where
-    it has none), and gradients are synchronised once, in the last backward pass.
+    `backward(batch)` replaces `loss.backward()` in a loop of your own. If memory runs out, the batch runs again in
+    micro-batches of half the size; they grow again after batches that fit. On several ranks, each gives its own rows (None if
+    it has none), and gradients are reduced once, in the last backward pass.
 
     Args:
-        model: The model, plain, compiled, in `DistributedDataParallel` or sharded by `fully_shard`.
-        objective: The loss and what it averages over.
-        micro_batch: A number of rows, a split such as `Tokens(8192)`, or "auto".
-        autocast: A dtype to autocast the forward to, or a `torch.autocast` of your own.
-        batch_norm: What BatchNorm layers see: "exact", "micro" or "frozen"; see `UpdateOptions`.
-        parameters: Returns the parameters whose gradients are kept apart, summed in fp32 and restored after an error: the
-            model's by default. Name here what else the optimizer steps, such as the parameters of a criterion.
+        model: A module, plain, compiled, in `DistributedDataParallel` or sharded by `fully_shard`.
+        objective: The loss and the units it averages over, such as `supervised(nn.CrossEntropyLoss())`.
+        micro_batch: The rows that one forward and backward holds in memory: a number of rows, a split such as
+            `Tokens(8192)`, or "auto".
+        autocast: A dtype to autocast the forward to, or a `torch.autocast(...)` context.
+        batch_norm: Statistics of BatchNorm layers: "exact", "micro" or "frozen"; see `UpdateOptions`.
+        parameters: Function that returns the parameters whose gradients are summed in fp32 and restored after an error; the
+            model's by default. Include the parameters of a criterion, if it has any.
         drop_nonfinite: Leave a micro-batch with an inf or nan out, and renormalise the rest. Needs a second set of gradients.
-        keep_fp32: Leave gradients of bf16 and fp16 parameters in fp32, for optimizers that take them so.
-        options: All options as one value; keywords that are given win. `offload`, `reshard`, `prefetch`, `sums` and
-            `observer` (a function that is called with the stages of each batch) may be given as keywords too.
+        keep_fp32: Leave gradients of bf16 and fp16 parameters in fp32, for an optimizer that takes them so.
+        options: All options as one value; single keywords win. `offload`, `reshard`, `prefetch`, `sums` and `observer` (a
+            function that is called with each stage, see `anybatch.stages`) can also be given as keywords.
         optimizer: The optimizer that will step, for splits that predict memory.
+
+    Raises:
+        ArgumentsError: If an argument is missing or unknown.
+        UpdateError: If `model` is not a module, or an option has a wrong value.
+        LossError: If `objective` is not an objective.
+        ParallelError: If the options cannot be exact on these ranks.
 
     Example:
         >>> import torch
@@ -85,6 +92,7 @@ class Accumulator:
     """
 
     autocast = Option()
+    running = property(attrgetter("options"))  # former name
     __repr__ = repr_of
 
     @checks_arguments
@@ -103,7 +111,12 @@ class Accumulator:
         optimizer: Optimizer | None = None,
         **more: Unpack[MoreOptions],
     ) -> None:
-        check_learner(model, objective)
+        check_model(model)
+        if not isinstance(objective, Objective | Coupled):
+            raise LossError(
+                f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
+                "supervised(criterion), huggingface(), Objective(loss, units) or Coupled(encode, loss)."
+            )
         on_nonfinite = "drop" if drop_nonfinite else None
         spelled = {"autocast": autocast, "batch_norm": batch_norm, "on_nonfinite": on_nonfinite}
         self.options = options_of(options, spelled, more)
@@ -119,7 +132,7 @@ class Accumulator:
         self._cutting = Cutting(as_split(micro_batch), lambda: free_bytes(common_device(self.parameters())))
         check_drops(self.options, objective, self.parallelism)
         own_loss = [objective.loss] if isinstance(objective.loss, nn.Module) else []
-        self._state = BatchState([model, *own_loss], self._look_at_modules)
+        self._state = BatchState([model, *own_loss], self._find_norms)
         self._file = TensorFile()
         self._largest_seen = 0
         self._num_masks = 0
@@ -137,11 +150,16 @@ class Accumulator:
         Args:
             batch: Any nesting of tensors that share their first dimension, or `MicroBatches`. Micro-batches are moved to the
                 model's device one at a time.
-            scaler: A loss scaler; gradients come out scaled, to be unscaled before clipping.
-            before: The snapshot of `before_batch`, if it was taken already.
+            scaler: A loss scaler; gradients stay scaled, to be unscaled before clipping.
+            before: A snapshot from `before_batch`, if it was taken already.
 
         Returns:
             Loss, units and metrics of the whole batch.
+
+        Raises:
+            BatchError: If the rows of the batch cannot be counted.
+            LossError: If the objective does not return one differentiable number.
+            MemoryLimitError: If memory runs out with a single row per micro-batch.
         """
         before = before or self.before_batch()
         if self._masks is not None:
@@ -153,26 +171,20 @@ class Accumulator:
             raise
 
     def before_batch(self) -> Snapshot:
-        """Snapshot what a batch may change beside gradients: buffers, and torch's random state."""
+        """Snapshot buffers and torch's random state, for a batch that may run again."""
         before = once_more(self._state.snapshot)
         self._num_masks = 0 if self._masks is None else self._masks.update
         return before
 
     def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
-        """Restore buffers after a batch that is not learnt from; its rows draw the same masks again."""
+        """Restore buffers after a batch without a step; the same rows will draw the same dropout masks again."""
         self._state.forget(buffers)
         if self._masks is not None:
             self._masks.update = self._num_masks
 
-    def end_update(self, grad_norm: Tensor, *, applied: bool) -> "NoiseHistory | None":
-        """Record the noise of the gradient of an update that is over, and return the record; None without one."""
-        if self.noise is not None:
-            self.noise.add(grad_norm, applied=applied)
-        return self.noise
-
     @property
     def split(self) -> Split:
-        """The split that batches are cut by: what was asked for, or something smaller since memory ran out."""
+        """Split in use: the one given, or a smaller one after memory ran out."""
         return self._cutting.split
 
     @split.setter
@@ -180,17 +192,8 @@ class Accumulator:
         self._cutting.split = split
 
     @property
-    def running(self) -> UpdateOptions:
-        """The name of `options` before it was public."""
-        return self.options
-
-    @running.setter
-    def running(self, options: UpdateOptions) -> None:
-        self.options = options
-
-    @property
     def workload(self) -> Workload:
-        """All that the memory of an update depends on."""
+        """Everything but the batch that the memory of an update depends on."""
         return Workload(model=self.model, objective=self.objective, optimizer=self._optimizer, options=self.options)
 
     def _until_it_fits(self, batch: Batch, scaler: GradScaler | None, before: Snapshot) -> Accumulated:
@@ -225,9 +228,7 @@ class Accumulator:
             events.end(Retry, reason=reason)
 
         if ranks.size > 1 and (self.parallelism.needs_equal_passes or self._is_in_lockstep()):
-            return (
-                attempt()
-            )  # a rank that fails amid collectives cannot tell the others, and starts nothing again alone
+            return attempt()  # a rank that fails between collectives cannot agree with the others to start again
         result, retries = until_it_fits(attempt, start_again)
         self._cutting.went_well(ran if not retries else None, events)
         return replace(result, retries=retries) if retries else result
@@ -240,12 +241,12 @@ class Accumulator:
         if len(plan.passes) > 1:
             knows = self.norms.knows if self.norms is not None else lambda module, buffer: False
             effect = partial(effect_on_loss, plan, tools, self._state, before)
-            self._state.tell_moving(knows, len(plan.passes), effect)
+            self._state.warn_of_moving(knows, len(plan.passes), effect)
 
     def prepare(
         self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, given: Schedule | None = None
     ) -> tuple[BatchPlan, Schedule, Tools]:
-        """Decide everything before the first forward: the plan, the schedule (`given`, if it is), and its tools."""
+        """Decide everything before the first forward: the plan, the schedule (or `given`), and its tools."""
         options, ranks = self.options, self.parallelism.ranks
         parameters = [*self.parameters(), *self.objective.parameters()]
         device = common_device(parameters) or common_device(self.model.parameters())
@@ -256,7 +257,7 @@ class Accumulator:
         except Exception as raised:
             if ranks.size == 1:
                 raise
-            own, error = OwnRows(), raised  # the other ranks are told before it is raised
+            own, error = OwnRows(), raised  # plan_batch raises it after the other ranks know
         is_cut = ranks.size > 1 or own.cut is None or len(own.cut.micro_batches) > 1
         norms = self.norms
         layers = {} if norms is None else norms.touched(is_cut=is_cut)
@@ -275,13 +276,13 @@ class Accumulator:
         )
         sync = self.parallelism.sync(needs, last_pass_fits=plan.last_pass_fits, leaves_out=plan.num_left_out > 0)
         barrier = Barrier(ranks, is_over=ranks.size == 1 or needs.needs_equal_passes or needs.one_collective)
-        hooks = [*self._timing_hooks(batch, plan, schedule, device)]
+        hooks = self._timing_hooks(batch, plan, schedule, device)
         if norms is not None:
             norms.warn_once(layers, plan.cut, plan.num_micro_batches)
             hooks[:0] = norms.hooks(layers, averaging, ranks, barrier.hold, is_cut=len(plan.cut) > 1)
         if self._masks is not None:
             hooks.append(row_numbers(self._masks, self.model, plan.cut, batch, ranks))
-        drops = options.on_nonfinite == "drop" and not plan.is_empty
+        drops = options.drops and not plan.is_empty
         prefetches = options.prefetch and device is not None and device.type != "cpu"
         tools = Tools(
             forward=ForwardPass(
@@ -324,20 +325,18 @@ class Accumulator:
 
     def _timing_hooks(
         self, batch: Batch, plan: BatchPlan, schedule: Schedule, device: torch.device | None
-    ) -> Iterator[PassHook]:
-        """Measure noise in this batch or, if it is not due, the times of micro-batches for a split that learns from them."""
-        hook = None
+    ) -> list[PassHook]:
+        """Measure noise if this batch is due; else time the micro-batches for a split that learns from times."""
         if self.noise is not None:
             hook = self.noise.hook(
                 no_partial_gradients_because=schedule.no_partial_gradients_because,
                 is_sharded=self.parallelism.needs_equal_passes,
                 num_micro_batches=plan.num_micro_batches,
             )
+            if hook is not None:
+                return [hook]
         learn = self._cutting.split.learn
-        if hook is not None:
-            yield hook
-        elif learn is not None and not isinstance(batch, MicroBatches):
-            yield Stopwatch(learn, plan.cut, device)
+        return [] if learn is None or isinstance(batch, MicroBatches) else [Stopwatch(learn, plan.cut, device)]
 
     def _stepped(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer steps; without one, all whose gradients are summed."""
@@ -345,18 +344,17 @@ class Accumulator:
             return list(self.parameters())
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
-    def _look_at_modules(self) -> None:
-        """Find the normalisation layers of the model as it is now."""
+    def _find_norms(self) -> None:
         self.norms = norm_policy(self.model, self.options.batch_norm, self.norms)
 
     @cached_property
     def _masks(self) -> "Masks | None":
-        """The masks of the model's swapped dropout layers. Looked for once, at the first batch."""
+        """Masks of the layers that `row_dropout` swapped, as of the first batch."""
         return masks_in(self.model)
 
 
 def autocast_context(autocast: Autocast, device: torch.device | None) -> AbstractContextManager[object]:
-    """Return the context manager around a forward; without autocast, one that does nothing."""
+    """Return the context manager around a forward."""
     if isinstance(autocast, torch.dtype):
         return torch.autocast(device.type if device is not None else "cpu", dtype=autocast)
     return NOTHING if autocast is None else autocast
@@ -376,32 +374,21 @@ def passes_fp16(parameters: Iterable[nn.Parameter], autocast: AbstractContextMan
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that is not a module."""
     if not isinstance(model, nn.Module):
         raise UpdateError(f"model={model!r:.80} is a {type(model).__name__}; expected a torch.nn.Module.")
 
 
-def check_learner(model: nn.Module, objective: Objective | Coupled) -> None:
-    """Refuse a model that is not a module, and an objective that is not one."""
-    check_model(model)
-    if not isinstance(objective, Objective | Coupled):
-        raise LossError(
-            f"objective={objective!r} is a {type(objective).__name__}; expected an Objective. Use "
-            "supervised(criterion), huggingface(), Objective(loss, units) or Coupled(encode, loss)."
-        )
-
-
 def check_drops(options: UpdateOptions, objective: Objective | Coupled, parallelism: Parallelism) -> None:
-    """Refuse to drop single micro-batches where no rank could tell which one it was."""
-    if options.on_nonfinite != "drop":
+    """Refuse `on_nonfinite="drop"` if no rank can tell which micro-batch was not finite."""
+    if not options.drops:
         return
     if parallelism.needs_equal_passes:
         raise ParallelError(
             "a model sharded by fully_shard cannot leave single micro-batches out: no rank has one's gradient alone. Use "
             "on_nonfinite='skip', which leaves the update out, or DistributedDataParallel."
         )
-    looks_around = options.batch_norm == "exact" or isinstance(objective, Coupled) or bool(objective.terms)
-    if looks_around and parallelism.ranks.size > 1:
+    is_coupled = options.batch_norm == "exact" or isinstance(objective, Coupled) or bool(objective.terms)
+    if is_coupled and parallelism.ranks.size > 1:
         raise ParallelError(
             f"on {parallelism.ranks.size} ranks, micro-batches whose rows look at each other, or whose loss has terms with "
             "units of their own, are not left out one by one. Use on_nonfinite='skip', which leaves the update out."

@@ -1,4 +1,4 @@
-"""`supervised(criterion)`: the objective of torch's own criteria."""
+"""`supervised(criterion)`, and the units that torch's own criteria average over."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -16,13 +16,13 @@ from anybatch.errors import BatchError, LossError, UnitsError
 
 UnitCount = float | Tensor
 Rule = Callable[[Tensor, Any], UnitCount]
-"""(target, options) -> units; options carry `weight`, `ignore_index` as the criterion or the functional call does."""
+"""(target, options) -> units; `options` has the attributes of the criterion, such as `weight` and `ignore_index`."""
 
 
 def class_units(target: Tensor, options: Any) -> UnitCount:
-    """Count for cross entropy and NLL: the targets that are not ignored, each with its class weight.
+    """Cross entropy and NLL: sum the class weights of the targets that are not ignored.
 
-    Class probabilities are averaged over rows and positions, class weights or not; dim 1 is the classes.
+    For class probabilities, count rows and positions; dim 1 is the classes.
     """
     if target.is_floating_point():
         return target.numel() // target.shape[1] if target.dim() > 1 else target.numel()
@@ -34,40 +34,40 @@ def class_units(target: Tensor, options: Any) -> UnitCount:
 
 
 def count_other_than(target: Tensor, ignored: int) -> UnitCount:
-    """Count the elements other than `ignored`; a few on the CPU are counted in Python, 5 times faster than by three ops."""
+    """Count the elements other than `ignored`. Few elements on the CPU are counted in Python, 5 times as fast."""
     if target.dim() == 1 and target.is_cpu and target.shape[0] <= 256:
         return target.shape[0] - target.tolist().count(ignored)
     return (target != ignored).count_nonzero()
 
 
 def element_units(target: Tensor, options: Any) -> UnitCount:
-    """Count for element-wise means: the elements of the target, weighted or not."""
+    """Element-wise means: count the elements of the target."""
     return target.numel()
 
 
 def weighted_element_units(target: Tensor, options: Any) -> UnitCount:
-    """Count for `F.mse_loss` and `F.l1_loss`: the elements, or the sum of their weights where there are some."""
+    """`F.mse_loss` and `F.l1_loss`: count the elements, or sum their weights."""
     weight = getattr(options, "weight", None)
     return target.numel() if weight is None else weight.to(_exact(weight)).sum()
 
 
 def row_units(target: Tensor, options: Any) -> UnitCount:
-    """Count for means over rows: one loss per row, whatever its elements."""
+    """Means over rows: count the rows."""
     return target.shape[0] if target.dim() > 0 else 1
 
 
 def position_units(target: Tensor, options: Any) -> UnitCount:
-    """Count for means over all dims but the last, which holds the classes or the features."""
+    """Means over all dims but the last, which holds the classes or the features."""
     return target.numel() // max(target.shape[-1], 1) if target.dim() > 0 else 1
 
 
 def kl_units(target: Tensor, options: Any) -> UnitCount:
-    """Count for KL divergence: its elements, or with `reduction="batchmean"` its rows."""
+    """KL divergence: count the elements, or with `reduction="batchmean"` the rows."""
     return row_units(target, options) if options.reduction == "batchmean" else element_units(target, options)
 
 
 def ctc_units(target: Tensor, options: Any) -> UnitCount:
-    """Count for CTC: the rows; each row's loss is divided by the length of its own target before."""
+    """CTC: count the rows; each row's loss is already divided by its target's length."""
     lengths = options.target_lengths
     return lengths.numel() if isinstance(lengths, Tensor) else len(lengths) if hasattr(lengths, "__len__") else 1
 
@@ -87,11 +87,11 @@ RULES: Mapping[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.CrossEntropyLoss, nn.LinearCrossEntropyLoss, nn.NLLLoss, nn.NLLLoss2d), class_units),
     **dict.fromkeys(_ELEMENTS, element_units),
     **dict.fromkeys(_ROWS, row_units),
-    **dict.fromkeys(_TRIPLETS, row_units),  # counted on the inputs of the model, whose last dim is not the features
+    **dict.fromkeys(_TRIPLETS, row_units),  # counted on the model's inputs, whose last dim is not the features
     nn.KLDivLoss: kl_units,
     nn.MultiLabelSoftMarginLoss: position_units,
 }
-"""By criterion; counted on the target of the batch."""
+"""Rules by criterion, for the target of the batch."""
 
 _ELEMENT_FUNCTIONS: tuple[Callable[..., Tensor], ...] = (
     *(F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss),
@@ -108,7 +108,7 @@ FUNCTIONAL_RULES: Mapping[Callable[..., Tensor], Rule] = {
     F.kl_div: kl_units,
     F.ctc_loss: ctc_units,
 }
-"""By functional form, as a model may call it inside; counted on the target of the call, or else on its first tensor."""
+"""Rules by function, for a call inside a model: counted on the target of the call, or else on its first tensor."""
 
 
 def supervised(
@@ -117,28 +117,39 @@ def supervised(
     units: Units | None = None,
     metrics: Callable[..., Metrics] | None = None,
 ) -> Objective:
-    """Make the objective `criterion(model(inputs), targets)` of a batch `(inputs, targets)`.
+    """Return the objective `criterion(model(inputs), targets)` for batches of `(inputs, targets)`.
 
-    The units of torch's own criteria are known; give `units(batch)` for any other. `reduction="sum"` accumulates as a
-    sum. A tuple, or list of tensors, of inputs or outputs is unpacked, so `(inputs, targets, input_lengths,
-    target_lengths)` serves CTC and a model that returns (anchor, positive, negative) serves `((a, p, n),)`; a mapping of
-    inputs is passed by keyword. `metrics(outputs, *targets)` returns numbers to report beside the loss. The criterion sees
-    bf16 and fp16 outputs in fp32.
+    A tuple, or a list of tensors, of inputs or outputs is unpacked: batches `(inputs, targets, input_lengths,
+    target_lengths)` serve CTC, and a model that returns (anchor, positive, negative) serves `((a, p, n),)`. A mapping of
+    inputs is passed by keyword. The criterion gets bf16 and fp16 outputs in fp32.
 
-    >>> objective = supervised(nn.CrossEntropyLoss(ignore_index=0))
-    >>> int(objective.units((torch.zeros(4, 5), torch.tensor([0, 3, 1, 0]))))
-    2
+    Args:
+        criterion: A criterion of torch, such as `nn.CrossEntropyLoss()`, or any function of (outputs, *targets) that returns
+            a mean loss. `reduction="sum"` accumulates as a sum.
+        units: `units(batch)` returns the number that the mean divides by. Needed only for criteria that are not torch's.
+        metrics: `metrics(outputs, *targets)` returns numbers to report with the loss, as a dict.
+
+    Returns:
+        An objective for `Update`, `Accumulator`, `plan` and `verify`.
+
+    Raises:
+        UnitsError: If `units` is needed and not given, or the criterion has `reduction="none"`.
+
+    Example:
+        >>> objective = supervised(nn.CrossEntropyLoss(ignore_index=0))
+        >>> int(objective.units((torch.zeros(4, 5), torch.tensor([0, 3, 1, 0]))))
+        2
     """
     reduction: Literal["mean", "sum"] = "sum" if getattr(criterion, "reduction", "mean") == "sum" else "mean"
+    is_element_wise = RULES.get(type(criterion)) is element_units  # type: ignore[arg-type]
     if units is None:
         rule = _rule_of(criterion)
 
         def units(batch: Batch) -> Number:
             target = _units_target(batch)
-            _check_weight(criterion, target)
+            if is_element_wise:
+                _check_weight(criterion, target)
             return rule(target, criterion)
-
-    is_element_wise = RULES.get(type(criterion)) is element_units  # type: ignore[arg-type]
 
     def loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Metrics]:
         inputs, targets = _inputs_and_targets(batch)
@@ -149,13 +160,13 @@ def supervised(
         value = criterion(*_in_fp32(criterion, arguments))
         return value if metrics is None else (value, metrics(outputs, *targets))
 
-    loss.__qualname__ = f"supervised({name_of(criterion)})"  # how it shows itself
+    loss.__qualname__ = f"supervised({name_of(criterion)})"  # its repr
     return Objective(loss, units, reduction)
 
 
 def _rule_of(criterion: Callable[..., Tensor]) -> Rule:
     name = getattr(criterion, "__name__", None) or repr(criterion)
-    # exact types only: a subclass may divide by something else
+    # a subclass may divide by something else
     rule = RULES.get(type(criterion))  # type: ignore[arg-type]
     if rule is None:
         raise UnitsError(
@@ -173,11 +184,9 @@ def _rule_of(criterion: Callable[..., Tensor]) -> Rule:
 
 
 def _check_weight(criterion: Callable[..., Tensor], target: Tensor) -> None:
-    """Refuse weights of an element-wise criterion that belong to the rows of one batch."""
+    """Refuse weights of an element-wise criterion with one entry per row of one batch."""
     weight = getattr(criterion, "weight", None)
-    if RULES.get(type(criterion)) is not element_units or not isinstance(weight, Tensor):  # type: ignore[arg-type]
-        return
-    if 0 < target.dim() == weight.dim() and weight.shape[0] != 1:
+    if isinstance(weight, Tensor) and 0 < target.dim() == weight.dim() and weight.shape[0] != 1:
         raise UnitsError(
             f"the criterion's weight has shape {tuple(weight.shape)}, one entry per row of one particular batch, and cannot "
             "be cut with the rows. Put the weights into the batch and use Objective(loss), with "
@@ -196,10 +205,10 @@ def _inputs_and_targets(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _units_target(batch: Batch) -> Tensor:
-    """Find the tensor that units are counted on: the target, or the inputs of a criterion that has none (triplets)."""
+    """Return the tensor that units are counted on: the target, or the inputs if there is none (triplets)."""
     inputs, targets = _inputs_and_targets(batch)
     counted: Any = targets[0] if targets and targets[0] is not None else inputs
-    first = next(tensors(counted), None)
+    first = counted if isinstance(counted, Tensor) else next(tensors(counted), None)
     if first is None:
         got = f"supervised() counts units on a target tensor, got {type(counted).__name__} {counted!r}"[:160]
         raise BatchError(
@@ -226,7 +235,7 @@ def _arguments(criterion: Callable[..., Tensor], outputs: Any, targets: tuple[An
 
 
 def _check_dimensions(arguments: tuple[Any, ...]) -> None:
-    """Refuse (16, 1) against (16,), broadcast to (16, 16): every row would meet every target, and no cut is exact."""
+    """Refuse (16, 1) against (16,), which torch broadcasts to (16, 16): rows would depend on each other."""
     first, second = arguments[:2]
     if isinstance(second, Tensor) and first.dim() != second.dim():
         raise LossError(
@@ -236,10 +245,7 @@ def _check_dimensions(arguments: tuple[Any, ...]) -> None:
 
 
 def _in_fp32(criterion: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cast bf16 and fp16 arguments to fp32, as autocast does, because a bf16 loss has two digits.
-
-    Left alone for a criterion that holds low-precision tensors itself.
-    """
+    """Cast bf16 and fp16 arguments to fp32, as autocast does, unless the criterion holds low-precision tensors itself."""
     if not is_low(arguments[0]):
         return arguments
     own = (*criterion.parameters(), *criterion.buffers()) if isinstance(criterion, nn.Module) else ()

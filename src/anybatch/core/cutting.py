@@ -1,4 +1,4 @@
-"""Cutting batches: by the split that was asked for, smaller after memory ran out, and larger again after that."""
+"""Cuts batches by the given split, smaller after an out-of-memory error, and larger again after batches that fit."""
 
 import warnings
 from collections.abc import Callable
@@ -25,15 +25,15 @@ from anybatch.core.splits import (
 from anybatch.errors import BatchError, MemoryLimitError, user_stacklevel
 
 EVERY = 10
-"""After this many batches that went well, micro-batches double; after half as many, once the size that failed may be tried."""
+"""Micro-batches double after this many batches that fit; after half as many, once the size that failed may be tried."""
 WAIT = 20
-"""After this many, the size that failed is tried again; each time that it fails again, this doubles."""
+"""The size that failed is tried again after this many batches that fit; each further failure doubles this."""
 FREE = 1.5
-"""With this many times the memory free that there was when it failed, the size that failed is not waited for."""
+"""The size that failed is tried at once if this many times as much memory is free as when it failed."""
 
 
 class Regrowth:
-    """Decides when micro-batches grow again after memory ran out, and how far.
+    """Policy for growing micro-batches again after memory ran out.
 
     >>> growth = Regrowth()
     >>> growth.fail(8, free=None)
@@ -43,7 +43,7 @@ class Regrowth:
 
     def __init__(self) -> None:
         self.highest = 0
-        """The largest size that failed since the last time that all was well."""
+        """Largest size that failed since the given split was last in use."""
         self._failed = 0
         self._free: int | None = None
         self._num_good = 0
@@ -51,14 +51,14 @@ class Regrowth:
         self._tried_again: set[int] = set()
 
     def fail(self, size: int, free: int | None) -> None:
-        """Note that micro-batches of this size did not fit, and how many bytes were free then."""
+        """Record that micro-batches of this size did not fit, and the free bytes at that time."""
         if size in self._tried_again:
             self._wait *= 2
         self.highest = max(self.highest, size)
         self._failed, self._free, self._num_good = size, free, 0
 
     def succeed(self, size: int, free: Callable[[], int | None]) -> int:
-        """Note that this size fitted, and return the size for the next batch, which is the same most of the time."""
+        """Record that this size fitted, and return the size for the next batch."""
         self._num_good += 1
         if self._num_good % (EVERY if self._failed else EVERY // 2):
             return size
@@ -68,7 +68,7 @@ class Regrowth:
         return min(2 * size, self._failed - 1) if self._failed else 2 * size
 
     def arrive(self) -> None:
-        """Note that the size is back to what was asked for. The wait after the next failure is kept."""
+        """Record that the given split is in use again. The wait after the next failure is kept."""
         self.highest = self._failed = 0
 
     def _is_freer(self, free: int | None) -> bool:
@@ -76,23 +76,23 @@ class Regrowth:
 
 
 class Cutting:
-    """Cuts one batch after another, smaller after memory ran out. Batches that come cut stay so until memory runs out."""
+    """Cuts one batch after another, smaller after memory ran out. `MicroBatches` are cut only after memory ran out."""
 
     def __init__(self, split: Split, free: Callable[[], int | None] = lambda: None) -> None:
         self.split = split
         self._free = free
-        """Returns the free bytes where the model is; None if they are not known."""
+        """Returns the free bytes on the model's device; None if they are not known."""
         self._given: Split = AsGiven()
         self._asked: Split | None = None
-        """The split before memory ran out; None if it is still in use."""
+        """Split before memory ran out; None if it is in use."""
         self._bound = 0
-        """The largest micro-batch that it allowed then, if an even cut to it may have made the size that failed; else 0."""
+        """Largest micro-batch that it allowed then, if an even cut to it may have made the size that failed; else 0."""
         self._regrowth = Regrowth()
         self._has_warned = False
         self._is_row_dim_known = False
 
     def cut(self, batch: Batch, workload: Callable[[], Workload], *, as_they_came: bool = False) -> MicroBatches:
-        """Cut `batch`; a split that chooses by the workload is given it first."""
+        """Cut `batch`; a split that chooses its size by the workload gets it first."""
         if isinstance(batch, MicroBatches):
             return self._given.cut(batch)
         choose_for = self.split.choose_for
@@ -108,10 +108,10 @@ class Cutting:
         return cut
 
     def again(self, batch: Batch, ranks: Ranks) -> Callable[[MicroBatches | None, str], None]:
-        """What is called, with what ran and why it failed, each time that this batch has to start again.
+        """Return a function that makes micro-batches smaller, to be called each time that this batch starts again.
 
-        It makes micro-batches smaller. Where none can be, they are tried once more as they are, because it may have been
-        somebody else's memory; then it is an error, and the next batch is cut as this one was at first.
+        If none can be smaller, the same ones are tried once more, because another process may have taken the memory; after
+        that it raises, and the next batch is cut by the split that was in use before.
         """
         split, first, is_last = self.split, None, False
 
@@ -129,7 +129,7 @@ class Cutting:
     def _shrink(
         self, batch: Batch, ran: MicroBatches | None, ranks: Ranks, reason: str, *, free: int | None, is_last: bool
     ) -> bool:
-        """Cut in smaller micro-batches than `ran` from now on; where no rank can, False, or an error if `is_last`."""
+        """Use smaller micro-batches than `ran` from now on; if no rank can, return False, or raise if `is_last`."""
         is_given = isinstance(batch.batch if isinstance(batch, Dealt) else batch, MicroBatches)
         before, size = self.split, None if ran is None or is_given else _size(self.split, ran)
         bound = 0 if size is None else before.bound
@@ -164,18 +164,17 @@ class Cutting:
         return True
 
     def went_well(self, ran: MicroBatches | None, events: Events) -> None:
-        """A batch fitted at once; where memory had run out before, the next one may be cut larger, and that is told."""
+        """Grow micro-batches, if they are due, after a batch that fitted at once."""
         if self._asked is None or ran is None or len(ran) == 1:
             return
-        # a split that tunes may have run less than it was allowed
-        size = self.split.bound or _size(self.split, ran)
+        size = self.split.bound or _size(self.split, ran)  # a split that tunes may run smaller ones than its bound
         following = 0 if size is None else self._regrowth.succeed(size, self._free)
         if size is not None and following > size and self._grow(self._asked, following):
             events.begin(Resize)
             events.end(Resize, split=repr(self.split))
 
     def _grow(self, asked: Split, size: int) -> bool:
-        """Cut in micro-batches of up to `size`, or as was asked where that is as much; False of a split that knows no sizes."""
+        """Allow micro-batches of `size`, or use the given split if that is as large; return False if it has no sizes."""
         resized = self.split.resized
         if size < self._regrowth.highest:
             self.split = self.split if resized is None else resized(size)
@@ -186,10 +185,10 @@ class Cutting:
         return True
 
     def _as_before(self, split: Split, ran: MicroBatches | None) -> None:
-        """Cut by `split` again, which cut `ran`: what did not fit in any size says nothing of sizes."""
+        """Return to `split`, which cut `ran`: a batch that fits in no size says nothing about sizes."""
         size = None if ran is None else _size(split, ran)
         resized = split.resized
-        # a split that changes itself is told the size that it had
+        # a split that changes itself gets its former size back
         self.split = resized(size) if split is self.split and resized is not None and size is not None else split
         if self._asked is split:
             self._asked = None
@@ -200,11 +199,11 @@ def _size(split: Split, ran: MicroBatches) -> int | None:
     try:
         return size_that_ran(split, ran)
     except BatchError:
-        return None  # micro-batches of the user's own making, whose rows nobody can count
+        return None  # micro-batches from the user, whose rows cannot be counted
 
 
 def _least(ran: MicroBatches) -> str:
-    """Why micro-batches that ran cannot be made smaller."""
+    """Say why these micro-batches cannot be smaller, for an error."""
     if ran.whole:
         return "in micro-batches that must stay whole (MicroBatches(whole=True))"
     if ran.together > 1:
@@ -213,7 +212,7 @@ def _least(ran: MicroBatches) -> str:
 
 
 class Stopwatch(PassHook):
-    """Times each micro-batch for a split that learns from it; on a device by events, which are read once per batch."""
+    """Timer of micro-batches for a split that learns from times; a device is timed by events, read once per batch."""
 
     def __init__(self, learn: Learn, ran: MicroBatches, device: torch.device | None) -> None:
         self._learn = learn

@@ -1,7 +1,7 @@
-"""The stages of an update as typed events: load, forward, loss, backward, accumulate, clip, step, zero.
+"""Typed events of the stages of an update: load, forward, loss, backward, accumulate, clip, step, zero.
 
 An observer gets each event when its stage has ended; a running profiler sees the stages as ranges. Times are the host's: a
-device may still be working when a stage ends. Where memory ran out, `retry` comes between.
+device may still be working when a stage ends. `retry` follows an out-of-memory error.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ class Event:
     started: float
     """`time.perf_counter()` when the stage began."""
     seconds: float
-    """How long it took on the host."""
+    """Duration on the host."""
     micro_batch: int | None = None
-    """Which micro-batch of the batch, from 0; None for the stages that run once per update."""
+    """Number of the micro-batch, from 0; None for the stages that run once per update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Event):
-    """A micro-batch was brought to the model's device."""
+    """A micro-batch was moved to the model's device."""
 
     stage = "load"
     batch: Any
@@ -40,7 +40,7 @@ class Load(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward(Event):
-    """The model was called. `output` is None when the objective never called the model itself."""
+    """The model was called. `output` is None if the objective called only parts of the model."""
 
     stage = "forward"
     output: Any
@@ -65,7 +65,7 @@ class Backward(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate(Event):
-    """`.grad` of `parameters` holds the sum of this window so far."""
+    """`.grad` of `parameters` holds the sum of the batch so far."""
 
     stage = "accumulate"
     parameters: tuple[nn.Parameter, ...]
@@ -97,7 +97,7 @@ class Zero(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry(Event):
-    """Memory ran out: what was told of this batch's micro-batches so far is void, and they start again, smaller."""
+    """Memory ran out: earlier events of this batch are void, and it starts again in smaller micro-batches."""
 
     stage = "retry"
     reason: str
@@ -105,21 +105,18 @@ class Retry(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize(Event):
-    """Batches are cut or run otherwise from now on: larger after memory had run out, or with checkpointing on or off."""
+    """From now on, micro-batches are larger than since memory ran out, or checkpointing is on or off."""
 
     stage = "resize"
     split: str
-    """What batches are cut by, or how they run, in words."""
+    """New split, or the change of checkpointing, in words."""
 
 
 Observer = Callable[[Event], None]
 
 
 class Events:
-    """Times stages, names them to the profiler as `anybatch.load`, `anybatch.forward` and so on, and tells the observer.
-
-    Does nothing unless `is_heard`.
-    """
+    """Timer of stages: calls the observer, and opens profiler ranges `anybatch.load`, `anybatch.forward` and so on."""
 
     def __init__(self, observer: Observer | None = None, *, is_heard: bool) -> None:
         self._observer = observer
@@ -129,7 +126,7 @@ class Events:
         self._stage = ""
 
     def begin(self, kind: type[Event]) -> None:
-        """Open a stage; a stage that was left open is closed without an event."""
+        """Open a stage; an open stage is closed without an event."""
         if not self._is_heard:
             return
         self.close()
@@ -139,7 +136,7 @@ class Events:
         self._started = perf_counter()
 
     def end(self, kind: type[Event], **facts: Any) -> None:
-        """Close the open stage and tell what happened in it."""
+        """Close the open stage and call the observer with its event."""
         if not self._is_heard:
             return
         seconds = perf_counter() - self._started
@@ -148,12 +145,12 @@ class Events:
             self._observer(kind(started=self._started, seconds=seconds, **facts))
 
     def end_loss(self, loss: Tensor, *, micro_batch: int | None, units: float, share: float) -> None:
-        """Close the stage in which a loss was made; it is told without its graph."""
+        """Close the stage of a loss; the event has the loss without its graph."""
         if self._is_heard:
             self.end(Loss, micro_batch=micro_batch, loss=loss.detach(), units=units, share=share)
 
     def close(self) -> None:
-        """Close the open stage, if any, without an event, as after an exception."""
+        """Close the open stage, if any, without an event."""
         self._stage = ""
         if self._range is not None:
             self._range.__exit__(None, None, None)
@@ -161,9 +158,9 @@ class Events:
 
     @contextmanager
     def forward(self, model: nn.Module, micro_batch: int) -> Iterator[None]:
-        """Tell forward from loss while an objective runs, by hooks on the model that live as long as the block.
+        """Separate forward from loss while an objective runs, by hooks on the model.
 
-        Each call of the model gives one `Forward`; what follows the last one is the loss.
+        Each call of the model is one `Forward`; the time after the last call is the loss.
         """
         if not self._is_heard:
             yield
@@ -178,7 +175,7 @@ class Events:
             self.begin(Loss)
 
         hooks = []
-        # hooks on a module compiled in place, by model.compile(), would be traced, and compiled anew for every micro-batch
+        # hooks on a module compiled in place, by model.compile(), would be traced, and recompiled for every micro-batch
         if not is_compiled_in_place(model) and not isinstance(model, ScriptModule):
             hooks = [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after)]
         try:
@@ -192,9 +189,9 @@ class Events:
 
 
 SILENT = Events(is_heard=False)
-"""Nobody listens."""
+"""Events without observer and profiler: every method returns at once."""
 
 
 def events_for(observer: Observer | None) -> Events:
-    """Return events that are heard if anybody listens, an observer or a running profiler; else silent ones."""
+    """Return `SILENT` unless there is an observer or a running profiler."""
     return SILENT if observer is None and not profiler_enabled() else Events(observer, is_heard=True)

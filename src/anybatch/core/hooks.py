@@ -1,4 +1,4 @@
-"""Hooks: how BatchNorm statistics, row-keyed dropout, spectral norm, noise and timing take part in the passes of a batch."""
+"""`PassHook`: the way in which BatchNorm statistics, row-keyed dropout, noise and timing take part in a batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,20 +11,20 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class PassHook:
-    """Takes part in the passes of one batch. A method that a subclass leaves out does nothing.
+    """Callbacks during the passes of one batch. Every method does nothing by default.
 
-    A batch without hooks calls none of this: the list of hooks is empty.
+    A plain batch has no hooks.
     """
 
     needs_all_rows = False
-    """True if micro-batches without targets have to run too, because their rows count for the hook."""
+    """True if micro-batches without targets have to run too."""
 
     def around_batch(self) -> AbstractContextManager[object]:
         """Surround all passes of the batch."""
         return NOTHING
 
     def around_counted(self) -> AbstractContextManager[object]:
-        """Surround the passes that count once for each micro-batch: of a coupled loss, the first of its two."""
+        """Surround one pass per micro-batch: for a coupled loss, the first of its two."""
         return NOTHING
 
     def before_pass(self) -> None:
@@ -35,28 +35,28 @@ class PassHook:
         return NOTHING
 
     def in_lockstep(self, current: Callable[[], int]) -> AbstractContextManager[object]:
-        """Surround forwards that are under way at the same time; `current()` is the number of the one that runs."""
+        """Surround forwards that run interleaved; `current()` is the number of the micro-batch that runs now."""
         return NOTHING
 
     def discard_pass(self) -> None:
-        """Take back the last pass: it was dropped, or ran only to keep the collectives of the ranks matched."""
+        """Undo the last pass: it was dropped, or ran only to keep the collectives of the ranks matched."""
 
     def after_pass(self, micro_batch: int, *, is_kept: bool, reports: bool) -> None:
-        """See one micro-batch done, forward and backward. `reports` is False of a repeated or borrowed one."""
+        """Called after forward and backward of a micro-batch. `reports` is False for a repeated or borrowed one."""
 
     def numbers(self, cut: MicroBatches, units: Sequence[float]) -> list[float]:
-        """Give the numbers to be summed over ranks with the loss: equally many on each rank."""
+        """Return numbers to be summed over ranks together with the loss: equally many on each rank."""
         return []
 
     def receive(self, totals: Sequence[float], units: float, factor: Callable[[], float]) -> None:
-        """Take those sums, the units of the batch, and the factor from what backward gave to the batch's gradient."""
+        """Called with those sums, the units of the batch, and the factor from summed to final gradient."""
 
     def for_lent(self, lent: Batch) -> "PassHook":
         """Return the hook for a micro-batch of another rank, run as the only one of its batch."""
         return self
 
     def finish(self) -> None:
-        """See the whole batch done."""
+        """Called after the whole batch."""
 
 
 def around(blocks: Iterable[AbstractContextManager[object]]) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Numbers that an objective returns beside its loss, put together so that they hold for the whole batch."""
+"""Metrics: numbers that an objective returns with its loss, combined over the micro-batches of a batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,29 @@ Number = float | Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A metric that adds up over micro-batches: a count of correct rows, of tokens."""
+    """A metric that adds up over micro-batches, such as a count of correct rows.
+
+    Args:
+        value: A number, or a tensor with one.
+
+    Example:
+        >>> loss = lambda model, x: (model(x).mean(), {"positive": Sum((x > 0).sum())})
+    """
 
     value: Number
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A metric that is a mean over `units` of this micro-batch; None means the units of the loss."""
+    """A metric that is a mean over units of its own: `sum_k units_k * value_k / sum_k units_k` over micro-batches.
+
+    Args:
+        value: A number, or a tensor with one: the mean of this micro-batch.
+        units: The number that it divides by in this micro-batch; None for the units of the loss.
+
+    Example:
+        >>> loss = lambda model, x: (model(x).mean(), {"over zero": Mean(x[x > 0].mean(), units=(x > 0).sum())})
+    """
 
     value: Number
     units: Number | None = None
@@ -31,9 +46,13 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
-    """A metric with one entry per row of this micro-batch; for the whole batch, one per row in the batch's own order.
+    """A metric with one entry per row, reported for the whole batch in the batch's own order of rows.
 
-    Rows of a micro-batch that was dropped are nan.
+    Args:
+        values: One entry per row of this micro-batch, rows first. Rows of a dropped micro-batch are reported as nan.
+
+    Example:
+        >>> loss = lambda model, x: (model(x).mean(), {"output": PerRow(model(x).sum(1))})
     """
 
     values: Tensor
@@ -50,10 +69,10 @@ def combine(
     cut: MicroBatches | None = None,
     kept: Sequence[int] = (),
 ) -> dict[str, Tensor]:
-    """Combine the metrics of micro-batches, whose losses averaged over `units`, into those of the whole batch.
+    """Combine the metrics of micro-batches with these units into those of the whole batch.
 
-    A micro-batch that lacks a metric has no part in it. A mean over 0 units is nan. `parts` are those of the micro-batches
-    `kept` of a `cut`, which says whose row is whose; without it, rows are in the order of the parts.
+    A mean over 0 units is nan. `parts` belong to the micro-batches `kept` of `cut`, which has the row numbers for `PerRow`;
+    without it, rows are in the order of the parts.
 
     >>> combine([{"error": 0.5, "seen": Sum(2)}, {"error": 0.0, "seen": Sum(3)}], units=[2, 6])
     {'error': tensor(0.1250), 'seen': tensor(5.)}
@@ -68,7 +87,7 @@ def combine(
 
 
 def _join_rows(name: str, parts: Sequence[Metrics], cut: MicroBatches | None, kept: Sequence[int]) -> Tensor:
-    """Join a `PerRow` metric into one tensor over all rows of the batch, each entry at its own row."""
+    """Join a `PerRow` metric into one tensor over all rows of the batch."""
     given = [(place, part[name]) for place, part in enumerate(parts) if name in part]
     values = [metric.values if isinstance(metric, PerRow) else torch.zeros(()) for _, metric in given]
     if cut is None:
@@ -111,7 +130,7 @@ def _combine_numbers(name: str, parts: Sequence[Metrics], units: Sequence[float]
             divisors.append(weights[-1])
     stacked = torch.stack(values)
     weighted = stacked * _stack(weights, stacked)
-    # a mean over nothing is nan, and must not make the whole nan
+    # a mean over 0 units is nan: leave it out
     total = weighted.masked_fill(_stack(weights, stacked) == 0, 0).sum()
     return total / _stack(divisors, stacked).sum() if divisors else total
 
@@ -137,7 +156,7 @@ def _stack(numbers: Sequence[Number], like: Tensor) -> Tensor:
 
 
 def detached(metrics: Metrics) -> Metrics:
-    """Return the same numbers without the graph they came from, which would keep a micro-batch's activations alive."""
+    """Detach every metric from its graph, which would keep the micro-batch's activations alive."""
     return {name: _detached(name, metric) for name, metric in metrics.items()}
 
 
@@ -160,16 +179,13 @@ def _detached(name: str, metric: Metric) -> Metric:
 
 
 def by_itself(tensor: Tensor) -> Tensor:
-    """Detach a tensor from its graph and from the memory it shares.
-
-    A mean may lie where all its elements were: `mse_loss` leaves its one number at the head of theirs, on the CPU.
-    """
+    """Detach a tensor, and copy it if it is a view of a larger storage, as the result of `mse_loss` on the CPU is."""
     detached = tensor.detach()
     return detached.clone() if detached.untyped_storage().nbytes() > detached.nbytes else detached
 
 
 def on_host(metrics: Metrics) -> Metrics:
-    """Return the same numbers on the CPU, to be sent."""
+    """Move metrics to the CPU, to be sent to other ranks."""
     return {name: _on_host(metric) for name, metric in metrics.items()}
 
 

@@ -1,4 +1,4 @@
-"""Objectives: how a loss is computed, the units it averages over, and its value for one micro-batch of a batch."""
+"""Objectives: a loss, the units it averages over, and its value for one micro-batch of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,25 +21,34 @@ CoupledLoss = Callable[[Any], "Tensor | tuple[Tensor, Metrics]"]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A pure function of (model, batch): a loss, and the units it averaged over.
+    """A loss as a function of (model, batch), and the units it averages over.
 
-    `loss(model, batch)` returns a mean loss, or `(mean loss, metrics)`; `units(batch)` says how many it averaged.
-    With `reduction="sum"` the loss is a sum: micro-batches add up, and `units` only weight the metrics.
+    The loss of a batch is `sum_k units_k * loss_k / sum_k units_k` over its micro-batches. This holds for the mean of a value
+    per unit (row, token), and fails if rows depend on each other: use `Coupled` then.
 
-    >>> objective = Objective(lambda model, x: (model(x) ** 2).mean())
-    >>> objective.units(torch.zeros(8, 3))
-    8
+    Args:
+        loss: `loss(model, batch)` returns a mean loss, or `(mean loss, metrics)`.
+        units: `units(batch)` returns the number that the mean divides by; rows by default.
+        reduction: "mean", or "sum" if the loss is a sum: micro-batches add up, and `units` weight only the metrics.
+        units_for: `units_for(model)` returns the units of this model, used instead of `units`.
+        reduction_for: `reduction_for(model)` returns the reduction of this model, used instead of `reduction`.
+        terms: Units of each term of a loss of several means; set by `Terms`.
+
+    Raises:
+        LossError: If `loss` or `units` is not a function, or `reduction` is unknown.
+
+    Example:
+        >>> objective = Objective(lambda model, x: (model(x) ** 2).mean())
+        >>> objective.units(torch.zeros(8, 3))
+        8
     """
 
     loss: LossFunction
     units: Units = rows
     reduction: Reduction = "mean"
     units_for: Callable[[nn.Module], Units] | None = None
-    """For objectives whose units depend on the model: the units of this model, used instead of `units`."""
     reduction_for: Callable[[nn.Module], Reduction] | None = None
-    """For objectives whose reduction depends on the model: that of this model, used instead of `reduction`."""
     terms: Mapping[str, Units | None] = field(default_factory=dict)
-    """For losses of several means (`Terms`): what each divides by; `units` are then those of the micro-batch as a whole."""
 
     def __post_init__(self) -> None:
         if not callable(self.loss) or not callable(self.units):
@@ -57,30 +66,40 @@ class Objective:
         return called("Objective", name_of(self.loss), **options)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return none: a criterion's are given to the optimizer, and to `Accumulator` by `parameters=`."""
+        """Return no parameters: those of a criterion go to the optimizer, and to `Accumulator(parameters=...)`."""
         return []
 
     def whole(self) -> "Objective":
-        """Return itself: this loss can be computed of any rows."""
+        """Return itself: this loss can be computed over any rows."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """An objective whose loss sees all rows at once, through representations that fit where the graph does not.
+    """An objective with a loss over all rows at once, such as a contrastive loss.
 
-    `encode(model, micro_batch)` returns representations: a tensor or any nesting of them, rows first. Tensors without a
-    gradient (labels) go along; a 0-dim tensor (a logit scale) must be the same for every micro-batch. `loss(representations)`
-    returns one number for all rows, or `(number, metrics)`; parameters of its own, such as a learned temperature, get
-    their gradient from it. `units(batch)` is reported; it weighs nothing.
+    The representations of all rows fit in memory where the graph of all rows does not: each micro-batch runs forward twice,
+    and backward once (GradCache). Exact for any loss, with dropout too: the second forward draws the same random numbers.
+    Buffers advance once.
 
-    Exact for any loss, with dropout too: the second forward draws what the first drew. Buffers advance once.
+    Args:
+        encode: `encode(model, micro_batch)` returns representations: a tensor or any nesting of tensors, rows first. Tensors
+            without a gradient (labels) are allowed; a 0-dim tensor (a logit scale) must be equal for every micro-batch.
+        loss: `loss(representations)` returns one number for all rows, or `(number, metrics)`. If it is a module, its
+            parameters (a learned temperature) get their gradient too.
+        units: `units(batch)` is reported as `result.units`; it does not weight the loss.
 
-    >>> import torch
-    >>> objective = Coupled(lambda model, pair: (model(pair[0]), model(pair[1])), lambda pair: (pair[0] @ pair[1].T).var())
-    >>> from anybatch import Accumulator
-    >>> Accumulator(nn.Linear(3, 2), objective, micro_batch=4).backward((torch.randn(10, 3), torch.randn(10, 3))).micro_batches
-    3
+    Raises:
+        LossError: If `encode` or `loss` is not a function.
+
+    Example:
+        >>> import torch
+        >>> from anybatch import Accumulator
+        >>> encode = lambda model, pair: (model(pair[0]), model(pair[1]))
+        >>> objective = Coupled(encode, lambda pair: (pair[0] @ pair[1].T).var())
+        >>> accumulator = Accumulator(nn.Linear(3, 2), objective, micro_batch=4)
+        >>> accumulator.backward((torch.randn(10, 3), torch.randn(10, 3))).micro_batches
+        3
     """
 
     encode: Encode
@@ -102,7 +121,7 @@ class Coupled:
         return called("Coupled", name_of(self.encode), short(self.loss))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the loss's own parameters, for the optimizer: those of an `nn.Module`, else none."""
+        """Return the loss's own parameters, for the optimizer."""
         return list(self.loss.parameters()) if isinstance(self.loss, nn.Module) else []
 
     def whole(self) -> Objective:
@@ -124,12 +143,12 @@ def count_units(objective: Objective | Coupled, model: nn.Module, micro_batches:
 
 
 def count_terms(units: Mapping[str, Units | None], batch: Batch) -> list[float]:
-    """Count what each term of a micro-batch's loss divides by; a term without units counts 1 in each micro-batch."""
+    """Count the units of each term of a micro-batch's loss; a term without units counts 1."""
     return numbers_of([1 if count is None else count(batch) for count in units.values()])
 
 
 def numbers_of(values: list[Number]) -> list[float]:
-    """Read counts as Python numbers; several on a device with one wait for it."""
+    """Convert counts to Python numbers, with one wait for the device."""
     for value in values:
         if not isinstance(value, Tensor | int | float):
             raise UnitsError(
@@ -142,7 +161,6 @@ def numbers_of(values: list[Number]) -> list[float]:
                 "divides by. Sum it, for example (labels != -100).sum()."
             )
     if values and all(isinstance(value, Tensor) and not value.is_cpu for value in values):
-        # one wait for the device instead of one per micro-batch
         return torch.stack([torch.as_tensor(value).reshape(()) for value in values]).tolist()
     return [value.item() if isinstance(value, Tensor) else value for value in values]
 
@@ -166,10 +184,11 @@ def checked_loss(returned: Any) -> tuple[Tensor, Metrics]:
 
 
 def loss_and_metrics(returned: Any) -> tuple[Tensor, Metrics]:
-    """Take apart what a loss function returned for all rows that there are: `loss` or `(loss, metrics)`."""
-    of_whole = getattr(returned, "of_whole", None)
-    if of_whole is not None:
-        returned = of_whole()
+    """Unpack the result of a loss function over all rows: `loss` or `(loss, metrics)`."""
+    if isinstance(returned, Tensor):
+        return returned, {}
+    if hasattr(returned, "of_whole"):
+        returned = returned.of_whole()
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor):
         raise LossError(
@@ -186,30 +205,30 @@ def loss_and_metrics(returned: Any) -> tuple[Tensor, Metrics]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermPlace:
-    """The units of a micro-batch and of its batch, counted before the first forward."""
+    """Units of a micro-batch and of its batch, counted before the first forward."""
 
     units: float
     total: float
-    """The units of all micro-batches that count, of all ranks."""
+    """Units of all micro-batches of all ranks."""
     terms: Sequence[float] = ()
-    """The units of each term of its loss."""
+    """Units of each term of the micro-batch's loss."""
     totals: Sequence[float] = ()
-    """The units of each term, of the whole batch."""
+    """Units of each term in the whole batch."""
 
 
 class PartLoss(NamedTuple):
-    """The loss of one micro-batch, as a part of its batch's."""
+    """Loss of one micro-batch, as a part of its batch's."""
 
     root: Tensor
-    """Start of backward, with the micro-batch's share."""
+    """Tensor that backward starts from, with the micro-batch's share."""
     loss: Tensor
-    """The mean over `units`, which is reported."""
+    """Mean over `units`, which is reported."""
     metrics: Metrics
     units: float
 
 
 def part_loss(returned: Any, place: TermPlace) -> PartLoss:
-    """Read what a loss function returned for rows that are a part of a batch."""
+    """Unpack the result of a loss function over the rows of one micro-batch."""
     if isinstance(returned, TermLosses | SeenLoss):
         return returned.of_part(place)
     loss, metrics = checked_loss(returned)
@@ -220,9 +239,8 @@ def part_loss(returned: Any, place: TermPlace) -> PartLoss:
 class TermLosses:
     """Several mean losses of the same rows, each with units of its own.
 
-    `loss = sum_t weight_t * mean_t`, and the mean of a batch is that over the batch's units of the term:
-
-        mean_t = sum_k units_tk * mean_tk / sum_k units_tk
+    `loss = sum_t weight_t * mean_t`, and over the micro-batches k of a batch `mean_t = sum_k units_tk * mean_tk / sum_k
+    units_tk`.
     """
 
     losses: Mapping[str, Tensor]
@@ -233,21 +251,21 @@ class TermLosses:
 
     def of_whole(self) -> tuple[Tensor, Metrics]:
         counts = {name: None if units is None else units(self.batch) for name, units in self.units.items()}
-        told = {name: Mean(loss, 1.0 if counts[name] is None else counts[name]) for name, loss in self.losses.items()}
-        return _summed(self.losses, self.weights), told | dict(self.metrics)
+        means = {name: Mean(loss, 1.0 if counts[name] is None else counts[name]) for name, loss in self.losses.items()}
+        return _summed(self.losses, self.weights), means | dict(self.metrics)
 
     def of_part(self, place: TermPlace) -> PartLoss:
         """Weight each term by these rows' share in it, over the micro-batch's own share, which backward starts from."""
-        factors, told = {}, {}
+        factors, means = {}, {}
         for name, own, total in zip(self.losses, place.terms, place.totals, strict=True):
-            told[name] = Mean(self.losses[name], own)
-            if own > 0:  # a mean over nothing is nan, and so may its gradient be: it has no part in the graph
+            means[name] = Mean(self.losses[name], own)
+            if own > 0:  # a mean over nothing is nan, and so may its gradient be
                 factors[name] = self.weights[name] * (own / total) * (place.total / place.units)
         counted = {name: self.losses[name] for name in factors}
-        # rows that count for nothing run for the other ranks' sake: with a graph, and from a gradient of zero
+        # rows without units run only for the other ranks: they need a graph, and backward starts from zero
         root = _summed(counted, factors) if counted else _summed(self.losses, self.weights)
         root, _ = checked_loss(root)
-        return PartLoss(root, root, told | dict(self.metrics), place.units)
+        return PartLoss(root, root, means | dict(self.metrics), place.units)
 
 
 def _summed(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -260,7 +278,7 @@ def _summed(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenLoss:
-    """A mean loss, and the units that it was seen to divide by while it ran."""
+    """A mean loss, and the units that an observer saw it divide by."""
 
     loss: Tensor
     units: float
@@ -270,8 +288,8 @@ class SeenLoss:
         return self.loss, self.metrics
 
     def of_part(self, place: TermPlace) -> PartLoss:
-        """Weight by the units that were seen instead of counted; their sum is divided out at the close."""
+        """Weight by the observed units instead of the counted ones; their sum is divided out at the end of the batch."""
         loss, metrics = checked_loss(self.loss)
-        told = loss if self.units > 0 else torch.zeros_like(loss)
-        loss = loss if self.units > 0 else loss.nan_to_num()  # a mean over nothing is nan, and would spoil all others
-        return PartLoss(loss * (self.units / (place.units or 1.0)), told, metrics or self.metrics, self.units)
+        reported = loss if self.units > 0 else torch.zeros_like(loss)
+        loss = loss if self.units > 0 else loss.nan_to_num()  # a mean over nothing is nan
+        return PartLoss(loss * (self.units / (place.units or 1.0)), reported, metrics or self.metrics, self.units)

@@ -16,53 +16,55 @@ from anybatch.display import called, did_you_mean, name_of, one_of
 from anybatch.errors import ArgumentsError, UpdateError
 
 Autocast = torch.dtype | torch.autocast | None
-"""A dtype to autocast to on the model's device, or an autocast context of the user's own; None for none."""
+"""A dtype to autocast the forward to, a `torch.autocast(...)` context, or None."""
 
 BatchNorm = Literal["exact", "micro", "frozen"]
-"""What BatchNorm layers in training see: the whole batch, each micro-batch for itself, or their running statistics."""
+"""Statistics of BatchNorm layers in training: of the whole batch, of each micro-batch, or the running statistics."""
 
 Check = Literal["off", "first"]
-"""What an update looks at before it learns from its first batch: nothing, or the losses of a few rows."""
+"""Check before the first batch is learnt from: none, or whether the losses of a few rows add up."""
 
 Offload = Literal["auto", "host", "disk"] | None
-"""Where saved tensors go: to `"host"` memory, to `"disk"`, `"auto"`: out once memory is half full; None: they stay."""
+"""Target of offloaded activations: `"host"`, `"disk"`, `"auto"` (offload once memory is half full), None for no offload."""
 
 OnNonFinite = Literal["raise", "skip", "drop", "ignore"]
-"""What an inf or nan in the gradient does to the update."""
+"""Policy for an inf or nan in the gradient."""
 
 OnEmpty = Literal["skip", "step"]
-"""What a batch without any target is: no update, or one with a gradient of zeros, which decays weights and moves averages."""
+"""Policy for a batch without any target: no update, or a step with zero gradients, which decays weights."""
 
 Sums = Literal["fp32", "param", "auto"]
-"""What gradients of bf16 and fp16 parameters are summed in: fp32, their own dtype, or that only where fp32 does not fit."""
+"""Dtype that gradients of bf16 and fp16 parameters are summed in; `"auto"` is fp32 if it fits, else their own."""
 
 Reduction = Literal["mean", "sum"]
-"""How a loss puts its units together."""
-
+"""Reduction of a loss over its units."""
 
 Arguments = ParamSpec("Arguments")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOptions:
-    """How an update runs, as one value that `Update`, `Accumulator`, `plan` and `verify` share.
+    """Options of an update, as one value that `Update`, `Accumulator`, `plan` and `verify` share.
 
     Args:
-        autocast: A dtype to autocast the forward to, such as torch.bfloat16, or a `torch.autocast` of your own.
-        batch_norm: What BatchNorm layers in training see: "exact", the whole batch; "micro", each micro-batch, with running
-            statistics merged to one update; "frozen", the running statistics. None is "micro" with one warning.
-        offload: Where "exact" keeps what its graphs save: "host" memory, "disk", None for in place, or "auto": in place up to
-            half of the free memory, then out.
+        autocast: A dtype to autocast the forward to, such as torch.bfloat16, or a `torch.autocast(...)` context.
+        batch_norm: Statistics of BatchNorm layers in training. "exact": of the whole batch. "micro": of each micro-batch, with
+            the running statistics updated once per batch. "frozen": the running statistics. None is "micro" with one warning.
+        offload: Target of the activations that "exact" holds: "host" memory, "disk", None for no offload, or "auto", which
+            offloads once half of the free memory is used.
         reshard: False keeps FSDP2 parameters gathered from one micro-batch to the next: fewer all-gathers, more memory.
         prefetch: Copy the next micro-batch from pinned memory to the accelerator while one runs.
-        on_nonfinite: What an inf or nan in the gradient does: "raise" names parameter and micro-batch, "skip" leaves the
-            update out, "drop" leaves the micro-batch out and renormalises the rest, "ignore" never looks.
-        on_empty: "skip": a batch without targets is no update. "step": it steps with zeros, which decays weights.
-        clip_norm: Clip the gradient to this norm.
-        clip_value: Clamp every entry of the gradient to this size; not together with `clip_norm`.
+        on_nonfinite: Policy for an inf or nan in the gradient. "raise": an error that names parameter and micro-batch. "skip":
+            no update. "drop": leave the micro-batch out and renormalise the rest. "ignore": do not check.
+        on_empty: Policy for a batch without targets. "skip": no update. "step": step with zeros, which decays weights.
+        clip_norm: Largest norm of the gradient of the whole batch.
+        clip_value: Largest absolute value of each entry of the gradient; not together with `clip_norm`.
         noise: Measure the gradient noise scale in one update of this many.
-        sums: What gradients of bf16 and fp16 parameters are summed in: "fp32", "param" (their own dtype: half the memory, and
-            an error), or "auto" (what `Fit` chooses).
+        sums: Dtype that gradients of bf16 and fp16 parameters are summed in: "fp32", "param" (their own dtype: half the
+            memory, rounded after each micro-batch), or "auto" (chosen by `Fit`).
+
+    Raises:
+        UpdateError: If a value is not one of these, or both `clip_norm` and `clip_value` are given.
 
     Example:
         >>> UpdateOptions(clip_norm=1.0, noise=8).given()
@@ -112,26 +114,26 @@ class UpdateOptions:
             )
 
     def sums_fp32(self, split: Split) -> bool:
-        """True if gradients are summed in fp32. A split that knows the memory chooses for "auto"."""
+        """Return True if gradients are summed in fp32; for "auto", the split chooses."""
         return (split.sums if self.sums == "auto" else self.sums) == "fp32"
 
     @property
     def drops(self) -> bool:
-        """True if single micro-batches that are not finite are left out."""
+        """True if a non-finite micro-batch is left out of the batch."""
         return self.on_nonfinite == "drop"
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {field.name: held[field.name] for field in fields(self) if held[field.name] != field.default}
+        held = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: value for field, value in held if value != field.default}
 
 
 Running = UpdateOptions
-"""The name of `UpdateOptions` before it was public."""
+"""Former name of `UpdateOptions`."""
 
 
 class MoreOptions(TypedDict, total=False):
-    """Keywords that `Update` and `Accumulator` take beside those that they spell out: fields of `UpdateOptions`, and others."""
+    """Keywords of `Update` and `Accumulator` that are not in their signatures; `running` is the former name of `options`."""
 
     clip_value: float | None
     offload: Offload
@@ -145,7 +147,7 @@ class MoreOptions(TypedDict, total=False):
 
 
 def options_of(options: UpdateOptions | None, spelled: Mapping[str, Any], more: Mapping[str, Any]) -> UpdateOptions:
-    """Join `options=` with single keywords, which win: those spelled out where they are not None, all of `more`."""
+    """Merge `options=` with single keywords, which win: `spelled` ones unless they are None, and all of `more`."""
     base = options or more.get("running") or UpdateOptions()
     if not isinstance(base, UpdateOptions):
         raise UpdateError(
@@ -166,7 +168,7 @@ def check_of(check: Check | Literal["full"] | bool) -> Check:
             f"check={check!r} is check='first' by now: it looks at the losses of a few rows. Call verify(model, objective, "
             "batch) to compare gradients.",
             DeprecationWarning,
-            stacklevel=4,  # whoever made the Update
+            stacklevel=4,  # the caller of Update()
         )
         return "first"
     if check not in get_args(Check):
@@ -176,10 +178,8 @@ def check_of(check: Check | Literal["full"] | bool) -> Check:
 
 def checks_arguments(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Decorate the `__init__` of `Update` or `Accumulator`: a missing or unknown argument is an error that names the fix."""
-    spelled = signature(init).parameters
-    known = [name for name in spelled if name != "more"] + [
-        name for name in MoreOptions.__annotations__ if name not in spelled
-    ]
+    known = [*dict.fromkeys([*signature(init).parameters, *MoreOptions.__annotations__])]
+    known.remove("more")
 
     @wraps(init)
     def checked(*args: Arguments.args, **options: Arguments.kwargs) -> None:
@@ -199,13 +199,13 @@ def checks_arguments(init: Callable[Arguments, None]) -> Callable[Arguments, Non
 
 
 def repr_of(runs: Any, name: str = "Accumulator", optimizer: Any = None) -> str:
-    """Write `Accumulator(Net, Objective(loss), micro_batch=Rows(size=16))`: what it was made of, and cuts by now."""
-    named = [name_of(runs.model), *([] if optimizer is None else [name_of(optimizer)]), repr(runs.objective)]
-    return called(name, *named, micro_batch=runs.split, **runs.options.given())
+    """Format `Accumulator(Net, Objective(loss), micro_batch=Rows(size=16))`, with the split in use now."""
+    named = [name_of(part) for part in (runs.model, optimizer) if part is not None]
+    return called(name, *named, repr(runs.objective), micro_batch=runs.split, **runs.options.given())
 
 
 class Option:
-    """An attribute of an object that has `options`: that option of it, read and set."""
+    """Attribute that reads and sets one field of its owner's `options`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

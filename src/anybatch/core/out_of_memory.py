@@ -1,4 +1,4 @@
-"""Out of memory: recognise the error, free memory, try again; and how much memory is free."""
+"""Out-of-memory errors: recognise them, free memory, try again. Free memory of devices and of the host."""
 
 import errno
 import gc
@@ -24,7 +24,7 @@ _MESSAGES = re.compile(
     "|".join(
         (
             r"DefaultCPUAllocator: (can't allocate|not enough) memory",
-            r"could not (create|execute) a primitive(?! desc)",  # oneDNN; without a descriptor it is another matter
+            r"could not (create|execute) a primitive(?! desc)",  # oneDNN; "primitive descriptor" is another error
             r"\b(CUDA|HIP|XPU|MPS backend|NPU|MLU|MUSA) out of memory",
             r"\b(CUDA|HIP|XPU) error: out of memory",
             r"\b(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED",
@@ -38,7 +38,7 @@ _MESSAGES = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an allocator ran out of memory, by the error's type, or for a mere `RuntimeError` by its message."""
+    """Return True for the error of an allocator, by its type, or for a `RuntimeError` by its message."""
     if isinstance(error, AnybatchError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -49,10 +49,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def until_it_fits(attempt: Callable[[], T], start_again: Callable[[str], None]) -> tuple[T, int]:
-    """Call `attempt` until memory suffices; return its result, and how often memory did not suffice.
+    """Call `attempt` until memory suffices; return its result and the number of retries.
 
-    After each failure memory is freed and `start_again(reason)` called, which makes everything what it was before the
-    attempt and the next one smaller, or raises; the last failure is then the cause, with its traceback.
+    After each failure memory is freed and `start_again(reason)` called. It restores the state before the attempt and makes
+    the next one smaller, or raises, with the last failure as the cause.
     """
     retries = 0
     while True:
@@ -62,8 +62,7 @@ def until_it_fits(attempt: Callable[[], T], start_again: Callable[[str], None]) 
             if not is_out_of_memory(error):
                 raise
             last = error
-        # its frames held the activations of the failed attempt: its lines stay, and what they held goes
-        clear_frames(last.__traceback__)
+        clear_frames(last.__traceback__)  # they hold the activations of the failed attempt
         free_memory()
         try:
             start_again(first_line(last))
@@ -73,7 +72,7 @@ def until_it_fits(attempt: Callable[[], T], start_again: Callable[[str], None]) 
 
 
 def once_more(action: Callable[[], T]) -> T:
-    """Call `action`; where memory runs out in it, free memory and call it again, once."""
+    """Call `action`; if memory runs out in it, free memory and call it again, once."""
     try:
         return action()
     except Exception as error:
@@ -84,14 +83,14 @@ def once_more(action: Callable[[], T]) -> T:
 
 
 def free_memory() -> None:
-    """Collect garbage, and give the accelerator's cached blocks back."""
+    """Collect garbage and release the accelerator's cached blocks."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 
 def free_bytes(device: torch.device | None) -> int | None:
-    """Return the bytes that could still be allocated on a device; None where nobody tells."""
+    """Return the bytes that can still be allocated on a device; None if they are not known."""
     if device is None or device.type == "cpu":
         return free_on_host()
     try:
@@ -101,18 +100,18 @@ def free_bytes(device: torch.device | None) -> int | None:
 
 
 def has_counters(device: torch.device | None) -> bool:
-    """True for a device whose allocator counts what is in use: not the CPU's, and not Apple's."""
+    """Return True for a device whose allocator counts the bytes in use: not the CPU, and not MPS."""
     return device is not None and device.type not in ("cpu", "meta", "mps")
 
 
 def free_on_device(device: torch.device) -> int:
-    """Return the free bytes of a device, those that torch's allocator holds unused included."""
+    """Return the free bytes of a device, including those that torch's allocator has cached."""
     left, _ = torch.accelerator.get_memory_info(device)
     return int(left + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device))
 
 
 def with_peak(action: Callable[[], T], device: torch.device) -> tuple[T, int]:
-    """Call `action`; return its result, and the most bytes that this process had in use there meanwhile."""
+    """Call `action`; return its result and this process's peak of allocated bytes on `device`."""
     torch.accelerator.reset_peak_memory_stats(device)
     result = action()
     torch.accelerator.synchronize(device)
@@ -120,12 +119,12 @@ def with_peak(action: Callable[[], T], device: torch.device) -> tuple[T, int]:
 
 
 def free_on_host() -> int | None:
-    """Return the bytes that could still be allocated on the host; None where the system does not tell."""
+    """Return the bytes that can still be allocated on the host; None if the system does not tell."""
     return min((number for number in (_available(), left_within_limits()) if number is not None), default=None)
 
 
 def left_within_limits(proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the least that any limit leaves: RLIMIT_AS, RLIMIT_DATA, or that of a control group; None without one."""
+    """Return the bytes left below the tightest limit: RLIMIT_AS, RLIMIT_DATA, or a control group; None without a limit."""
     return min((max(left, 0) for left in (*_of_process(proc), *_of_groups(proc, groups))), default=None)
 
 
@@ -150,7 +149,7 @@ def _of_process(proc: Path) -> Iterator[int]:
 
 
 def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
-    """Yield what the process's own group and all above it leave; files of the page cache do not count as used."""
+    """Yield the bytes left in the process's group and its parents; inactive page cache counts as free."""
     for folder in _folders(proc, groups):
         for most, now, cached in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -160,7 +159,7 @@ def _of_groups(proc: Path, groups: Path) -> Iterator[int]:
                 limit, used = (folder / most).read_text().strip(), int((folder / now).read_text())
             except (OSError, ValueError):
                 continue
-            if limit.isdigit() and int(limit) < 2**60:  # version 1 writes "none" as a huge number
+            if limit.isdigit() and int(limit) < 2**60:  # version 1 has a huge number for "no limit"
                 yield int(limit) - used + int(_fields(folder / "memory.stat", " ").get(cached, "0"))
 
 

@@ -1,4 +1,4 @@
-"""How the passes of one batch are synchronised over ranks; in one process, not at all."""
+"""Ranks and the synchronisation of gradients over them; this module has one process, `parallel` has DDP and FSDP2."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,21 +14,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes over which one batch is spread. In one process every method returns at once and sends nothing."""
+    """Processes that share one batch. In one process every method returns at once without a collective.
+
+    Args:
+        rank: Number of this process.
+        size: Number of processes.
+        group: Their process group; None for one process.
+        device: Device of the tensors that collectives send.
+    """
 
     rank: int = 0
     size: int = 1
     group: Any = None
-    """Their process group; None for one process."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Device that collectives take their numbers on."""
 
     @staticmethod
     def of(model: nn.Module) -> "Ranks":
-        """Find the ranks that a model wrapped in `DistributedDataParallel` or sharded by `fully_shard` is spread over.
+        """Return the ranks of a model.
 
-        >>> Ranks.of(nn.Linear(2, 2)).size
-        1
+        Args:
+            model: A module, plain, in `DistributedDataParallel` or sharded by `fully_shard`.
+
+        Example:
+            >>> Ranks.of(nn.Linear(2, 2)).size
+            1
         """
         from anybatch.core.plugins import group_of
 
@@ -40,7 +49,7 @@ class Ranks:
         return Ranks(dist.get_rank(group), dist.get_world_size(group), group, device)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gather a few numbers of every rank, by rank: one small collective in float64. Waits for the device."""
+        """All-gather a few numbers, in float64, and return them by rank. Waits for the device."""
         if self.size == 1:
             return [list(numbers)]
         own = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
@@ -50,18 +59,18 @@ class Ranks:
         return listed
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Sum each number over the ranks, always in the order of the ranks."""
+        """Sum each number over ranks, in the order of the ranks, so that all get the same bits."""
         return [sum(column) for column in zip(*self.gather(numbers), strict=True)]
 
     def max(self, number: float) -> float:
         return max(numbers[0] for numbers in self.gather([number]))
 
     def any(self, flag: bool) -> bool:
-        """Return True everywhere if it is True on one rank."""
+        """Return True on every rank if `flag` is True on one."""
         return self.max(float(flag)) > 0
 
     def gather_objects(self, value: T) -> list[T]:
-        """Gather every rank's object, by rank, pickled. Put tensors on the CPU first."""
+        """All-gather pickled objects, and return them by rank. Tensors must be on the CPU."""
         if self.size == 1:
             return [value]
         every: list[Any] = [None] * self.size
@@ -69,14 +78,14 @@ class Ranks:
         return every
 
     def lend(self, make: Callable[[], T], lender: int) -> T:
-        """Call `make` on the rank `lender` alone, and broadcast what it returns. Tensors must be on the CPU."""
+        """Call `make` on the rank `lender` alone, and broadcast its result. Tensors must be on the CPU."""
         held = [make() if self.rank == lender else None]
         if self.size > 1:
             dist.broadcast_object_list(held, group_src=lender, group=self.group)
         return held[0]  # type: ignore[return-value]
 
     def all_rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """Gather every rank's rows, by rank, where rank r has `counts[r]`; `own` keeps its graph, others' rows have none."""
+        """All-gather rows, `counts[r]` of them from rank r. Only `own` has a graph."""
         if self.size == 1:
             return own
         is_flag = own.dtype is torch.bool
@@ -98,80 +107,80 @@ class Needs:
     """Requirements of a schedule on the synchronisation."""
 
     needs_equal_passes: bool = False
-    """Every rank has to run as many passes as the others, because each pass is a collective."""
+    """True if every rank has to run as many passes as the others, because each pass is a collective."""
     own_reduction: str | None = None
-    """Why torch's own reduction in the last backward pass cannot be used, in words for an error; None where it can."""
+    """Reason why torch's own reduction in the last backward pass cannot be used, for an error; None if it can."""
     one_collective: bool = False
-    """All micro-batches are under way at once, and their gradient is reduced once, when all of it is there."""
+    """True if all micro-batches run interleaved, and their gradient is reduced once at the end."""
 
 
 class Sync:
-    """How the passes of one batch are synchronised: each runs inside `around_pass`, and `close` ends them.
+    """Synchronisation of the passes of one batch: each runs inside `around_pass`, and `close` ends them.
 
-    The methods are those of one process: nothing is synchronised.
+    This base class is that of one process: it does nothing.
     """
 
     __slots__ = ()
 
     @property
     def factor(self) -> float:
-        """Factor of every share: the number of ranks where torch averages over them, else 1."""
+        """Factor of every share: the number of ranks if torch averages over them, else 1."""
         return 1.0
 
     @property
     def reduces_in_last_backward(self) -> bool:
-        """True where the last pass is synchronised while it runs, and so cannot be undone."""
+        """True if the last backward pass reduces gradients, so that it cannot be undone."""
         return False
 
     def around_pass(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """Context of forward and backward of one pass.
+        """Return the context of forward and backward of one pass.
 
-        A schedule whose micro-batches are all under way at once enters it once, with `is_last=True`.
+        A schedule that interleaves all micro-batches enters it once, with `is_last=True`.
         """
         return _NO_CONTEXT
 
     def forward_only(self) -> AbstractContextManager[object]:
-        """Context of a forward that no backward follows."""
+        """Return the context of a forward without a backward."""
         return _NO_CONTEXT
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum over ranks what torch has not: after it `.grad` is the whole batch's, on every rank."""
+        """Reduce what torch has not reduced; afterwards `.grad` is the whole batch's on every rank."""
 
     def reset(self) -> None:
-        """Drop what an error left half-done."""
+        """Drop unfinished reductions after an error."""
 
     def give_zeros(self, plan: Any, tools: Any) -> None:
-        """Give zero gradients to sharded parameters that only micro-batches without targets use."""
+        """Set zero gradients for sharded parameters that only micro-batches without targets use."""
 
 
 _NO_CONTEXT = nullcontext()
 
 
 class Parallelism(Protocol):
-    """How one model's gradients come together over its ranks."""
+    """Strategy that reduces one model's gradients over its ranks."""
 
     @property
     def ranks(self) -> Ranks: ...
 
     @property
     def needs_equal_passes(self) -> bool:
-        """True where all ranks must run the same number of passes when passes run one by one."""
+        """True if all ranks must run equally many passes, because each pass is a collective."""
 
     @property
     def overwrites(self) -> bool:
-        """True where synchronising writes into the tensors that `.grad` held before."""
+        """True if the reduction writes into the tensors that `.grad` held before."""
 
     def sync(self, needs: Needs, *, last_pass_fits: bool = True, leaves_out: bool = False) -> Sync:
-        """Choose how the passes of the next batch are synchronised.
+        """Return the synchronisation of the next batch.
 
-        `last_pass_fits` says that the last pass is no larger than one that ran before. A larger last pass is synchronised
-        after backward where that can be done, because running out of memory in it can then be undone. `leaves_out` says that a
-        rank has micro-batches without units, whose parameters get zeros once all passes ran.
+        `last_pass_fits`: the last pass is no larger than one that ran before. Otherwise gradients are reduced after backward
+        if possible, so that an out-of-memory error in the last pass can be undone. `leaves_out`: a rank has micro-batches
+        without units, which set zero gradients after all passes.
         """
 
 
 class Alone(Sync):
-    """One process, as an engine and as its synchronisation."""
+    """One process: its own strategy, and its own synchronisation."""
 
     ranks = ONE_PROCESS
     needs_equal_passes = False

@@ -1,6 +1,6 @@
-"""Parts outside the core that take part in an update: each is loaded when a model or an option needs it.
+"""Loaders of the packages above the core, each imported when a model or an option needs it.
 
-This is the only module of the core that knows the packages above it.
+No other module of the core may import them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def parallelism_of(model: nn.Module, *, reshard: bool) -> "Parallelism":
-    """Return how the gradients of `model` are synchronised over its ranks."""
+    """Return the strategy that reduces the gradients of `model` over its ranks."""
     from anybatch.parallel import parallelism_for
 
     return parallelism_for(model, reshard=reshard)
@@ -35,9 +35,9 @@ def group_of(model: nn.Module) -> Any:
 
 
 def norm_policy(model: nn.Module, mode: BatchNorm | None, before: "NormPolicy | None" = None) -> "NormPolicy | None":
-    """Return how BatchNorm, InstanceNorm and spectral norm take part; None for a model that has none of them.
+    """Return the policy for BatchNorm, InstanceNorm and spectral norm; None for a model without them.
 
-    `before` is that of the same model earlier, before a layer was put in or taken out.
+    `before` is the model's policy before layers were added or removed.
     """
     from anybatch.batch_norm import NormPolicy
 
@@ -53,21 +53,21 @@ def lockstep_schedule(objective: Any, layers: Any, averaging: Any, offload: Offl
 
 
 def masks_in(model: nn.Module) -> "Masks | None":
-    """Return the masks that the layers swapped by `row_dropout` share; None where there are none."""
+    """Return the masks that the layers swapped by `row_dropout` share; None if there are no such layers."""
     from anybatch.dropout import masks_of
 
     return masks_of(model)
 
 
 def row_numbers(masks: "Masks", model: nn.Module, cut: MicroBatches, batch: Batch, ranks: "Ranks") -> PassHook:
-    """Return the hook that tells row-keyed dropout which rows of the batch a micro-batch holds."""
+    """Return the hook that gives row-keyed dropout the row numbers of each micro-batch."""
     from anybatch.dropout import number_rows
 
     return number_rows(masks, model, cut, batch, ranks)
 
 
 def noise_history(every: int | None, parameters: Callable[[], Sequence[nn.Parameter]]) -> "NoiseHistory | None":
-    """Return the record of the noise of gradients, measured in one update of `every`; None where nobody asked."""
+    """Return the record of gradient noise, measured in one update of `every`; None if `every` is None."""
     if every is None:
         return None
     from anybatch.noise import NoiseHistory
@@ -76,14 +76,14 @@ def noise_history(every: int | None, parameters: Callable[[], Sequence[nn.Parame
 
 
 def auto_split() -> Split:
-    """Return the split that `micro_batch="auto"` stands for."""
+    """Return the split of `micro_batch="auto"`."""
     from anybatch.memory import fastest_fit
 
     return fastest_fit()
 
 
 def check_first_batch(accumulator: Any, batch: Batch) -> Any:
-    """Check that the losses of a few rows add up, before anything is learnt from the first batch that is cut."""
+    """Check that the losses of a few rows add up, before the first update of a batch that is cut."""
     from anybatch.verification import check_first_batch
 
     return check_first_batch(accumulator, batch)

@@ -1,7 +1,7 @@
-"""Snapshots: tensors, buffers, an optimizer's state and random states at one moment, to be put back.
+"""Snapshot and restore: tensors, buffers, an optimizer's state and random states.
 
-`MovingBuffers` snapshots a model before passes that may have to run again, and copies only buffers that change. `TensorFile`
-holds copies, and offloaded activations, on disk.
+`MovingBuffers` snapshots a model before passes that may run again, and copies only buffers that change. `TensorFile` holds
+copies and offloaded activations on disk.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ from anybatch.core.torch_private import FakeTensor, NormLayer, buffers_of, disab
 from anybatch.errors import BatchError, user_stacklevel
 
 Copy = Callable[[], Tensor]
-"""Returns a tensor as it was when the copy was made."""
+"""Returns the values that a tensor had when the copy was made."""
 Slot = tuple[nn.Module, str]
 """A module and the name of one of its buffers."""
 Held = tuple[Tensor | None, Copy | None]
-"""The tensor that was in a slot, and its copy; None where no copy was made, because nobody was seen to change it."""
+"""The tensor that was in a slot, and its copy; None for a buffer that does not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Snapshot:
     buffers: Mapping[Slot, Held] = field(default_factory=dict)
     tensors: Sequence[tuple[Tensor, Copy]] = ()
     optimizer: Callable[[], None] | None = None
-    """Puts back which state and options the optimizer held for which parameter; its tensors are among `tensors`."""
+    """Restores the dicts of the optimizer; the tensors in them are among `tensors`."""
 
     @classmethod
     def of(
@@ -53,7 +53,7 @@ class Snapshot:
         random: "RandomState | None" = None,
         spill: bool = False,
     ) -> "Snapshot":
-        """Copy tensors and the optimizer's state; with `spill`, to the host or to disk, where memory is not short."""
+        """Copy tensors and the optimizer's state; with `spill`, to the host or to disk."""
         state = () if optimizer is None else (held for held in optimizer.state.values() if isinstance(held, dict))
         values = [value.data for held in state for value in held.values() if isinstance(value, Tensor)]
         file = TensorFile()
@@ -64,24 +64,23 @@ class Snapshot:
         )
 
     def put_back(self) -> None:
-        """Restore all of it."""
+        """Restore everything."""
         if self.optimizer is not None:
             self.optimizer()
-            free_memory()  # half-made state makes room for what is read back
+            free_memory()  # releases the state of a failed step before copies are read back
         with torch.no_grad():
             for tensor, copy in self.tensors:
                 tensor.copy_(copy())
         for (module, name), (buffer, was) in self.buffers.items():
             buffers_of(module)[name] = buffer
             if buffer is not None and was is not None:
-                # .data: what a graph has saved of this buffer is not to be called modified, it is what it was
-                buffer.data.copy_(was())
+                buffer.data.copy_(was())  # .data: a graph that saved this buffer must not see a new version
         if self.random is not None:
             self.random.restore()
 
 
 def _optimizer_tables(optimizer: Optimizer) -> Callable[[], None]:
-    """Remember the optimizer's state and options, without copying a tensor; return a function that puts them back."""
+    """Copy the dicts of the optimizer, not their tensors; return a function that restores them."""
     state = {key: dict(held) if isinstance(held, dict) else held for key, held in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
 
@@ -98,7 +97,7 @@ def _optimizer_tables(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, draws: bool) -> Snapshot:
-    """Snapshot what a step changes: parameters, gradients (nesterov adds to them), state, options, draws."""
+    """Snapshot everything that a step changes: parameters, gradients (nesterov adds to them), state, options, random state."""
     gradients = [p.grad.detach() for p in parameters if p.grad is not None and not p.grad.is_sparse]
     changing = [*(parameter.detach() for parameter in parameters), *gradients]
     drawn = random_state({parameter.device for parameter in parameters}) if draws else None
@@ -106,7 +105,6 @@ def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, draws: 
 
 
 def of_statistics(layers: Iterable[nn.Module]) -> Snapshot:
-    """Snapshot the running statistics of these layers."""
     return Snapshot.of(buffer for layer in layers for buffer in layer.buffers(False))
 
 
@@ -116,15 +114,15 @@ def tracking_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class MovingBuffers:
-    """Snapshots the buffers of some modules before passes that may have to run again, and puts them back.
+    """Snapshots of the buffers of some modules, before passes that may run again.
 
-    All buffers are copied for the first snapshot, and from then on only those that were seen to change (running statistics,
-    power iterations, moving averages), in place or by assignment: no masks, no tables of positions. State that is neither a
-    buffer nor torch's random state is not seen.
+    The first snapshot copies all buffers, later ones only those that have changed since (running statistics, power
+    iterations, moving averages), in place or by assignment. Constant tables are copied once. State that is neither a buffer
+    nor torch's random state is not covered.
 
-    With `spill`, for snapshots that are seldom put back, one per batch, the first copies go to where memory is not short, and
-    are given up when the second snapshot has been compared with them. Without it they stay beside the buffers for as long as
-    this object does, so that any earlier snapshot can be put back whole.
+    With `spill`, for snapshots that are seldom restored, the first copies go to the host or to disk, and are released once
+    the second snapshot has been compared with them. Without it they live as long as this object, so that any earlier
+    snapshot can be restored.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, spill: bool = False) -> None:
@@ -137,17 +135,18 @@ class MovingBuffers:
     def snapshot(self) -> Snapshot:
         known: dict[Slot, tuple[Tensor | None, int]] = {}
         buffers: dict[Slot, Held] = {}
-        file: TensorFile | None = None  # for buffers that are seen for the first time
+        file: TensorFile | None = None  # for new buffers
         for slot, tensor in self._slots():
             file = file or (None if slot in self._known else TensorFile())
             version = -1 if tensor is None else version_of(tensor)
             buffers[slot] = (tensor, None if tensor is None else self._copy(slot, tensor, version, file))
             known[slot] = (tensor, version)
         self._known = known
-        return Snapshot(random=random_state(self._devices()), buffers=buffers)
+        devices = (tensor.device for top in self._modules for tensor in (*top.parameters(), *top.buffers()))
+        return Snapshot(random=random_state(devices), buffers=buffers)
 
     def put_back(self, snapshot: Snapshot) -> list[str]:
-        """Restore random state and buffers; return the names of buffers that changed for the first time, and stay so."""
+        """Restore random state and buffers; return the names of changed buffers of which there is no copy."""
         whole = {slot: self._with_first(slot, held) for slot, held in snapshot.buffers.items()}
         Snapshot(random=snapshot.random, buffers=whole).put_back()
         return [
@@ -157,7 +156,7 @@ class MovingBuffers:
         ]
 
     def moved(self) -> list[Slot]:
-        """List the buffers changed since the last snapshot, or before it, without those of BatchNorm and InstanceNorm."""
+        """List the buffers that changed, other than those of BatchNorm and InstanceNorm."""
         return [
             slot
             for slot, tensor in self._slots()
@@ -168,21 +167,21 @@ class MovingBuffers:
         ]
 
     def _copy(self, slot: Slot, tensor: Tensor, version: int, file: "TensorFile | None") -> Copy | None:
-        """Copy a buffer never seen before, or seen to change, or of BatchNorm, which changes unseen."""
+        """Copy a buffer that is new, or has changed, or belongs to BatchNorm, whose kernels do not raise its version."""
         if isinstance(slot[0], NormLayer):
             return cloned(tensor)
         before = self._known.get(slot)
         if before is None:
             self._first[slot] = spilled_copy(tensor.detach(), file) if self._spill and file else cloned(tensor)
             return self._first[slot]
-        # the first batch may have changed it through .data, which no version tells of
+        # a write through .data does not raise the version: compare with the first copy
         is_other = before[0] is not tensor or before[1] != version
         if is_other or (self._spill and _differs(self._first.pop(slot, None), tensor)):
             self._moving.add(slot)
         return cloned(tensor) if slot in self._moving else None
 
     def _with_first(self, slot: Slot, held: Held) -> Held:
-        """Use the first copy of a buffer that moved only after this snapshot."""
+        """Use the first copy of a buffer that changed only after this snapshot."""
         tensor, copy = held
         if tensor is None or copy is not None or not self._has_moved(slot, tensor):
             return held
@@ -198,11 +197,6 @@ class MovingBuffers:
                 for name, tensor in buffers_of(module).items():
                     yield (module, name), tensor
 
-    def _devices(self) -> set[torch.device]:
-        if not has_accelerator():
-            return set()
-        return {tensor.device for top in self._modules for tensor in (*top.parameters(), *top.buffers())}
-
 
 def _differs(first: Copy | None, tensor: Tensor) -> bool:
     if first is None or isinstance(tensor, FakeTensor) or tensor.is_meta:
@@ -211,26 +205,26 @@ def _differs(first: Copy | None, tensor: Tensor) -> bool:
 
 
 class BatchState(MovingBuffers):
-    """The buffers of one model and its loss, from batch to batch.
+    """Buffers of one model and its loss, from batch to batch.
 
-    `look_again()` is called where modules have other buffers than before, such as after a BatchNorm was put in.
+    `on_new_buffers()` is called when the set of buffers changes, such as after a BatchNorm layer was added.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], look_again: Callable[[], None]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], on_new_buffers: Callable[[], None]) -> None:
         super().__init__(modules, spill=True)
-        self._look_again = look_again
-        self._told: set[Slot] = set()
-        self._num_told = -1
+        self._on_new_buffers = on_new_buffers
+        self._warned: set[Slot] = set()
+        self._num_checked = -1
 
     def snapshot(self) -> Snapshot:
         slots = self._known.keys()
         before = super().snapshot()
         if self._known.keys() != slots:
-            self._look_again()
+            self._on_new_buffers()
         return before
 
     def forget(self, buffers: Mapping[Slot, Held]) -> None:
-        """Restore buffers after a batch that is not learnt from; random draws stay drawn."""
+        """Restore buffers after a batch without a step. The random state is not restored."""
         lost = self.put_back(Snapshot(buffers=buffers))
         if lost:
             warnings.warn(
@@ -239,17 +233,19 @@ class BatchState(MovingBuffers):
                 stacklevel=user_stacklevel(),
             )
 
-    def tell_moving(self, knows: Callable[[nn.Module, str], bool], num_passes: int, effect: Callable[[], str]) -> None:
-        """Warn once of buffers that each of `num_passes` micro-batches changed, though the whole batch would do so once.
+    def warn_of_moving(
+        self, knows: Callable[[nn.Module, str], bool], num_passes: int, effect: Callable[[], str]
+    ) -> None:
+        """Warn once of buffers that each of `num_passes` micro-batches changed, where the whole batch would change them once.
 
-        `knows(module, name)` is True of buffers that advance once per batch; `effect()` says what the others do to the loss.
-        Looked for after the first batch that is cut, and where more buffers move than before.
+        `knows(module, name)` is True for buffers that advance once per batch; `effect()` describes the effect on the loss.
+        Checked after the first batch that is cut, and when more buffers move than before.
         """
-        if self._num_told == len(self._moving):
+        if self._num_checked == len(self._moving):
             return
-        moved = [slot for slot in self.moved() if slot not in self._told and not knows(*slot)]
-        self._num_told = len(self._moving)
-        self._told.update(moved)
+        moved = [slot for slot in self.moved() if slot not in self._warned and not knows(*slot)]
+        self._num_checked = len(self._moving)
+        self._warned.update(moved)
         if moved:
             paths = {module: name for top in self._modules for name, module in top.named_modules()}
             names = [f"{paths.get(module, '')}.{buffer}".lstrip(".") for module, buffer in moved]
@@ -264,7 +260,7 @@ class BatchState(MovingBuffers):
 
 @dataclass(frozen=True, slots=True)
 class WriteWatch:
-    """How often each tensor of some rows had been written to. Writes through `.data` or NumPy go unseen."""
+    """Versions of the tensors of some rows. Writes through `.data` or NumPy do not change a version."""
 
     rows: Batch
     writes: tuple[int, ...]
@@ -274,7 +270,7 @@ class WriteWatch:
         return cls(rows, tuple(version_of(tensor) for _, tensor in _tensors(rows)))
 
     def check(self, why: str) -> None:
-        """Raise `BatchError` if rows were written to since; `why` says what needs them as they were."""
+        """Raise `BatchError` if a tensor was written to since; `why` says what needs the original rows."""
         for (path, tensor), before in zip(_tensors(self.rows), self.writes, strict=True):
             if version_of(tensor) != before:
                 raise BatchError(
@@ -304,14 +300,13 @@ class RandomState:
 
     def is_now(self) -> bool:
         """True if nothing was drawn since."""
-        with disable_current_modes():  # the states are real, also where a mode fakes the model's tensors
+        with disable_current_modes():  # the states are real tensors, even under a fake tensor mode
             now = random_state(device for device, _ in self.accelerators)
             pairs = zip(self.accelerators, now.accelerators, strict=True)
             return torch.equal(self.cpu, now.cpu) and all(torch.equal(mine, other) for (_, mine), (_, other) in pairs)
 
 
 def random_state(devices: Iterable[torch.device]) -> RandomState:
-    """Read the state of the CPU's generator and of those of `devices`."""
     if not has_accelerator():
         return RandomState(torch.get_rng_state(), ())
     accelerators = sorted({device for device in devices if device.type not in ("cpu", "meta")}, key=str)
@@ -330,10 +325,9 @@ class OuterRandom:
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...] | None
-    """In plain values; None where NumPy was not loaded."""
+    """Plain values; None if NumPy was not loaded."""
 
     def restore(self) -> None:
-        """Restore the generators; NumPy's is left alone where it was not loaded then."""
         random.setstate(self.python)
         if self.numpy is not None:
             import numpy
@@ -342,7 +336,7 @@ class OuterRandom:
             numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
 
     def moved(self) -> list[str]:
-        """Name the generators that have been drawn from since, as they are imported."""
+        """Return the names of the generators that have been drawn from since."""
         now = outer_random()
         pairs = {"random": (self.python, now.python), "numpy.random": (self.numpy, now.numpy)}
         return [name for name, (before, after) in pairs.items() if before is not None and before != after]
@@ -366,13 +360,12 @@ def outer_random() -> OuterRandom:
 
 
 def cloned(tensor: Tensor) -> Copy:
-    """Copy a tensor on its own device."""
     copy = tensor.detach().clone()
     return lambda: copy
 
 
 def spilled_copy(tensor: Tensor, file: "TensorFile") -> Copy:
-    """Copy a tensor to the host, or from the host to `file`; tensors that hold no numbers are not copied."""
+    """Copy a tensor from the device to the host, or from the host to `file`; fake and meta tensors are not copied."""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return lambda: tensor
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
@@ -388,8 +381,8 @@ def spilled_copy(tensor: Tensor, file: "TensorFile") -> Copy:
 class TensorFile:
     """An unnamed file in the directory for temporary files (TMPDIR), overwritten from batch to batch.
 
-    Overwriting costs a thirtieth of writing to new pages. The file takes as much disk as the largest batch did, and is gone
-    with this object, or after an error, or when the process ends, however it ends.
+    Overwriting costs a thirtieth of writing to new pages. The file is as large as the largest batch was. The system deletes
+    it with this object, or when the process ends.
     """
 
     def __init__(self) -> None:
@@ -402,10 +395,10 @@ class TensorFile:
         return TensorFile, ()  # a copy has a file of its own
 
     def write(self, flat: Tensor) -> tuple[int, int]:
-        """Append the bytes; return where they are, and how many."""
+        """Append the bytes; return their offset and number."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-            finalize(self, self._file.close)  # and not by __del__: in a cycle, the file would be collected before it
+            finalize(self, self._file.close)  # not __del__: in a cycle, the file would be collected first
         place = self.num_bytes, flat.nbytes
         self._transfer(self._file.write, flat, self.num_bytes)
         self.num_bytes += flat.nbytes
@@ -419,18 +412,17 @@ class TensorFile:
         return flat
 
     def rewind(self) -> None:
-        """Forget what was written; the next batch goes over it."""
+        """Start over at the beginning of the file."""
         self.num_bytes = 0
 
     def close(self) -> None:
-        """Give the disk back."""
         self.num_bytes = 0
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _transfer(self, move: Callable[[memoryview], int], flat: Tensor, offset: int) -> None:
-        """Move every byte of `flat` to or from the file: the system may move fewer at a time."""
+        """Copy every byte of `flat` to or from the file: the system may copy fewer at a time."""
         assert self._file is not None
         view = memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")
         with self._lock:

@@ -29,23 +29,23 @@ from anybatch.errors import MemoryLimitError, NonFiniteError, first_line
 
 Act = Callable[[], object]
 Blocks = tuple[tuple[torch.device, int], ...]
-"""Pieces of memory: the device and the bytes of each."""
+"""Device and bytes of each piece of memory."""
 NUM_COPIED = 2
-"""How many steps of a parameter are copied: the first makes the state, the second is measured."""
+"""Number of steps of a parameter before which a snapshot is taken: the first makes the state, the second is measured."""
 SMALL_BLOCK = 2**20
 """Temporaries smaller than this are reserved as one block."""
 
 
 class Stepping:
-    """Step one optimizer, and leave it whole if memory runs out.
+    """Steps of one optimizer that leave it intact if memory runs out.
 
-    The first two steps of every parameter are copied aside beforehand (from an accelerator to the host, on the CPU to disk),
-    because they make the optimizer's state and need the most memory. If memory runs out in one, everything is put back and
-    the step is made again, once; after any other error everything is put back too. The second step is measured: its
-    temporaries are allocated and released before each later step, and if they do not fit, that step is copied as well.
+    A snapshot is taken before the first two steps of every parameter (on an accelerator to the host, on the CPU to disk),
+    because they allocate the optimizer's state and need the most memory. If memory runs out in one, the snapshot is restored
+    and the step made again, once; after any other error it is restored too. The second step is measured: its temporaries are
+    allocated and released before each later step, and if they do not fit, a snapshot is taken for that step as well.
 
-    An out-of-memory inside a later step, although its temporaries did fit, is a `MemoryLimitError`: the optimizer's state is
-    torn, and the run has to restart from its last checkpoint.
+    An out-of-memory error inside a later step, although its temporaries did fit, is a `MemoryLimitError`: the optimizer's
+    state is inconsistent, and the run has to resume from its last checkpoint.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -53,9 +53,9 @@ class Stepping:
         self._num_steps: dict[nn.Parameter, int] = {}
         self._temporaries: Blocks = ()
         self._draws = True
-        """False once a step was seen to draw no random numbers: then their state need not be copied."""
+        """False after a step that drew no random numbers: then the random state is not copied."""
         self._is_compiled = type(optimizer).__module__.startswith("torchao.")
-        """Its step is one graph, which torch refuses to compile under a dispatch mode; its state cannot be copied."""
+        """True if the step is one graph, which torch refuses to compile under a dispatch mode; no snapshot is taken."""
 
     def step(self, act: Act) -> int:
         """Call `act`, which steps the optimizer once.
@@ -89,7 +89,7 @@ class Stepping:
         return [one for one in (*moving, *(each.grad for each in moving), *state) if isinstance(one, Tensor)]
 
     def _has_room(self) -> bool:
-        """Allocate the temporaries of a step, and release them at once; False if they do not fit."""
+        """Allocate the temporaries of a step and release them at once; return False if they do not fit."""
         blocks = self._temporaries
         try:
             once_more(lambda: [torch.empty(nbytes, dtype=torch.uint8, device=device) for device, nbytes in blocks])
@@ -143,10 +143,7 @@ _TORN = "some parameters may have been stepped and others not: the optimizer's s
 
 
 def change_gradients(action: Callable[[], object], what: str) -> None:
-    """Call `action`, which writes to gradients; an out-of-memory in it may have changed some of them, and is not tried again.
-
-    The error is raised before the step, so that nothing else has changed; the next update makes new gradients.
-    """
+    """Call `action`, which writes to gradients; an out-of-memory error in it leaves only gradients changed, and is final."""
     try:
         action()
     except Exception as error:
@@ -160,7 +157,7 @@ def change_gradients(action: Callable[[], object], what: str) -> None:
 
 
 class _TemporariesMeter(TorchDispatchMode):
-    """Record which temporaries are alive at the peak of a step, beside the tensors that it changes."""
+    """Dispatch mode that records the temporaries alive at the peak of a step."""
 
     def __init__(self, changing: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,7 +177,7 @@ class _TemporariesMeter(TorchDispatchMode):
         return result
 
     def blocks(self) -> Blocks:
-        """Blocks to reserve: each large temporary, and the small ones of a device together."""
+        """Return the blocks to reserve: each large temporary, and the small ones of a device together."""
         small = dict.fromkeys((device for device, _ in self._peak), 0)
         for device, nbytes in self._peak:
             small[device] += nbytes if nbytes < SMALL_BLOCK else 0
@@ -188,12 +185,12 @@ class _TemporariesMeter(TorchDispatchMode):
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
-    """False of sparse, sharded and fake tensors, whose storage is not their numbers."""
+    """Return False for sparse, sharded and fake tensors, whose storage does not hold their numbers."""
     return tensor.layout is torch.strided and not is_sharded(tensor) and not isinstance(tensor, FakeTensor)
 
 
 SMALLEST_SCALE = 2.0**-24
-"""A loss scale below this has been halved some 36 times in a row: no overflow, but an inf or nan in the model itself."""
+"""A loss scale below this has been halved about 36 times in a row: the inf or nan is not an overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +201,7 @@ class LossScale:
     optimizer: Optimizer
 
     def make(self, device: torch.device) -> None:
-        """Make the scaler's tensors, which it makes at first use: all of them, or none."""
-        # a scaler whose scale is there and whose count of good steps is not would refuse to work for ever
+        """Make the scaler's tensors, which it otherwise makes at first use. After an error it has none of them."""
         before = dict(vars(self.scaler))
 
         def first_use() -> None:
@@ -218,18 +214,16 @@ class LossScale:
         once_more(first_use)
 
     def unscale(self) -> None:
-        """Divide the gradients by the scale."""
         self.scaler.unscale_(self.optimizer)
 
     def step(self) -> object:
-        """Step the optimizer."""
         return self.scaler.step(self.optimizer)
 
     def update(self, *, is_applied: bool) -> None:
-        """Move the scale after an update that was applied or overflowed."""
+        """Raise or lower the scale after an update that was applied or overflowed."""
         scaler = self.scaler
         if not is_applied:
-            # of a sharded gradient, a rank looks at its own part and may have seen no overflow
+            # a rank checks its own part of a sharded gradient only, and may not have seen the overflow
             for found in overflows(scaler, self.optimizer):
                 found.fill_(1.0)
         once_more(scaler.update)
@@ -241,12 +235,12 @@ class LossScale:
             )
 
     def forget(self) -> None:
-        """Let the next update unscale its own gradients, after one that was not stepped."""
+        """Reset the scaler after an update without a step, so that the next one can unscale."""
         forget_unscaling(self.scaler, self.optimizer)
 
 
 class HeldInterrupts:
-    """The block in which SIGINT waits; at its end the handler of before is told. Only the main thread gets signals."""
+    """Block in which SIGINT waits; the handler of before is called at its end. Only the main thread gets signals."""
 
     __slots__ = ("_before", "_caught")
 
@@ -257,7 +251,7 @@ class HeldInterrupts:
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             before = getsignal(SIGINT)
-            if callable(before):  # neither ignored, nor the system's own, nor set outside of Python
+            if callable(before):  # not SIG_IGN or SIG_DFL, and not set outside of Python
                 self._before = before
                 signal(SIGINT, self._catch)
 

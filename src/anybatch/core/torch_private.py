@@ -1,4 +1,4 @@
-"""Private names of torch, one alias or small function each; those of DDP and FSDP are in `parallel`."""
+"""Private names of torch that we use, one alias or small function each; those of DDP and FSDP are in `parallel`."""
 
 import sys
 import warnings
@@ -44,22 +44,22 @@ call_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] = at
 )
 gradient_hooks_of: Callable[[Any], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"
-"""The attribute of parameters that torch's optimizer in backward steps."""
+"""Attribute of parameters that torch's optimizer in backward steps."""
 storage_cdata: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""The address that tells one living storage from another."""
+"""Address of a storage, unique among live ones."""
 
 # Dispatch, compilation and profiling
 op_name: Callable[[Any], str] = attrgetter("_schema.name")
-"""The name of an op that a dispatch mode sees called, without its overload: "aten::bernoulli_"."""
+"""Name of an op in a dispatch mode, without its overload: "aten::bernoulli_"."""
 TO_COPY = torch.ops.aten._to_copy.default
-"""The op that copies a tensor to another device."""
+"""Op that copies a tensor to another device."""
 disable_dynamo = _disable_dynamo
 disable_current_modes = _disable_current_modes
 function_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 dispatch_mode_stack: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 profiler_enabled: Callable[[], bool] = _profiler_enabled
 clear_fake_cache: Callable[[], None] = FakeTensorMode.cache_clear
-"""Frees what fake tensors remember of every op and shape, for the whole process: a megabyte for each plan."""
+"""Clears the cache of fake tensors for the whole process: a megabyte for each plan."""
 get_layout = torch.serialization._get_layout
 """Reads a pickled layout, such as `torch.strided`."""
 
@@ -67,9 +67,9 @@ get_layout = torch.serialization._get_layout
 engine_run_backward: Callable[..., Any] = _engine_run_backward
 """`torch.autograd.backward` without its comparison of shapes, which is 10 % of a tiny pass."""
 SAVED = "_saved_"
-"""Prefix of the attributes in which a node of the graph keeps what its backward needs: "_saved_target"."""
+"""Prefix of the attributes in which a node of the graph saves tensors for backward: "_saved_target"."""
 outputs_of: Callable[[Any], list[Any]] = attrgetter("_input_metadata")
-"""The outputs of a node of the graph, each with its shape."""
+"""Outputs of a node of the graph, each with its shape."""
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_clamp_min_ = torch._foreach_clamp_min_
@@ -77,7 +77,7 @@ foreach_clamp_max_ = torch._foreach_clamp_max_
 
 
 def version_of(tensor: Tensor) -> int:
-    """Count the in-place writes to a tensor; 0 for one made in inference mode, which does not count them."""
+    """Return the number of in-place writes to a tensor; 0 for inference tensors, which do not count them."""
     try:
         return tensor._version
     except RuntimeError:
@@ -90,12 +90,12 @@ def inside_compiled(model: nn.Module) -> nn.Module | None:
 
 
 def is_compiled_in_place(model: nn.Module) -> bool:
-    """True after `model.compile()`, which wraps nothing."""
+    """Return True after `model.compile()`."""
     return model._compiled_call_impl is not None
 
 
 def is_in_backward() -> bool:
-    """True in code that backward calls, such as a checkpointed block that is computed again."""
+    """Return True in code that backward calls, such as a checkpointed block that is recomputed."""
     return _current_graph_task_id() != -1
 
 
@@ -104,18 +104,18 @@ def is_dynamo_loaded() -> bool:
 
 
 def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage that a weak reference points to; None where it is gone."""
+    """Return the storage that a weak reference points to; None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def profiler_events(profiler: Any) -> list[Any]:
-    """List every event of a finished profile, allocations with their bytes among them."""
+    """List every event of a finished profile, including allocations."""
     return list(profiler.profiler.kineto_results.events())
 
 
 @contextmanager
 def without_op_names() -> Iterator[None]:
-    """Let a running profiler record allocations alone: names of ops take more memory than the ops do."""
+    """Let a running profiler record only allocations: names of ops take more memory than the ops do."""
     _enable_record_function(False)
     try:
         yield
@@ -124,31 +124,31 @@ def without_op_names() -> Iterator[None]:
 
 
 def overflows(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """Return the scaler's flags of infinite gradients of this optimizer: a number on each device, to be written to."""
+    """Return the scaler's found-inf flags of this optimizer, one writable tensor per device."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
 def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Let the scaler unscale the gradients of this optimizer anew, as after a step."""
+    """Reset the scaler's record that this optimizer was unscaled, as a step does."""
     scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor."""
+    """Return True for a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def own_part(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor, sharing its memory: all of it unless it is sharded."""
+    """Return this rank's part of a DTensor, without a copy; any other tensor as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 NEWEST = (2, 15)
-"""The newest release that the tests were run with; see docs/versions.md."""
+"""Newest release that the tests were run with; see docs/versions.md."""
 
 
 def warn_of_newer(version: str = torch.__version__) -> None:
-    """Warn if a release is newer than all that were tested: torch may have changed any of the names in this module.
+    """Warn if torch is newer than the tested releases, because any name in this module may have changed.
 
     >>> warn_of_newer("2.15.1+cpu")
     """
@@ -163,7 +163,7 @@ def warn_of_newer(version: str = torch.__version__) -> None:
 
 
 def demand(thing: Any, *names: str, wrapper: str) -> None:
-    """Refuse a release of torch in which `thing` has lost one of these names."""
+    """Raise `ParallelError` if `thing` lacks one of these names in this release of torch."""
     for name in names:
         if not _has(thing, name):
             raise ParallelError(
@@ -173,7 +173,7 @@ def demand(thing: Any, *names: str, wrapper: str) -> None:
 
 
 def _has(thing: Any, name: str) -> bool:
-    """True if an attribute is there, or the class annotates it to set it later; properties are not called."""
+    """Return True if the attribute exists, or the class annotates it. Does not call properties."""
     is_there = hasattr(type(thing), name) or name in getattr(thing, "__dict__", ())
     return is_there or any(name in get_annotations(base) for base in type(thing).__mro__)
 
@@ -182,7 +182,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def is_low(value: object) -> bool:
-    """True for a bf16 or fp16 tensor, and for nothing else.
+    """Return True for a bf16 or fp16 tensor.
 
     >>> is_low(torch.zeros(1, dtype=torch.bfloat16)), is_low(torch.zeros(1))
     (True, False)
@@ -191,19 +191,18 @@ def is_low(value: object) -> bool:
 
 
 def number_in(value: Tensor) -> float:
-    """Read the one number of a tensor; 1 for a fake tensor, which a plan runs on."""
+    """Return the number in a tensor; 1 for a fake tensor, which `plan` runs on."""
     return 1.0 if isinstance(value, FakeTensor) else value.item()
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or in fp32 where its numbers have fewer than 4 bytes."""
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def leaves_of(roots: Iterable[Tensor], *, beyond: Collection[Any] = ()) -> Iterator[Tensor]:
-    """Yield every leaf that backward from `roots` would give a gradient, once, without passing the nodes `beyond`.
+    """Yield every leaf that gets a gradient from `roots`, once, without walking past the nodes `beyond`.
 
-    What a block under reentrant checkpointing will compute only in backward is not seen.
+    Does not see into blocks under reentrant checkpointing, whose graph exists only during backward.
     """
     nodes = []
     for root in roots:
@@ -215,18 +214,18 @@ def leaves_of(roots: Iterable[Tensor], *, beyond: Collection[Any] = ()) -> Itera
 
 
 def nodes_named(root: Tensor, prefix: str) -> Iterator[Any]:
-    """Yield the nodes behind `root` whose name begins with `prefix`."""
+    """Yield the graph nodes of `root` with a name that begins with `prefix`."""
     return (node for node in _nodes([_node_of(root)], ()) if type(node).__name__.startswith(prefix))
 
 
 def places_behind(root: Tensor, nodes: Sequence[Any]) -> list[int]:
-    """List which of `nodes`, by number, a backward pass from `root` would reach."""
+    """Return the indices of the `nodes` that a backward pass from `root` reaches."""
     reached = set(_nodes([_node_of(root)], ()))
     return [place for place, node in enumerate(nodes) if node in reached]
 
 
 def _node_of(root: Tensor) -> Any:
-    """Find the node that made `root`, behind the one node that DDP passes all outputs of a module through."""
+    """Return the node that made `root`, skipping the node that DDP puts behind all outputs of a module."""
     node = root.grad_fn
     if type(node).__name__ != "_DDPSinkBackward":
         return node
@@ -236,7 +235,7 @@ def _node_of(root: Tensor) -> Any:
 
 def _nodes(start: Iterable[Any], beyond: Collection[Any]) -> Iterator[Any]:
     waiting = [node for node in start if node is not None]
-    seen = set(beyond)  # holds on to the nodes: torch makes a node's Python object anew where nobody does
+    seen = set(beyond)  # keeps references: torch makes a new Python object for a node without one
     while waiting:
         node = waiting.pop()
         if node in seen:

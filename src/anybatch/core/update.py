@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anybatch.core.accumulator import Accumulator, check_model
 from anybatch.core.batch import Batch
-from anybatch.core.engine import Tools
 from anybatch.core.events import Clip, Events, Observer, Step, Zero, events_for
 from anybatch.core.gradients import (
     GradientSum,
@@ -39,7 +38,6 @@ from anybatch.core.options import (
     repr_of,
 )
 from anybatch.core.out_of_memory import once_more
-from anybatch.core.plan import BatchPlan, Pass
 from anybatch.core.plugins import check_first_batch
 from anybatch.core.schedules import OneByOne
 from anybatch.core.splits import MicroBatch
@@ -56,48 +54,53 @@ NOT_MEASURED = "not measured: Update(..., noise=8) measures one update in 8"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """What one update did. Tensors are detached; reading one waits for the device, nothing else does."""
+    """Result of one update. Tensors are detached; reading one waits for the device, nothing else does."""
 
     loss: Tensor
-    """The loss of the whole batch."""
+    """Loss of the whole batch."""
     grad_norm: Tensor
-    """The norm of the whole batch's gradient, unscaled, before clipping."""
+    """Norm of the whole batch's gradient, unscaled, before clipping."""
     units: float
-    """What the mean loss divided by: rows, target tokens, summed class weights."""
+    """Number that the mean loss divides by: rows, target tokens, summed class weights."""
     micro_batches: int
-    """How many micro-batches the batch was cut into."""
+    """Number of micro-batches."""
     applied: bool
-    """False where the step was skipped: weights, optimizer and scheduler are as before, and the batch can be given again."""
+    """False if the step was skipped: weights, optimizer and scheduler are as before, and the batch can be given again."""
     lr: float | Tensor
-    """The learning rate of this update, of the first parameter group."""
+    """Learning rate of this update, of the first parameter group."""
     metrics: Mapping[str, Tensor]
-    """The objective's metrics, for the whole batch."""
+    """Metrics of the objective, for the whole batch."""
     dropped: tuple[int, ...] = ()
-    """Numbers of the micro-batches that were not finite and left out (`on_nonfinite="drop"`)."""
+    """Numbers of the micro-batches that were left out because they were not finite (`on_nonfinite="drop"`)."""
     noise_scale: "NoiseScale | None" = None
-    """How large a batch would have as much noise as signal, in rows, from the latest measured updates (`noise=`)."""
+    """Batch size, in rows, at which the gradient has as much noise as signal, from the latest measured updates (`noise=`)."""
     noise_reason: str | None = field(default=None, repr=False)
-    """Why there is no noise scale."""
+    """Reason why `noise_scale` is None."""
     retries: int = 0
-    """How often memory ran out: the batch was started again in smaller micro-batches, or the step was."""
+    """Number of out-of-memory errors after which the batch ran again in smaller micro-batches, or the step did."""
 
     __repr__ = one_line
 
     def scalars(self) -> dict[str, float]:
-        """What a logger takes, as Python numbers; metrics of more than one number are left out. It waits for the device once.
+        """Return the numbers for a logger, read from the device.
 
-        >>> import torch
-        >>> told = {"loss": torch.tensor(2.0), "grad_norm": torch.tensor(1.0), "metrics": {"accuracy": torch.tensor(0.5)}}
-        >>> UpdateResult(**told, units=8, micro_batches=2, applied=True, lr=0.25).scalars()
-        {'loss': 2.0, 'grad_norm': 1.0, 'lr': 0.25, 'units': 8.0, 'micro_batches': 2.0, 'accuracy': 0.5}
+        Returns:
+            Loss, gradient norm, learning rate, units, micro-batches and every metric of one number, as Python floats.
+
+        Example:
+            >>> import torch
+            >>> tensors = {"loss": torch.tensor(2.0), "grad_norm": torch.tensor(1.0)}
+            >>> result = UpdateResult(**tensors, metrics={}, units=8, micro_batches=2, applied=True, lr=0.25)
+            >>> result.scalars()
+            {'loss': 2.0, 'grad_norm': 1.0, 'lr': 0.25, 'units': 8.0, 'micro_batches': 2.0}
         """
         numbers = {name: metric for name, metric in self.metrics.items() if metric.numel() == 1}
         own = {name: getattr(self, name) for name in ("loss", "grad_norm", "lr", "units", "micro_batches")}
         return {name: float(value) for name, value in (own | numbers).items()}
 
     def _repr_html_(self) -> str:
-        is_applied = "One update" if self.applied else "One update, not applied: the weights are as before"
-        return html_block(is_applied, facts_table(self.scalars()))
+        title = "One update" if self.applied else "One update, not applied: the weights are as before"
+        return html_block(title, facts_table(self.scalars()))
 
 
 Finding = Literal["pending", "off", "passed", "not judged"]
@@ -105,22 +108,21 @@ Finding = Literal["pending", "off", "passed", "not judged"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstBatchCheck:
-    """Result of the check of the first batch: `update.guard`. A loss that does not add up is an error, and is not told here."""
+    """Result of the check of the first batch (`update.guard`). A loss that does not add up raises `ExactnessError` instead."""
 
     finding: Finding
     """`"pending"` until a batch is cut, `"passed"`, `"not judged"`, or `"off"`."""
     error: float | None = None
-    """How far the losses of the parts were from that of the whole, as a part of it."""
+    """Relative difference between the loss of the whole and the sum of the parts' losses."""
     reason: str = ""
-    """Why it could not be judged; of one that passed, what its forwards changed outside of the model."""
+    """Reason for "not judged"; after "passed", the state outside of the model that its forwards changed."""
 
 
 PENDING = FirstBatchCheck(finding="pending")
 
-
 UpdateCallback = Callable[[UpdateResult], object]
 OnUpdate = UpdateCallback | Iterable[UpdateCallback] | None
-"""One function of the result, or several in the order in which they are called; None for none. What they return is left."""
+"""Callbacks that get the result, in order; their return values are ignored."""
 
 
 class Update:
@@ -134,31 +136,34 @@ class Update:
         optimizer.step()
         scheduler.step()
 
-    On several ranks (`DistributedDataParallel`, `fully_shard`) the batch is what all ranks give together, and they take every
-    decision together. An optimizer or scheduler prepared by Accelerate is taken as the one inside it.
+    If memory runs out, the batch runs again in smaller micro-batches. On several ranks (`DistributedDataParallel`,
+    `fully_shard`) the batch is the rows of all ranks together. An optimizer or scheduler that Accelerate or Lightning wrapped
+    is unwrapped.
 
     Args:
-        model: The model, plain, compiled, in `DistributedDataParallel` or sharded by `fully_shard`.
+        model: A module, plain, compiled, in `DistributedDataParallel` or sharded by `fully_shard`.
         optimizer: A torch optimizer that holds the model's parameters, and those of the loss if it has any.
-        objective: The loss and what it averages over: `supervised(criterion)`, `huggingface()`, `Objective(loss, units)` or
-            `Coupled(encode, loss)`.
-        micro_batch: What one forward and backward holds in memory: a number of rows, a split such as `Rows(16)`,
-            `Tokens(8192)` or `Fit("6GiB")`, or "auto" for the fastest that fits.
-        clip_norm: Clip the gradient of the whole batch to this norm.
+        objective: The loss and the units it averages over: `supervised(criterion)`, `huggingface()`, `Objective(loss, units)`
+            or `Coupled(encode, loss)`.
+        micro_batch: The rows that one forward and backward holds in memory: a number of rows, a split such as `Rows(16)`,
+            `Tokens(8192)` or `Fit("6GiB")`, or "auto" for the fastest size that fits.
+        clip_norm: Largest norm of the gradient of the whole batch.
         scheduler: A learning-rate scheduler, stepped once after each update that was applied.
         scaler: A `torch.amp.GradScaler`. An overflow skips the update, whatever `on_nonfinite` says.
-        autocast: A dtype to autocast the forward to, such as torch.bfloat16, or a `torch.autocast` of your own.
-        batch_norm: What BatchNorm layers see: "exact", "micro" or "frozen"; see `UpdateOptions`.
-        on_nonfinite: What an inf or nan in the gradient does: "raise" (the default), "skip", "drop" or "ignore".
-        check: "first" checks, before anything is learnt from the first batch that is cut, that the losses of a few rows add
-            up; `guard` has the result. "off" does not. `verify` compares gradients.
+        autocast: A dtype to autocast the forward to, such as torch.bfloat16, or a `torch.autocast(...)` context.
+        batch_norm: Statistics of BatchNorm layers: "exact", "micro" or "frozen"; see `UpdateOptions`.
+        on_nonfinite: Policy for an inf or nan in the gradient: "raise" (the default), "skip", "drop" or "ignore".
+        check: "first" checks, before the first update of a batch that is cut, that the losses of a few rows add up; `guard`
+            holds the result. "off" does not. `verify` compares gradients.
         on_update: A function, or a list of them, called with the result after each update that was applied.
-        options: All options as one value; keywords that are given win. The rarer ones (`clip_value`, `offload`, `on_empty`,
-            `reshard`, `prefetch`, `noise`, `sums`) may be given as keywords too.
+        options: All options as one value; single keywords win. The rarer options (`clip_value`, `offload`, `on_empty`,
+            `reshard`, `prefetch`, `noise`, `sums`) can also be given as keywords, and so can `observer`, a function that is
+            called with each stage of an update (`anybatch.stages`).
 
     Raises:
-        ExactnessError: If the loss of the whole batch is not the weighted mean of its parts. Nothing was changed.
-        NonFiniteError: If the gradient is not finite and `on_nonfinite` is "raise". Nothing was changed.
+        ArgumentsError: If an argument is missing or unknown.
+        UpdateError: If the parts do not belong together, such as an optimizer without the model's parameters.
+        LossError: If `objective` is not an objective.
 
     Example:
         >>> import torch
@@ -195,7 +200,8 @@ class Update:
         options: UpdateOptions | None = None,
         **more: Unpack[MoreOptions],
     ) -> None:
-        optimizer, scheduler = unwrapped_optimizer(optimizer, scaler), unwrapped_scheduler(scheduler)
+        check_wrapped_scaler(optimizer, scaler)
+        optimizer, scheduler = unwrapped(optimizer), unwrapped(scheduler)
         check_parts(model, optimizer, scaler, scheduler)
         spelled = {"clip_norm": clip_norm, "autocast": autocast, "batch_norm": batch_norm, "on_nonfinite": on_nonfinite}
         self.model = model
@@ -217,7 +223,7 @@ class Update:
         self._stepping = Stepping(optimizer)
         self._is_checked = check_of(check) == "off"
         self.guard = FirstBatchCheck(finding="off") if self._is_checked else PENDING
-        """The result of the check of the first batch."""
+        """Result of the check of the first batch."""
         self._is_first = True
 
     def __repr__(self) -> str:
@@ -225,12 +231,12 @@ class Update:
 
     @property
     def noise(self) -> "NoiseHistory | None":
-        """The record of gradient noise; None without `noise=`."""
+        """Record of the gradient noise; None without `noise=`."""
         return self.accumulator.noise
 
     @property
     def options(self) -> UpdateOptions:
-        """The options of this update, as one value."""
+        """Options of this update, as one value."""
         return self.accumulator.options
 
     @options.setter
@@ -241,7 +247,7 @@ class Update:
 
     @property
     def observer(self) -> Observer | None:
-        """The function that is called with the stages of an update."""
+        """Function that is called with each stage of an update."""
         return self.accumulator.observer
 
     @observer.setter
@@ -249,25 +255,31 @@ class Update:
         self.accumulator.observer = observer
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients this update clears and fills: the model's and the optimizer's."""
-        stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return list(dict.fromkeys([*self.model.parameters(), *stepped]))
+        """Return the parameters that this update zeroes: the model's and the optimizer's."""
+        return list(dict.fromkeys([*self.model.parameters(), *self._stepped()]))
 
     def __call__(self, batch: Batch) -> UpdateResult:
-        """Learn from one batch.
+        """Run one update: zero, accumulate, unscale, clip, step, schedule.
 
-        An exception before the step is done leaves weights, optimizer, scheduler, scaler and buffers as they were; Ctrl-C in
-        the step waits until all of it is done. An update that is not applied leaves them so too.
+        An exception leaves weights, optimizer, scheduler, scaler and buffers as they were, and so does an update that is not
+        applied. Ctrl-C in the optimizer's step takes effect after the step.
 
         Args:
-            batch: Any nesting of tensors that share their first dimension, or `MicroBatches`.
+            batch: Any nesting of tensors that share their first dimension, or `MicroBatches`. Micro-batches are moved to the
+                model's device one at a time.
 
         Returns:
-            The loss, gradient norm, units and metrics of the whole batch, and whether the step was applied.
+            Loss, gradient norm, units and metrics of the whole batch, and whether the step was applied.
+
+        Raises:
+            BatchError: If the rows of the batch cannot be counted.
+            ExactnessError: If the loss of the whole batch is not the weighted mean of its parts.
+            NonFiniteError: If the gradient is not finite and `on_nonfinite` is "raise".
+            MemoryLimitError: If memory runs out with a single row per micro-batch, or in the step.
         """
         if self._is_first or not self._is_checked:
             self._begin(batch)
-        accumulator = self.accumulator
+        accumulator, options = self.accumulator, self.accumulator.options
         events = events_for(accumulator.observer)
         before = accumulator.before_batch()
         buffers = before.buffers
@@ -277,16 +289,17 @@ class Update:
         try:
             self._zero(events)
             accumulated = accumulator.backward(batch, scaler=self.scaler, before=before)
-            del before  # its random state need not lie beside the step
+            del before  # frees its copy of the random state before the step
             retries = accumulated.retries
             stepped = self._stepped()
-            is_learnable = accumulated.has_gradient and not (accumulated.is_empty and self.options.on_empty == "skip")
+            is_learnable = accumulated.has_gradient and not (accumulated.is_empty and options.on_empty == "skip")
             if is_learnable and self._scale is not None:
                 change_gradients(self._scale.unscale, "unscaled")
             grad_norm = once_more(lambda: gradient_norm(stepped))
             is_finite = is_learnable and self._is_finite(grad_norm)
-            if is_learnable and not is_finite and self._raises():
-                accumulator.forget_batch(buffers)  # buffers may hold the nan that is looked for
+            # with a scaler, a gradient that is not finite is an overflow, which skips the update
+            if is_learnable and not is_finite and options.on_nonfinite == "raise" and self.scaler is None:
+                accumulator.forget_batch(buffers)  # the search must not start from buffers that hold nan
                 raise NonFiniteError(self._explain(batch, grad_norm))
             if is_finite:
                 self._clip(stepped, grad_norm, events)
@@ -300,8 +313,12 @@ class Update:
         finally:
             events.close()
             if not is_applied:
-                self._forget(buffers)
-        noise = accumulator.end_update(grad_norm, applied=is_applied)
+                if self._scale is not None:
+                    self._scale.forget()
+                accumulator.forget_batch(buffers)
+        noise = accumulator.noise
+        if noise is not None:
+            noise.add(grad_norm, applied=is_applied)
         result = UpdateResult(
             loss=accumulated.loss,
             grad_norm=grad_norm,
@@ -320,7 +337,7 @@ class Update:
         return result
 
     def _begin(self, batch: Batch) -> None:
-        """Check the parts before the first batch, and the loss before the first batch that is cut."""
+        """Check the loss's parameters before the first batch, and its values before the first batch that is cut."""
         if self._is_first:
             self._is_first = False
             check_loss_parameters(self.model, self.accumulator.objective, self._stepped())
@@ -329,12 +346,6 @@ class Update:
         if not self._is_checked:
             self.guard = check_first_batch(self.accumulator, batch)
             self._is_checked = self.guard is not PENDING
-
-    def _forget(self, buffers: Mapping[Any, Any]) -> None:
-        """Undo what a batch changes beside gradients, because its update was not applied."""
-        if self._scale is not None:
-            self._scale.forget()
-        self.accumulator.forget_batch(buffers)
 
     def _stepped(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -351,10 +362,6 @@ class Update:
             return True
         return math.isfinite(once_more(lambda: number_in(grad_norm)))
 
-    def _raises(self) -> bool:
-        """True if a gradient that is not finite is an error. With a scaler it is an overflow, which is none."""
-        return self.options.on_nonfinite == "raise" and self.scaler is None
-
     def _clip(self, stepped: list[nn.Parameter], grad_norm: Tensor, events: Events) -> None:
         clip_norm, clip_value = self.options.clip_norm, self.options.clip_value
         if clip_norm is None and clip_value is None:
@@ -363,7 +370,7 @@ class Update:
         if clip_norm is not None:
             change_gradients(lambda: clip_to_norm(stepped, clip_norm, grad_norm), "clipped")
         if clip_value is not None:
-            once_more(lambda: clip_to_value(stepped, clip_value))  # clamping twice is clamping once
+            once_more(lambda: clip_to_value(stepped, clip_value))  # idempotent, so it can be repeated
         events.end(Clip, grad_norm=grad_norm)
 
     def _step(self, stepped: list[nn.Parameter]) -> int:
@@ -373,7 +380,7 @@ class Update:
         return self._stepping.step(self.optimizer.step if self._scale is None else self._scale.step)
 
     def _follow_step(self, *, is_learnable: bool, is_finite: bool, is_applied: bool) -> None:
-        """Move the loss scale and the learning rate."""
+        """Update the loss scale and the learning rate."""
         if is_learnable and self._scale is not None:
             self._scale.update(is_applied=is_finite)
         if is_applied and self.scheduler is not None:
@@ -382,12 +389,9 @@ class Update:
     def _explain(self, batch: Batch, grad_norm: Tensor) -> str:
         names = {parameter: f"optimizer parameter {index}" for index, parameter in enumerate(self._stepped())}
         names |= {parameter: name for name, parameter in self.model.named_parameters()}
-        found = find_nonfinite(self.accumulator, batch, names)
-        where = (
+        where = find_nonfinite(self.accumulator, batch, names) or (
             f"the norm of the gradient is {grad_norm.item()}, but no micro-batch shows it when run again alone: a "
             "random draw, such as dropout, or a sum that overflowed"
-            if found is None
-            else found.where()
         )
         return (
             f"this update was not applied: {where}. Weights, optimizer and scheduler are as before. Look at those rows, or "
@@ -413,7 +417,7 @@ def callbacks_of(on_update: OnUpdate) -> tuple[UpdateCallback, ...]:
 
 
 def check_parts(model: nn.Module, optimizer: Any, scaler: object, scheduler: object) -> None:
-    """Refuse what is no optimizer, scaler or scheduler, or does not belong to the model."""
+    """Refuse arguments of a wrong type, and an optimizer of another model."""
     check_model(model)
     if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
         raise UpdateError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
@@ -440,7 +444,7 @@ def check_parts(model: nn.Module, optimizer: Any, scaler: object, scheduler: obj
 
 
 def check_loss_parameters(model: nn.Module, objective: Objective | Coupled, stepped: Collection[nn.Parameter]) -> None:
-    """Refuse a loss with a parameter that gets gradients and never moves, because the optimizer does not hold it."""
+    """Refuse a loss with a parameter that requires a gradient and is not in the optimizer."""
     held = {*model.parameters(), *stepped}
     named = objective.loss.named_parameters() if isinstance(objective.loss, nn.Module) else ()
     names = {parameter: name for name, parameter in named}
@@ -454,117 +458,74 @@ def check_loss_parameters(model: nn.Module, objective: Objective | Coupled, step
             )
 
 
-OPTIMIZERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "optimizer", "_FabricOptimizer": "optimizer"}
-"""By class, where the optimizer is. They step only when their framework's own counter of micro-batches says so."""
-SCHEDULERS = {"AcceleratedScheduler": "scheduler"}
-"""By class, where the scheduler is. Accelerate's steps once per process, and not where it thinks that a step was skipped."""
-REFUSED = ("DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper", "DeepSpeedEngine")
-"""Their step belongs to an engine that accumulates by itself."""
+_WRAPPERS = {
+    "AcceleratedOptimizer": "optimizer",
+    "LightningOptimizer": "optimizer",
+    "_FabricOptimizer": "optimizer",
+    "AcceleratedScheduler": "scheduler",
+}
+"""Attribute that holds the torch object, by class name, because these frameworks are not imported.
+
+They step only when their framework's own counter of micro-batches says so; Accelerate's scheduler steps once per process.
+"""
+_REFUSED = {"DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper", "DeepSpeedEngine"}
 
 
-def unwrapped_optimizer(optimizer: Any, scaler: GradScaler | None) -> Any:
-    """The optimizer itself. Accelerate's may hold a loss scale, which the update has to know of."""
-    own_scaler = getattr(optimizer, "scaler", None) if _kind(optimizer, OPTIMIZERS) else None
-    if own_scaler is not None and scaler is None:
+def unwrapped(part: Any) -> Any:
+    """Return the torch optimizer or scheduler inside the wrappers of a framework."""
+    while True:
+        names = [base.__name__ for base in type(part).__mro__]
+        if not _REFUSED.isdisjoint(names):
+            raise UpdateError(
+                f"{type(part).__name__} steps when DeepSpeed's engine says so, which accumulates by itself: updates in between "
+                "would do nothing. Give Update a plain torch model and optimizer: "
+                "Update(model, torch.optim.AdamW(model.parameters()), ...)."
+            )
+        attribute = next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
+        if attribute is None:
+            return part
+        part = getattr(part, attribute)
+
+
+def check_wrapped_scaler(optimizer: Any, scaler: GradScaler | None) -> None:
+    """Refuse a wrapper that scales the loss by itself, if `Update` does not get its scaler."""
+    if unwrapped(optimizer) is not optimizer and getattr(optimizer, "scaler", None) is not None and scaler is None:
         raise UpdateError(
             f"this {type(optimizer).__name__} scales its loss (mixed_precision='fp16'), and an update has to unscale once, "
             "after the last micro-batch. Give the scale to Update too: Update(..., scaler=accelerator.scaler)."
         )
-    return _inside(optimizer, OPTIMIZERS)
 
 
-def unwrapped_scheduler(scheduler: Any) -> Any:
-    """The scheduler itself, which an update steps once, however many processes there are."""
-    return _inside(scheduler, SCHEDULERS)
+def find_nonfinite(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Parameter, str]) -> str | None:
+    """Run each micro-batch again, alone, and name the first that is not finite, in words; None if all are.
 
-
-def _inside(wrapped: Any, known: dict[str, str]) -> Any:
-    _check(wrapped)
-    while (kind := _kind(wrapped, known)) is not None:
-        wrapped = getattr(wrapped, known[kind])
-        _check(wrapped)
-    return wrapped
-
-
-def _kind(thing: Any, known: dict[str, str]) -> str | None:
-    """Which of the known classes this is, or is derived from; by name, because none of the frameworks is imported here."""
-    return next((base.__name__ for base in type(thing).__mro__ if base.__name__ in known), None)
-
-
-def _check(thing: Any) -> None:
-    if any(base.__name__ in REFUSED for base in type(thing).__mro__):
-        raise UpdateError(
-            f"{type(thing).__name__} steps when DeepSpeed's engine says so, which accumulates by itself: updates in between "
-            "would do nothing. Give Update a plain torch model and optimizer: "
-            "Update(model, torch.optim.AdamW(model.parameters()), ...)."
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NonFinite:
-    """The first micro-batch whose loss or gradient is not finite, seen when each was run again alone."""
-
-    micro_batch: int
-    num_micro_batches: int
-    loss: float
-    parameter: str | None
-    """The first parameter with a gradient that is not finite; None where the gradients are finite and the loss is not."""
-    rank: int | None = None
-    """Whose micro-batch it is; None in one process, and where the gradient of all ranks' micro-batches shows it alone."""
-
-    def where(self) -> str:
-        """What is not finite, and where it was first seen, in words."""
-        what = "the loss" if self.parameter is None else f"the gradient of {self.parameter!r}"
-        whose = "" if self.rank is None else f" of rank {self.rank}"
-        return (
-            f"{what} is not finite, first in micro-batch {self.micro_batch} of {self.num_micro_batches}{whose} "
-            f"(counted from 0), whose loss is {self.loss:.6g}"
-        )
-
-
-def find_nonfinite(accumulator: Accumulator, batch: Batch, names: Mapping[nn.Parameter, str]) -> NonFinite | None:
-    """Run each micro-batch again, alone, until one is not finite; None if all are (a random draw, a sum that overflowed).
-
-    `.grad` is left alone. Ranks look together, and all get the same answer. A coupled loss is computed of the rows of each
-    micro-batch by themselves.
+    `.grad` is restored. All ranks take part and return the same. A coupled loss is computed over the rows of each micro-batch.
     """
     plan, _, tools = accumulator.prepare(batch, given=OneByOne(accumulator.objective.whole()))
     gradients = GradientSum(names)
-    # sharded gradients can be seen only when they are synchronised, by all ranks at once
-    is_seen_together = accumulator.parallelism.needs_equal_passes
-    found: NonFinite | None = None
+    # sharded gradients are complete only after they are reduced over ranks
+    is_sharded = accumulator.parallelism.needs_equal_passes
+    found: tuple[int, bool, str] | None = None
     with gradients.undone(), NOTHING if accumulator.norms is None else accumulator.norms.alone():
         for one in plan.passes:
-            with tools.sync.around_pass(is_last=is_seen_together):
-                loss, *_ = tools.loss_of(plan, one)
-                loss.backward()
-            if found is None and one.reports:
-                found = _look(plan, one, tools, loss.detach().item(), names, is_seen_together=is_seen_together)
-            if found is not None and not is_seen_together:
+            with tools.sync.around_pass(is_last=is_sharded):
+                root, *_ = tools.loss_of(plan, one)
+                root.backward()
+            loss = root.detach().item()
+            bad = next((name for parameter, name in names.items() if not all_finite([parameter.grad])), None)
+            if found is None and one.reports and (bad is not None or not math.isfinite(loss)):
+                what = "the loss" if bad is None else f"the gradient of {bad!r}"
+                # a reduced gradient does not tell which rank's rows made it so
+                is_rank_known = tools.ranks.size > 1 and not (is_sharded and math.isfinite(loss))
+                rank = f" of rank {tools.ranks.rank}" if is_rank_known else ""
+                where = (
+                    f"{what} is not finite, first in micro-batch {one.micro_batch} of {plan.num_own}{rank} "
+                    f"(counted from 0), whose loss is {loss:.6g}"
+                )
+                found = one.micro_batch, not is_rank_known, where
+            if found is not None and not is_sharded:
                 break
             gradients.zero()
-    tools.sync.reset()  # nothing of this is summed over ranks
+    tools.sync.reset()  # these gradients are not reduced over ranks
     every = [one for one in tools.ranks.gather_objects(found) if one is not None]
-    return min(every, key=lambda one: (one.micro_batch, one.rank is None)) if every else None
-
-
-def _look(
-    plan: BatchPlan,
-    one: Pass,
-    tools: Tools,
-    loss: float,
-    names: Mapping[nn.Parameter, str],
-    *,
-    is_seen_together: bool,
-) -> NonFinite | None:
-    bad = next((name for parameter, name in names.items() if not all_finite([parameter.grad])), None)
-    if bad is None and math.isfinite(loss):
-        return None
-    is_known = tools.ranks.size > 1 and not (is_seen_together and math.isfinite(loss))
-    return NonFinite(
-        micro_batch=one.micro_batch,
-        num_micro_batches=plan.num_own,
-        loss=loss,
-        parameter=bad,
-        rank=tools.ranks.rank if is_known else None,
-    )
+    return min(every, key=lambda one: one[:2])[2] if every else None
