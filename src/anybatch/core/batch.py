@@ -1,10 +1,10 @@
-"""Batches: their leaves and rows; taking, splitting and joining rows; moving them to a device.
+"""Batches: count, take, split and join their rows, and move them to a device.
 
-Rows are dim 0 of every tensor and array; None, numbers, strings, 0-dim tensors and other single objects go along whole.
-A list of strings, numbers or other single objects has one per row, and so has a `SampleList`. Any other list inside a batch
-holds one object per row if it is as long as the batch and cannot be read as columns of that many rows, else columns.
-A batch that is itself a list of like samples with arrays is one sample per row; `BatchError` is raised where it, or a list
-inside, may as well be columns.
+Rows are dim 0 of every tensor and array. None, numbers, strings, 0-dim tensors and other single objects belong to no row, and
+every micro-batch gets them. A list of strings, numbers or other single objects has one per row, and so has a `SampleList`.
+Any other list inside a batch has one object per row if it is as long as the batch and cannot be columns of that many rows;
+else it holds columns. A batch that is itself a list of similar samples with arrays has one sample per row. `BatchError` is
+raised if a list can be read both ways.
 """
 
 import copy
@@ -22,10 +22,10 @@ Batch = Any
 """Any nesting of tensors, tuples, lists, dicts, NamedTuples, dataclasses and mappings such as BatchEncoding."""
 
 NamedPart = tuple[str, Any]
-"""How a child is reached, as Python would spell it (`['labels']`, `[0]`, `.mask`), and the child."""
+"""Path to a child, in Python syntax (`['labels']`, `[0]`, `.mask`), and the child."""
 
 IsLeaf = Callable[[str, Any], bool]
-"""(path, value) -> True where a walk must not look into `value`, though it is a container."""
+"""(path, container) -> True if a walk must not descend into it."""
 
 RowNumbers = slice | Tensor
 """Rows to take: a slice (tensors become views) or a 1-D integer tensor (rows are copied)."""
@@ -35,7 +35,7 @@ RowNumbers = slice | Tensor
 
 
 def leaves(batch: Batch, is_leaf: IsLeaf | None = None, path: str = "") -> Iterator[NamedPart]:
-    """Yield (path, leaf) of everything that holds nothing, in order, and of containers where `is_leaf(path, container)`.
+    """Yield (path, leaf) of every object that is no container, in order, and of containers with `is_leaf(path, container)`.
 
     >>> [path for path, _ in leaves({"x": 1, "pair": (2, [3])})]
     ["['x']", "['pair'][0]", "['pair'][1][0]"]
@@ -49,7 +49,7 @@ def leaves(batch: Batch, is_leaf: IsLeaf | None = None, path: str = "") -> Itera
 
 
 def map_leaves(batch: Batch, change: Callable[[str, Any], Any], is_leaf: IsLeaf | None = None, path: str = "") -> Batch:
-    """Return the same nesting around `change(path, leaf)` of each of its `leaves`."""
+    """Return the same nesting with `change(path, leaf)` in place of each of its `leaves`."""
     held = None if is_leaf is not None and is_leaf(path, batch) else children(batch)
     if not held:
         return change(path, batch)
@@ -57,7 +57,7 @@ def map_leaves(batch: Batch, change: Callable[[str, Any], Any], is_leaf: IsLeaf 
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Return the same nesting with every tensor changed; everything else goes along as it is."""
+    """Return the same nesting with `change(tensor)` in place of every tensor."""
     return map_leaves(batch, lambda _, leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
@@ -67,7 +67,7 @@ def tensors(batch: Batch) -> Iterator[Tensor]:
 
 
 def children(value: Batch) -> list[NamedPart] | None:
-    """List what a container holds, in order; None where `value` is no container."""
+    """List the children of a container, in order; None if `value` is no container."""
     if isinstance(value, Tensor):
         return None
     if is_sequence(value):
@@ -89,23 +89,23 @@ def rebuild(value: Batch, contents: list[Any]) -> Batch:
         return dict(zip(value, contents, strict=True))
     clone = copy.copy(value)
     if dataclasses.is_dataclass(value):
-        # not dataclasses.replace: it refuses fields with init=False and runs __post_init__ on cut data
+        # dataclasses.replace would refuse fields with init=False, and run __post_init__
         assign = object.__setattr__ if value.__dataclass_params__.frozen else setattr  # type: ignore[union-attr]
         for field, content in zip(dataclasses.fields(value), contents, strict=True):
             assign(clone, field.name, content)
     else:
-        # copy and update keeps what a mapping type carries beside its items, as torch's own collate does
+        # keeps the other attributes of a mapping type, as torch's collate does
         clone.update(zip(value, contents, strict=True))
     return clone
 
 
 def is_array(value: object) -> bool:
-    """True for tensors and NumPy arrays; dim 0, if there is one, is the rows."""
+    """Return True for tensors and NumPy arrays."""
     return isinstance(value, Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "shape"))
 
 
 def is_sequence(value: object) -> bool:
-    """True for plain tuples and lists, the containers that may also be one object per row."""
+    """Return True for tuples and lists other than NamedTuples and sizes: they may hold one object per row."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)
 
 
@@ -113,10 +113,20 @@ def is_sequence(value: object) -> bool:
 
 
 def num_rows(batch: Batch) -> int:
-    """Count the rows that every leaf of `batch` agrees on, at least 1.
+    """Count the rows of a batch.
 
-    >>> num_rows({"x": torch.zeros(4, 3), "text": ["a", "b", "c", "d"], "scale": 0.5})
-    4
+    Args:
+        batch: Any nesting of tensors that share their first dimension.
+
+    Returns:
+        The number of rows that every leaf agrees on, at least 1.
+
+    Raises:
+        BatchError: If leaves disagree, or there are no rows.
+
+    Example:
+        >>> num_rows({"x": torch.zeros(4, 3), "text": ["a", "b", "c", "d"], "scale": 0.5})
+        4
     """
     count = _rows_of_columns(batch)
     if count > 0:
@@ -125,10 +135,17 @@ def num_rows(batch: Batch) -> int:
 
 
 def rows(batch: Batch) -> int:
-    """Units of a loss that averages over rows: the number of rows.
+    """Count the units of a loss that averages over rows: `Objective(loss, units=rows)`.
 
-    >>> rows((torch.zeros(5, 2), torch.zeros(5)))
-    5
+    Args:
+        batch: Any nesting of tensors that share their first dimension.
+
+    Returns:
+        The number of rows.
+
+    Example:
+        >>> rows((torch.zeros(5, 2), torch.zeros(5)))
+        5
     """
     return num_rows(batch)
 
@@ -136,7 +153,7 @@ def rows(batch: Batch) -> int:
 def rows_to_cut(batch: Batch) -> int:
     """Count the rows of a whole batch, and refuse lists inside it that can be read in two ways.
 
-    Not for micro-batches that were cut here: lists that were cut by rows are marked, and all others were columns.
+    Not for micro-batches: in them, lists of rows are marked, and all others are columns.
     """
     count = _rows_of_columns(batch)
     if count > 0:
@@ -147,7 +164,7 @@ def rows_to_cut(batch: Batch) -> int:
         return count
     lengths = {length for _, length in _lists_alone(batch)}
     has_mappings = any(isinstance(column[0], Mapping) for _, column in children(batch) or ()) if lengths else False
-    # two tensors in each list are pairs of columns; dicts, such as the targets of detection, are not, however few
+    # two tensors per list are a pair of columns; two dicts, such as targets of detection, are not
     if len(lengths) == 1 and lengths != {count} and (max(lengths) > 2 or has_mappings):
         raise _two_readings("the lists of this batch", lengths.pop(), count)
     is_per_row = per_row_lists(count)
@@ -172,7 +189,7 @@ def _two_readings(what: str, length: int, count: int) -> BatchError:
 
 
 def _rows_of_columns(batch: Batch) -> int:
-    """Count the rows of a tensor, or of a plain tuple, list or dict of tensors, the most frequent batches; else 0."""
+    """Count the rows of a tensor, or of a tuple, list or dict of tensors, the most frequent batches; return 0 for others."""
     columns = (batch,) if isinstance(batch, Tensor) else batch.values() if type(batch) is dict else batch
     if type(columns) is not tuple and type(batch) is not dict and (type(columns) is not list or len(columns) > 2):
         return 0  # a longer list may hold samples
@@ -181,12 +198,12 @@ def _rows_of_columns(batch: Batch) -> int:
 
 
 def _count_leaves(batch: Batch) -> int:
-    # first the leaves that can be read in one way only: those not inside a nested list or tuple
+    # leaves outside of nested lists and tuples can be read in one way only
     counts = _counts(batch, lambda path, value: is_sequence(value) and (path != "" or holds_objects(value)))
     if not counts:
         counts = _counts(batch, lambda _, value: is_sequence(value) and (is_marked(value) or holds_objects(value)))
         if len({count for _, count in counts}) > 1:
-            # tuple(zip(*samples)): lists with an object per row each, which as columns disagree
+            # tuple(zip(*samples)): each list has one object per row
             counts = _lists_alone(batch) or counts
     if not counts:
         described = f"{type(batch).__name__} {batch!r}"[:80]
@@ -227,14 +244,14 @@ def _counts(batch: Batch, is_leaf: IsLeaf) -> list[tuple[str, int]]:
 
 
 def _lists_alone(batch: Batch) -> list[tuple[str, int]]:
-    """List (path, length) of the lists of a batch that holds two or more of them and nothing else, each of like objects."""
+    """List (path, length) of the lists of a batch that holds only lists, two or more, each of similar objects."""
     held = children(batch) or []
     is_all = len(held) > 1 and all(is_sequence(child) and child and are_alike(child) for _, child in held)
     return [(step, len(child)) for step, child in held] if is_all else []
 
 
 def _check_sequences(batch: Batch, count: int) -> None:
-    """Check that nested lists that were passed over in counting agree in one of their two readings."""
+    """Check that nested lists, which counting skipped, agree with `count` in one of their two readings."""
     is_per_row, containers = per_row_lists(count), dict[str, Any]()
 
     def is_leaf(path: str, value: Any) -> bool:
@@ -255,22 +272,33 @@ def _check_sequences(batch: Batch, count: int) -> None:
 
 
 def read(batch: Batch) -> Batch:
-    """Return the batch, marked where it is a list of samples."""
+    """Return the batch, marked if it is a list of samples."""
     return as_samples(batch) if _rows_of_columns(batch) == 0 and holds_samples(batch) else batch
 
 
 def take_rows(batch: Batch, row_numbers: RowNumbers | list[int]) -> Batch:
-    """Return the same nesting with only these rows, in this order.
+    """Take some rows of a batch.
 
-    >>> take_rows({"x": torch.arange(4), "name": ["a", "b", "c", "d"]}, [2, 0])
-    {'x': tensor([2, 0]), 'name': ['c', 'a']}
+    Args:
+        batch: Any nesting of tensors that share their first dimension.
+        row_numbers: A slice, for which tensors become views, or a list or tensor of row numbers, which are copied.
+
+    Returns:
+        The same nesting with only these rows, in this order.
+
+    Raises:
+        BatchError: If the rows of the batch cannot be counted.
+
+    Example:
+        >>> take_rows({"x": torch.arange(4), "name": ["a", "b", "c", "d"]}, [2, 0])
+        {'x': tensor([2, 0]), 'name': ['c', 'a']}
     """
     chosen = torch.tensor(row_numbers, dtype=torch.long) if isinstance(row_numbers, list) else row_numbers
     return take(read(batch), chosen, rows_to_cut(batch))
 
 
 def take(batch: Batch, chosen: RowNumbers, count: int) -> Batch:
-    """Like `take_rows`, for a batch whose rows have been counted already, and which is marked if it is a list of samples."""
+    """Take rows of a batch that `read` returned and that has `count` rows."""
     return map_leaves(batch, lambda _, leaf: _take_leaf(leaf, chosen), per_row_lists(count))
 
 
@@ -290,9 +318,9 @@ def _take_leaf(leaf: Any, chosen: RowNumbers) -> Any:
 
 
 def split_rows(batch: Batch, sizes: list[int]) -> list[Batch]:
-    """Cut into consecutive rows, `sizes` of them at a time; tensors into views. The sizes add up to the number of rows."""
+    """Split a batch into parts of `sizes` consecutive rows, which add up to all rows. Tensors become views."""
     stops = list(accumulate(sizes))
-    if _rows_of_columns(batch) > 0:  # nothing to read: a tensor, or a container of tensors
+    if _rows_of_columns(batch) > 0:  # a tensor, or a container of tensors
         if isinstance(batch, Tensor):
             return _split_leaf(batch, stops)
         columns = [_split_leaf(child, stops) for _, child in children(batch) or ()]
@@ -316,10 +344,10 @@ def _split_leaf(leaf: Any, stops: list[int]) -> list[Any]:
 
 
 def join_rows(parts: Sequence[Batch]) -> Batch:
-    """Join the rows of all parts, in order, into one nesting; autograd sees through it.
+    """Join the rows of all parts, in order, into one nesting. Differentiable.
 
-    Tensors are concatenated along dim 0, lists of per-row objects one after the other. A 0-dim tensor or a single object
-    belongs to no row: it must be the same in every part, and the last part's stands for all.
+    Tensors are concatenated along dim 0, and so are lists of per-row objects. A 0-dim tensor or a single object belongs to no
+    row and must be equal in every part.
 
     >>> join_rows([{"x": torch.tensor([1, 2]), "id": ["a", "b"]}, {"x": torch.tensor([3]), "id": ["c"]}])
     {'x': tensor([1, 2, 3]), 'id': ['a', 'b', 'c']}
@@ -328,7 +356,7 @@ def join_rows(parts: Sequence[Batch]) -> Batch:
 
 
 def reorder_rows(batch: Batch, order: Sequence[int]) -> Batch:
-    """Reorder the rows of a batch that `join_rows` made; autograd sees through it.
+    """Reorder the rows of a batch that `join_rows` made. Differentiable.
 
     >>> reorder_rows({"x": torch.tensor([1, 2]), "id": ["a", "b"], "scale": 2.0}, [1, 0])
     {'x': tensor([2, 1]), 'id': ['b', 'a'], 'scale': 2.0}
@@ -377,7 +405,7 @@ def _join_tensors(parts: list[Batch], path: str) -> Tensor:
 
 
 def _single(parts: list[Batch], path: str) -> Batch:
-    """Return what belongs to no row, and must be the same in every part."""
+    """Return a value that belongs to no row, and must be equal in every part."""
     last = parts[-1]
     for number, part in enumerate(parts):
         if isinstance(last, Tensor) and isinstance(part, Tensor):
@@ -393,7 +421,7 @@ def _single(parts: list[Batch], path: str) -> Batch:
 
 
 def _is_joined_list(value: Batch) -> bool:
-    """True for marked lists, and for lists of strings, numbers and other single objects: one per row."""
+    """Return True for lists with one object per row: marked ones, and those of strings, numbers and the like."""
     if is_marked(value) or not is_sequence(value) or len(value) == 0:
         return is_marked(value)
     return all(not isinstance(item, Tensor) and children(item) is None for item in value)
@@ -403,17 +431,17 @@ def _is_joined_list(value: Batch) -> bool:
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
-    """Move every tensor to `device`; tensors that are there already are not copied."""
+    """Move every tensor to `device`."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def tensor_on(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Make a tensor on `device` without waiting for it, as `torch.tensor(numbers, device=device)` would."""
+    """Make a tensor on `device` without waiting for the device, unlike `torch.tensor(numbers, device=device)`."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def rows_first(batch: Batch, dim: int) -> Batch:
-    """View the tensors with their dim `dim` as dim 0; those with fewer dims have their rows there already.
+    """Move dim `dim` of every tensor to dim 0, as a view; tensors with fewer dims have their rows there already.
 
     >>> [tuple(tensor.shape) for tensor in rows_first((torch.zeros(7, 4, 3), torch.zeros(4)), 1)]
     [(4, 7, 3), (4,)]
@@ -422,14 +450,14 @@ def rows_first(batch: Batch, dim: int) -> Batch:
 
 
 def rows_in_dim(batch: Batch, dim: int) -> Batch:
-    """Invert `rows_first`; the tensors are contiguous, because models take .view() of what they are given."""
+    """Invert `rows_first`. Tensors are made contiguous, because models call .view() on them."""
     return map_tensors(batch, lambda tensor: tensor.movedim(0, dim).contiguous() if tensor.dim() > dim else tensor)
 
 
 def check_row_dim(model: nn.Module, batch: Batch) -> None:
-    """Refuse a batch cut along dim 0 where dim 1 may be the rows: the model takes time first, and both dims agree."""
+    """Refuse a batch cut along dim 0 if dim 1 may be the rows: the model takes time first, and all leaves agree on both."""
     if isinstance(batch, Mapping) and "attention_mask" in batch:
-        return  # rows x tokens, as every tokenizer has it
+        return  # tokenizers return rows x tokens
     layers = (
         f"{name} ({type(module).__name__})" for name, module in model.named_modules() if _takes_time_first(module)
     )
@@ -457,12 +485,18 @@ def _takes_time_first(module: nn.Module) -> bool:
 
 
 class SampleList(list[Any]):
-    """A list with one sample per row: as a `collate_fn` it says so, whatever the samples look like.
+    """A list with one sample per row, for batches that could also be read as a list of columns.
 
-    >>> from anybatch import num_rows
-    >>> import torch
-    >>> num_rows(SampleList([torch.zeros(12), torch.zeros(12), torch.zeros(12)]))
-    3
+    Use it as a `collate_fn`, or for a list inside a batch.
+
+    Args:
+        iterable: The samples, as for `list`.
+
+    Example:
+        >>> from anybatch import num_rows
+        >>> import torch
+        >>> num_rows(SampleList([torch.zeros(12), torch.zeros(12), torch.zeros(12)]))
+        3
     """
 
 
@@ -471,12 +505,11 @@ class SampleTuple(tuple[Any, ...]):
 
 
 def is_marked(sequence: Batch) -> bool:
-    """True for a list or tuple that says itself that it holds one sample per row."""
     return isinstance(sequence, SampleList | SampleTuple)
 
 
 def as_samples(sequence: Any) -> Any:
-    """Mark a list or tuple as one sample per row: cut into shorter ones, it must not be read anew."""
+    """Mark a list or tuple as one sample per row, so that its parts are not read as columns."""
     if is_marked(sequence) or not is_sequence(sequence) or holds_objects(sequence):
         return sequence
     if type(sequence) is list:
@@ -485,24 +518,24 @@ def as_samples(sequence: Any) -> Any:
 
 
 def per_row_lists(count: int) -> IsLeaf:
-    """Tell lists with one object per row from containers, in a batch of `count` rows that is marked if it is samples."""
+    """Return a function that is True for lists with one object per row, in a batch of `count` rows that `read` returned."""
 
     def is_leaf(path: str, value: Any) -> bool:
         if not is_sequence(value):
             return False
         if is_marked(value) or holds_objects(value):
             return True
-        # the batch itself may be as long as it has rows, and is columns all the same
+        # the batch itself holds columns, even if it has as many as rows
         if not path or len(value) != count:
             return False
-        # [[1, 2], [3, 4]] beside two rows: with no tensor inside, one list per row is the likelier meaning
+        # [[1, 2], [3, 4]] in a batch of two rows: without a tensor inside, it is one list per row
         return not _are_columns(value, count) or (not has_array(value) and any(item is not None for item in value))
 
     return is_leaf
 
 
 def holds_objects(sequence: Any) -> bool:
-    """True for a list of strings, numbers or other single objects: one per row, whatever else the batch holds."""
+    """Return True for a list of strings, numbers or other single objects, which is always one per row."""
     has_object = False
     for item in sequence:
         if is_array(item) or children(item) is not None:
@@ -512,7 +545,7 @@ def holds_objects(sequence: Any) -> bool:
 
 
 def _are_columns(batch: Batch, count: int) -> bool:
-    """True if every leaf inside has `count` rows in one of its readings."""
+    """Return True if every leaf inside has `count` rows in one of its readings."""
 
     def is_leaf(path: str, value: Any) -> bool:
         return is_sequence(value) and (holds_objects(value) or (path != "" and len(value) == count))
@@ -526,9 +559,9 @@ def _are_columns(batch: Batch, count: int) -> bool:
 
 
 def holds_samples(batch: Batch) -> bool:
-    """True for a batch that is a list of samples, one per row; raise where it may as well be columns.
+    """Return True for a batch that is a list of samples, one per row; raise if it can also be read as columns.
 
-    A tuple is read as columns, unless it holds like records, such as (image, label), with numbers in them.
+    A tuple holds columns, unless it holds similar records with numbers in them, such as (image, label).
     """
     if is_marked(batch):
         return True
@@ -536,23 +569,23 @@ def holds_samples(batch: Batch) -> bool:
         return False
     first = batch[0]
     collated = list(_collated_leaves(batch))
-    # collation leaves no number as it is
+    # collation makes tensors of numbers
     is_collated = all(_are_strings(leaf) or (is_array(leaf) and len(leaf.shape) > 0) for leaf in collated)
-    # members that differ in kind, such as (image, label), make a record, not a list of rows
+    # members of different kinds, such as (image, label), make a record, not a list of rows
     is_record = len({_kind(child) for _, child in children(first) or ()}) > 1
     if type(batch) is tuple:
         return is_record and not is_collated
     if not is_collated or (is_record and type(first) is tuple):
         return True
     columns = _rows_as_columns(batch)
-    # a mapping of matrices is rows x tokens: a sample by itself has the tokens alone
+    # a mapping of matrices is rows x tokens; one sample is a mapping of vectors
     is_encoding = isinstance(first, Mapping) and all(is_array(held) and len(held.shape) > 1 for held in first.values())
     is_column = is_array(first) or is_encoding
     if columns == 0 and not is_column:
         return True
     if columns > 0 and is_column and len(batch) <= 2:
-        return False  # as default_collate makes them of one tensor or encoding per sample, and of pairs of them
-    # tensors of different lengths are refused too: the next two that are equally long would be read as columns
+        return False  # default_collate returns these for samples of one or two tensors or encodings
+    # tensors of different lengths are refused too: two that happen to be equally long would be read as columns
     lengths = list(dict.fromkeys(map(len, collated)))
     written = ", ".join(map(str, lengths[:4])) + (", ..." if len(lengths) > 4 else "")
     sizes = f"of {columns} rows each" if columns else f"that disagree on their rows ({written})"
@@ -565,17 +598,17 @@ def holds_samples(batch: Batch) -> bool:
 
 
 def has_array(batch: Batch) -> bool:
-    """True if there is a tensor or array of one or more dims anywhere inside."""
+    """Return True if there is a tensor or array of one or more dims anywhere inside."""
     return any(is_array(leaf) and len(leaf.shape) > 0 for _, leaf in leaves(batch))
 
 
 def are_alike(sequence: Any) -> bool:
-    """True for objects of one kind: the same type, keys, dtypes and numbers of dims, whatever their lengths."""
+    """Return True for objects with the same type, keys, dtypes and numbers of dims; lengths may differ."""
     return len({_kind(item) for item in sequence}) == 1
 
 
 def _kind(value: Batch) -> object:
-    """Return a value that is equal for samples of one dataset, whatever their lengths."""
+    """Return a key that is equal for samples of one dataset."""
     if is_array(value):
         return "array", str(value.dtype), len(value.shape)
     held = children(value)
@@ -587,7 +620,7 @@ def _kind(value: Batch) -> object:
 
 
 def _collated_leaves(batch: Batch) -> Iterator[Any]:
-    """Yield the leaves other than None; lists of strings, which collation leaves as they are, are leaves."""
+    """Yield the leaves other than None; a list of strings, which collation does not change, is one leaf."""
     return (leaf for _, leaf in leaves(batch, lambda _, value: _are_strings(value)) if leaf is not None)
 
 
@@ -596,7 +629,7 @@ def _are_strings(value: Batch) -> bool:
 
 
 def _rows_as_columns(batch: Any) -> int:
-    """Count the rows that a list of like, collated things has if they are columns; 0 if they cannot be."""
+    """Count the rows of a list of similar, collated objects, read as columns; 0 if they cannot be columns."""
     sizes = [[len(leaf) for leaf in _collated_leaves(item)] for item in batch]
     if len({size for own in sizes for size in own}) == 1:
         return sizes[0][0]

@@ -22,7 +22,7 @@ from anybatch.core.splits import (
     size_that_ran,
     smaller,
 )
-from anybatch.errors import BatchError, MemoryLimitError, user_stacklevel
+from anybatch.errors import MemoryLimitError, user_stacklevel
 
 EVERY = 10
 """Micro-batches double after this many batches that fit; after half as many, once the size that failed may be tried."""
@@ -131,7 +131,7 @@ class Cutting:
     ) -> bool:
         """Use smaller micro-batches than `ran` from now on; if no rank can, return False, or raise if `is_last`."""
         is_given = isinstance(batch.batch if isinstance(batch, Dealt) else batch, MicroBatches)
-        before, size = self.split, None if ran is None or is_given else _size(self.split, ran)
+        before, size = self.split, None if ran is None or is_given else size_that_ran(self.split, ran)
         bound = 0 if size is None else before.bound
         found = None if ran is None else smaller(self._given if is_given else self.split, ran)
         if not ranks.any(found is not None):
@@ -167,7 +167,9 @@ class Cutting:
         """Grow micro-batches, if they are due, after a batch that fitted at once."""
         if self._asked is None or ran is None or len(ran) == 1:
             return
-        size = self.split.bound or _size(self.split, ran)  # a split that tunes may run smaller ones than its bound
+        size = self.split.bound or size_that_ran(
+            self.split, ran
+        )  # a split that tunes may run smaller ones than its bound
         following = 0 if size is None else self._regrowth.succeed(size, self._free)
         if size is not None and following > size and self._grow(self._asked, following):
             events.begin(Resize)
@@ -186,20 +188,13 @@ class Cutting:
 
     def _as_before(self, split: Split, ran: MicroBatches | None) -> None:
         """Return to `split`, which cut `ran`: a batch that fits in no size says nothing about sizes."""
-        size = None if ran is None else _size(split, ran)
+        size = None if ran is None else size_that_ran(split, ran)
         resized = split.resized
         # a split that changes itself gets its former size back
         self.split = resized(size) if split is self.split and resized is not None and size is not None else split
         if self._asked is split:
             self._asked = None
             self._regrowth.arrive()
-
-
-def _size(split: Split, ran: MicroBatches) -> int | None:
-    try:
-        return size_that_ran(split, ran)
-    except BatchError:
-        return None  # micro-batches from the user, whose rows cannot be counted
 
 
 def _least(ran: MicroBatches) -> str:

@@ -1,8 +1,8 @@
-"""The engine: runs a plan, leaves its gradient in `.grad`, and returns the loss, units and metrics of the whole batch."""
+"""Runs a plan: leaves its gradient in `.grad`, and returns the loss, units and metrics of the whole batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, pairwise
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from anybatch.errors import MemoryLimitError, ParallelError, first_line
 
 
 class Ahead:
-    """Prefetching: the next micro-batch is copied on a stream of its own while one runs. Two take memory at a time."""
+    """Prefetching: the next micro-batch is copied on a side stream while one runs. Two are in memory at a time."""
 
     def __init__(self, plan: BatchPlan, device: torch.device) -> None:
         self._cut = plan.cut
@@ -44,7 +44,7 @@ class Ahead:
             now = torch.accelerator.current_stream(device)
             now.wait_stream(self._stream)
             for tensor in tensors(there):
-                tensor.record_stream(now)  # its memory is the other stream's, which must not use it again before
+                tensor.record_stream(now)  # the side stream owns its memory, and must not reuse it earlier
         following = self._following.get(index)
         if following is not None and all(tensor.is_pinned() for tensor in tensors(self._cut[following])):
             with self._stream:
@@ -54,7 +54,7 @@ class Ahead:
 
 @cache
 def _side_stream(device: torch.device) -> torch.Stream:
-    """Return one stream per device, because torch's allocator keeps the memory of every stream apart."""
+    """Return one stream per device, because torch's allocator does not share memory between streams."""
     return torch.Stream(device)
 
 
@@ -65,7 +65,7 @@ class ForwardPass:
     model: nn.Module
     compute: Callable[[nn.Module, Batch], Any]
     device: torch.device | None = None
-    """The device to move micro-batches to; None if they are there, or parameters are spread over devices."""
+    """Device to move micro-batches to; None if they are there, or parameters are on several devices."""
     ahead: Ahead | None = None
     autocast: AbstractContextManager[object] = NOTHING
     hooks: tuple[PassHook, ...] = ()
@@ -81,7 +81,7 @@ class ForwardPass:
             return self.compute(self.model, there)
 
     def load(self, micro_batch: Batch, index: int = 0) -> Batch:
-        """Bring the micro-batch to the model's device."""
+        """Move the micro-batch to the model's device."""
         self.events.begin(Load)
         there = micro_batch
         if self.device is not None:
@@ -91,40 +91,41 @@ class ForwardPass:
 
 
 def is_there(micro_batch: Batch, device: torch.device | None) -> bool:
-    """True if the micro-batch need not be moved to `device`; None stands for no single device."""
+    """Return True if the micro-batch need not be moved; `device` is None if there is no single one."""
     return device is None or all(tensor.device == device for tensor in tensors(micro_batch))
 
 
 @dataclass(slots=True)
 class Barrier:
-    """The meeting of ranks before anything that cannot be undone: all of them got there, or all raise.
+    """Barrier before anything that cannot be undone: all ranks reach it, or all raise.
 
     A rank that failed calls `fail` instead of `hold`. Out of memory on one rank is out of memory on all, so that all start
-    again. After the final meeting a rank fails alone, and out of memory is an error: the others are inside a collective, and
-    would take a new one of this rank for theirs. One process does not meet, nor do ranks whose passes are collectives.
+    again. After the final barrier a rank fails alone, and out of memory is an error: the others are inside a collective, and
+    would match it with a new one of this rank. One process needs no barrier, nor do ranks whose passes are collectives.
     """
 
     ranks: Ranks
     is_over: bool
     is_known: bool = False
-    """True once every rank knows that one failed."""
+    """True if every rank knows that one failed."""
 
     def hold(self, *, is_final: bool = False) -> None:
         """Wait for all ranks; raise if one has failed."""
         if not self.is_over:
             self.is_over = is_final
-            self._hear(0)
+            self._gather_states(0)
 
     def fail(self, error: Exception) -> None:
-        """Tell the others that this rank failed, before its error is raised."""
+        """Let the others know that this rank failed, before its error is raised."""
         if not self.is_over:
-            self._hear(1 if is_out_of_memory(error) else 2, own=error)
+            self._gather_states(1 if is_out_of_memory(error) else 2, own=error)
         elif not self.is_known:
             with memory_is_final(self.ranks):
                 raise error
 
-    def _hear(self, state: int, own: Exception | None = None) -> None:
-        states = [int(told) for (told,) in self.ranks.gather([float(state)])]
+    def _gather_states(self, state: int, own: Exception | None = None) -> None:
+        """All-gather 0 (fine), 1 (out of memory) or 2 (failed), and raise if another rank is worse off."""
+        states = [int(number) for (number,) in self.ranks.gather([float(state)])]
         if not any(states):
             return
         self.is_over = self.is_known = True
@@ -142,7 +143,7 @@ class Barrier:
 
 @contextmanager
 def memory_is_final(ranks: Ranks) -> Iterator[None]:
-    """Make an out-of-memory on one of several ranks an error, because the others can no longer be told of it."""
+    """Convert an out-of-memory error on one of several ranks to a final one, because ranks can no longer agree to retry."""
     try:
         yield
     except Exception as error:
@@ -157,17 +158,17 @@ def memory_is_final(ranks: Ranks) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StartGradient:
-    """The gradient that backward starts from: share x ranks x loss scale. Only this part of the engine knows the scale.
+    """Gradient that backward starts from: share x ranks x loss scale.
 
-    A multiplication in the graph instead would be 15 % of a tiny step.
+    Multiplying the loss in the graph instead would cost 15 % of a tiny step.
     """
 
     factor: float
-    """The factor of all shares: the number of ranks, if gradients are averaged over them."""
+    """Factor of all shares: the number of ranks if gradients are averaged over them."""
     scaler: GradScaler | None
 
     def each(self, plan: BatchPlan, loss: Tensor) -> tuple[Tensor, ...]:
-        """Return one for each pass, for losses like `loss`: computed in fp32 or better, and rounded once."""
+        """Return one for each pass, for losses of the dtype of `loss`: computed in fp32 or better, and rounded once."""
         dtype = torch.float32 if loss.itemsize < 4 else loss.dtype
         weights = tensor_on(plan.weights(self.factor), loss.device, dtype)
         weights = weights if self.scaler is None else self.scaler.scale(weights)
@@ -178,29 +179,29 @@ class StartGradient:
         return self.factor if self.scaler is None else self.factor * self.scaler.get_scale()
 
     def whole(self, loss: Tensor) -> Tensor:
-        """Return the one for a loss over all rows of all ranks."""
+        """Return the start for a loss over all rows of all ranks."""
         start = torch.full_like(loss, self.factor)
         return start if self.scaler is None else self.scaler.scale(start)
 
 
 @dataclass(frozen=True, slots=True)
 class DropNonfinite:
-    """Leaves micro-batches out that are not finite. Looking at one waits for the device."""
+    """Policy that leaves non-finite micro-batches out. Checking one waits for the device."""
 
     model: nn.Module
     layers: Sequence[nn.Module]
     """Layers that keep running statistics."""
 
     def accepts(self, value: Batch) -> bool:
-        """True if every number in `value` is finite."""
+        """Return True if every number in `value` is finite."""
         return all(number_in(tensor.isfinite().all()) for tensor in tensors(value))
 
     def before_pass(self) -> Snapshot:
-        """Snapshot the running statistics, which a pass that is dropped must not have changed."""
+        """Snapshot the running statistics, to restore them if the pass is dropped."""
         return of_statistics(self.layers)
 
     def before_all(self) -> Snapshot:
-        """Snapshot all buffers, for passes that may have to run again without one of them."""
+        """Snapshot all buffers, to restore them if all passes run again without one."""
         return MovingBuffers([self.model]).snapshot()
 
 
@@ -211,7 +212,7 @@ class Part:
     micro_batch: int | None
     """None for a loss that saw the rows of all micro-batches of all ranks at once."""
     units: float
-    """The number that the loss averaged over."""
+    """Number that the loss averages over."""
     loss: Tensor | None
     """Detached; None for a mean over nothing."""
     metrics: Metrics
@@ -219,15 +220,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of the passes of a batch, beside its gradient."""
+    """Losses and metrics of the passes of a batch; the gradient is in `.grad`."""
 
     parts: Sequence[Part] = ()
     dropped: Sequence[int] = ()
-    """Micro-batches that were not finite and were left out."""
+    """Micro-batches that were left out because they were not finite."""
     restart_without: Sequence[int] = ()
-    """Micro-batches that were not finite and affected the others: all passes have to run again without them."""
-    dtype: torch.dtype = field(default=torch.float32)
-    """The dtype of the losses."""
+    """Non-finite micro-batches that affected the others: all passes have to run again without them."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of the losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,14 +242,14 @@ class Tools:
     start: StartGradient
     events: Events
     dropping: DropNonfinite | None
-    """None unless single micro-batches are checked: then an inf shows only in the gradient."""
+    """None unless `on_nonfinite="drop"`."""
     barrier: Barrier
     ranks: Ranks
     needs_equal_passes: bool = False
     """True if every pass is a collective, so that none can run on one rank alone."""
 
     def accepts(self, value: Batch) -> bool:
-        """False if micro-batches are dropped for not being finite, and `value` is not."""
+        """Return False if non-finite micro-batches are dropped, and `value` is not finite."""
         return self.dropping is None or self.dropping.accepts(value)
 
     def loss_of(self, plan: BatchPlan, one: Pass) -> PartLoss:
@@ -266,6 +267,8 @@ class Tools:
         self, roots: Tensor | Sequence[Tensor], starts: Tensor | Sequence[Tensor], micro_batch: int | None = None
     ) -> bool:
         """Add the gradient of `roots`; return False if it was checked and is not finite."""
+        if self.events is SILENT:
+            return self.gradients.backward(roots, starts)
         self.events.begin(Backward)
         is_finite = self.gradients.backward(roots, starts)
         self.events.end(Backward, micro_batch=micro_batch)
@@ -289,17 +292,17 @@ class Schedule(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Which micro-batches run, and in which order."""
+        """Choice and order of the micro-batches that run."""
 
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
         """Compute a loss, or representations."""
 
     @property
     def no_partial_gradients_because(self) -> str:
-        """The reason why no micro-batch has a gradient of its own, for a message; empty if each has."""
+        """Reason why no micro-batch has a gradient of its own, for a message; empty if each has."""
 
     def needs(self, parallelism: Parallelism) -> Needs:
-        """Say what the synchronisation over ranks has to allow for."""
+        """Return the requirements on the synchronisation over ranks."""
 
     def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
         """Run the passes; afterwards the sum of their gradients is in `.grad` on this rank."""
@@ -307,22 +310,22 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """Loss, units and metrics of one batch. Reading a tensor waits for the device; nothing else does."""
+    """Result of `Accumulator.backward`: loss, units and metrics of one batch. Reading a tensor waits for the device."""
 
     loss: Tensor
-    """The loss of the whole batch, detached."""
+    """Loss of the whole batch, detached."""
     units: float
-    """The number that the mean loss divided by: rows, target tokens, summed class weights."""
+    """Number that the mean loss divides by: rows, target tokens, summed class weights."""
     micro_batches: int
-    """The number of micro-batches."""
+    """Number of micro-batches."""
     metrics: Mapping[str, Tensor]
-    """The objective's metrics, for the whole batch."""
+    """Metrics of the objective, for the whole batch."""
     dropped: tuple[int, ...] = ()
-    """Numbers of the micro-batches that were not finite and left out."""
+    """Numbers of the micro-batches that were left out because they were not finite."""
     retries: int = 0
-    """The number of times that memory ran out and the batch started again in smaller micro-batches."""
+    """Number of out-of-memory errors after which the batch started again in smaller micro-batches."""
     is_empty: bool = False
-    """True of a mean over no units: the gradient is zeros."""
+    """True for a mean over 0 units: the gradient is zeros."""
 
     __repr__ = one_line
 
@@ -337,7 +340,7 @@ class Accumulated:
 
 
 def result_of(plan: BatchPlan, outcome: Outcome, tools: Tools) -> Accumulated:
-    """Join the results of all passes, on this rank and on the others."""
+    """Join the results of all passes of all ranks."""
     loss, ranks = _loss_of(plan, outcome), tools.ranks
     own = [hook.numbers(plan.cut, [part.units for part in outcome.parts]) for hook in tools.hooks]
     totals = list(chain.from_iterable(own))
@@ -381,7 +384,7 @@ def _loss_of(plan: BatchPlan, outcome: Outcome) -> Tensor:
 
 
 def _rows_of_all(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> MicroBatches | None:
-    """Return the positions of all ranks' rows in the gathered batch, dropped rows last; None if no metric is per row."""
+    """Return the positions of all ranks' rows in the gathered batch, dropped rows last; None if no metric is `PerRow`."""
     has_rows = any(isinstance(metric, PerRow) for part in outcome.parts for metric in part.metrics.values())
     if not has_rows or (ranks.size == 1 and not outcome.dropped):
         return None
@@ -425,7 +428,7 @@ def _over_ranks(
 
 
 def _gathered(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """Gather the metrics of all ranks' micro-batches, and the numbers of all that were dropped."""
+    """All-gather the metrics of all micro-batches, and the numbers of the dropped ones."""
     held = [replace(part, loss=None, metrics=on_host(part.metrics)) for part in outcome.parts]
     has_rows = any(isinstance(metric, PerRow) for part in held for metric in part.metrics.values())
     every = ranks.gather_objects((held, outcome.dropped, plan.cut.row_numbers if has_rows else ()))
@@ -434,10 +437,10 @@ def _gathered(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> tuple[dict[str
     kept: list[int] = []
     dropped: list[int] = []
     offset = 0
-    for rank, (told, left_out, rows) in enumerate(every):
-        indices = [part.micro_batch or 0 for part in told]
+    for rank, (own, left_out, rows) in enumerate(every):
+        indices = [part.micro_batch or 0 for part in own]
         kept += [len(placed) + index for index in indices]
-        parts += told
+        parts += own
         placed += [tuple(row + offset for row in numbers) for numbers in rows] or [()] * (1 + max(indices, default=0))
         dropped += [plan.number(rank, index) for index in left_out]
         offset += sum(map(len, rows))
@@ -446,15 +449,15 @@ def _gathered(plan: BatchPlan, outcome: Outcome, ranks: Ranks) -> tuple[dict[str
     return combine(metrics, [part.units for part in parts], cut, kept), tuple(dropped)
 
 
-def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], None]) -> Accumulated:
+def run(plan: BatchPlan, schedule: Schedule, tools: Tools, after_passes: Callable[[], None]) -> Accumulated:
     """Add to `.grad` what one backward pass over the batch would add. An exception leaves `.grad` as it was.
 
-    `look()` is called after the passes, before anything of them is final.
+    `after_passes()` is called while the passes can still be undone.
     """
     try:
         with tools.gradients:
             outcome = _passes(plan, schedule, tools)
-            look()
+            after_passes()
             tools.barrier.hold(is_final=True)
             tools.sync.close(tools.gradients.parameters)
             result = result_of(plan, outcome, tools)
@@ -475,8 +478,8 @@ def run(plan: BatchPlan, schedule: Schedule, tools: Tools, look: Callable[[], No
 
 
 def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
-    """Run the passes, again without a micro-batch that is not finite if it affected the others: rows depend on each other,
-    or a loss has terms, each of which is divided by its remaining units."""
+    """Run the passes. A non-finite micro-batch that affects the others (rows depend on each other, or a loss has terms)
+    makes all of them run again without it."""
     runs_again = schedule.layout.runs_all or bool(plan.terms.each)
     before = None if tools.dropping is None or not runs_again else tools.dropping.before_all()
     watch = WriteWatch.of(plan.cut) if schedule.layout.runs_all else None
@@ -487,7 +490,7 @@ def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
             return replace(outcome, dropped=sorted(dropped)) if dropped else outcome
         if watch is not None:
             watch.check("the others would run again without a micro-batch that is not finite,")
-        assert before is not None  # only where micro-batches are dropped is one found that spoils others
+        assert before is not None
         before.put_back()
         tools.gradients.zero()
         dropped += outcome.restart_without
@@ -496,7 +499,7 @@ def _passes(plan: BatchPlan, schedule: Schedule, tools: Tools) -> Outcome:
 
 
 def effect_on_loss(plan: BatchPlan, tools: Tools, state: BatchState, before: Snapshot) -> str:
-    """Say how far the changed buffers move the loss of the first micro-batch; empty if this cannot be tried."""
+    """Say how far the changed buffers move the loss of the first micro-batch; empty if this cannot be measured."""
     index = plan.passes[0].micro_batch
     after = MovingBuffers([tools.forward.model]).snapshot()
 

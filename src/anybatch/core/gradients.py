@@ -1,4 +1,4 @@
-"""Sum the gradients of several backward passes, apart from what `.grad` held before, in enough precision; clip them."""
+"""Sums of gradients over several backward passes (`GradientSum`, `Window`), their norm and clipping."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,16 +30,15 @@ from anybatch.errors import LossError, UnitsError, UpdateError, WindowError
 
 
 class GradientSum:
-    """A block in which `.grad` of `parameters` holds only what the backward passes inside added.
+    """Block in which `.grad` of `parameters` holds only the sum of the backward passes inside.
 
-    At the close, `.grad = before + scale * sum`. An exception inside leaves `.grad` as it was before, the same tensors.
-    bf16 and fp16 parameters are summed in fp32 (torch's `grad_dtype`), because 256 sums in bf16 lose two digits; the sum
-    is handed over in the parameter's dtype, or stays fp32 where `keep_fp32` says that the optimizer takes it. Without
-    `in_fp32` they are summed as they are, which takes half the memory.
+    At the end, `.grad = before + scale * sum`. An exception inside restores `.grad`, the same tensors. Gradients of bf16 and
+    fp16 parameters are summed in fp32 (torch's `grad_dtype`), because 256 sums in bf16 lose two digits; the result has the
+    parameter's dtype, or fp32 with `keep_fp32`. Without `in_fp32` they are summed as they are, in half the memory.
 
-    With `isolate`, each backward pass stands alone until it is known to be finite, at the price of a second set of
-    gradients: `backward` returns False for one that was not, and adds nothing of it. With `copies`, what `.grad` held is
-    copied: where it is a view of DDP's buckets, synchronising would write over it.
+    With `isolate`, each backward pass is checked before it is added, which needs a second set of gradients: `backward`
+    returns False for a non-finite one and adds nothing. With `copies`, the earlier `.grad` is copied, because it is a view of
+    DDP's buckets, which the reduction overwrites.
     """
 
     def __init__(
@@ -66,14 +65,14 @@ class GradientSum:
         if self.copies:
             self._before = [None if grad is None else grad.clone() for grad in self._before]
         for parameter in self.parameters:
-            # a sharded parameter's gradient comes from FSDP, which sums in its own reduce_dtype
+            # FSDP makes a sharded parameter's gradient, and sums in its own reduce_dtype
             if self.in_fp32 and is_low(parameter) and not is_sharded(parameter):
                 self._grad_dtypes[parameter] = parameter.grad_dtype
                 parameter.grad_dtype = torch.float32
         return self
 
     def backward(self, loss: Tensor | Sequence[Tensor], share: Tensor | Sequence[Tensor]) -> bool:
-        """Add `share * d loss`, summed where there are several; True unless it was isolated and not finite."""
+        """Add `share * d loss`, summed over several losses; return False if it was isolated and not finite."""
         self._is_torn = True
         if not self.isolate:
             _backward(loss, share)
@@ -94,7 +93,7 @@ class GradientSum:
         return is_finite
 
     def zero(self) -> None:
-        """Make the sum zero for every parameter that a backward pass has touched, whatever it holds, nan included."""
+        """Set the sum to zero for every parameter with a gradient, nan included."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = torch.zeros_like(parameter.grad)
@@ -127,11 +126,11 @@ class GradientSum:
                 if total is not None and total.is_sparse:
                     total.mul_(self.scale)
         every = zip(self.parameters, self._before, sums, strict=True)
-        # all that takes memory comes first: where it runs out, nothing that was there before has been added to
+        # allocate everything first: if memory runs out, no earlier gradient has been changed
         joined = [(parameter, self._add(parameter, before, total)) for parameter, before, total in every]
         for parameter, give in joined:
             if parameter in self._grad_dtypes and self.keep_fp32:
-                # None takes a gradient of any dtype: fp32 now, the parameter's own in the user's next backward()
+                # grad_dtype None allows any dtype: fp32 now, the parameter's own in the next backward()
                 parameter.grad = None
                 parameter.grad_dtype = None
                 parameter.grad = give()
@@ -139,7 +138,7 @@ class GradientSum:
                 self._give_back(parameter, give())
 
     def _add(self, parameter: nn.Parameter, before: Tensor | None, total: Tensor | None) -> Callable[[], Tensor | None]:
-        """Return a function that returns `before + total` and takes no memory: memory is taken here, `before` not touched."""
+        """Allocate now, add later: return a function that computes `before + total` without allocating."""
         is_low = parameter in self._grad_dtypes
         if total is None:
             return lambda: before
@@ -161,7 +160,7 @@ class GradientSum:
 
     @contextmanager
     def undone(self) -> Iterator["GradientSum"]:
-        """Enter a block after which `.grad` is put back, whatever happens inside."""
+        """Enter a block after which `.grad` is restored, whatever happens inside."""
         self.__enter__()
         try:
             yield self
@@ -173,7 +172,7 @@ class GradientSum:
             self._give_back(parameter, before)
 
     def _give_back(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Set `.grad`, under the gradient dtype that the parameter had before."""
+        """Set `.grad`, with the `grad_dtype` that the parameter had before."""
         if parameter in self._grad_dtypes:
             parameter.grad = None
             parameter.grad_dtype = self._grad_dtypes[parameter]
@@ -188,7 +187,7 @@ def _backward(loss: Tensor | Sequence[Tensor], share: Tensor | Sequence[Tensor])
 
 
 def all_finite(grads: Iterable[Tensor | None]) -> bool:
-    """True if no gradient holds inf or nan; of a sharded one, this rank's part is read. Waits for the device."""
+    """Return True if no gradient holds inf or nan. Reads this rank's part of sharded ones; waits for the device."""
     values = (grad.coalesce().values() if grad.is_sparse else own_part(grad) for grad in grads if grad is not None)
     return all(number_in(value.isfinite().all()) for value in values)
 
@@ -202,7 +201,7 @@ def _set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
 
 
 def _add_each(sums: list[Tensor | None], terms: Sequence[Tensor | None]) -> None:
-    """Add each term to its sum in place, or the sum to the term where only the sum is sparse."""
+    """Add each term to its sum in place, or the sum to the term if only the sum is sparse."""
     for index, (so_far, term) in enumerate(zip(sums, terms, strict=True)):
         if so_far is None:
             sums[index] = term
@@ -211,7 +210,7 @@ def _add_each(sums: list[Tensor | None], terms: Sequence[Tensor | None]) -> None
 
 
 def shares_of(units: Sequence[float], reduction: Reduction) -> list[float]:
-    """Weight each mean over `units` as it enters the mean over all of them; sums weigh 1 each.
+    """Return the weight of each mean in the mean over all units; sums weigh 1 each.
 
     >>> shares_of([6, 2], "mean"), shares_of([6, 2], "sum")
     ([0.75, 0.25], [1.0, 1.0])
@@ -231,25 +230,32 @@ def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 class Window:
-    """Backward passes whose number and weights need not be known ahead; `.grad` is their unit-weighted mean at the close.
+    """Backward passes in a loop of your own, with `.grad` their unit-weighted mean at the end of the block.
 
         grad += sum_k units_k * d loss_k / sum_k units_k
 
-    The first pass's units serve as a provisional denominator, and the gradients are rescaled once at the close. `.grad` is
-    added to, as `backward()` adds to it. An exception that leaves the block leaves the gradients as they were before it.
-    Only `parameters` are rescaled, so a loss whose gradient reaches any other leaf (a head that was not listed, a criterion's
-    parameters, inputs that require a gradient) is refused before its backward pass. With `drop_nonfinite`, a pass whose loss
-    or gradient is inf or nan adds nothing and counts for nothing; this needs a second set of gradients and waits for the device
-    after each pass.
+    The number of passes and their units need not be known in advance: gradients are rescaled once, at the end. `.grad` is
+    added to, as `backward()` adds to it. An exception that leaves the block restores the gradients.
 
-    >>> weight = nn.Parameter(torch.zeros(1))
-    >>> with Window([weight]) as window:
-    ...     window.backward((weight * 3).mean(), units=1)
-    ...     window.backward((weight * 6).mean(), units=2)
-    True
-    True
-    >>> weight.grad, window.units
-    (tensor([5.]), 3)
+    Args:
+        parameters: All parameters that get a gradient. A loss that reaches another leaf (a head that is not listed, a
+            criterion's parameters, inputs that require a gradient) is refused, because it would not be rescaled.
+        drop_nonfinite: Leave out a pass with an inf or nan in its loss or gradient. Needs a second set of gradients, and
+            waits for the device after each pass.
+        keep_fp32: Leave gradients of bf16 and fp16 parameters in fp32, for an optimizer that takes them so.
+
+    Raises:
+        WindowError: If `parameters` is a module, or a window is entered twice.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(1))
+        >>> with Window([weight]) as window:
+        ...     window.backward((weight * 3).mean(), units=1)
+        ...     window.backward((weight * 6).mean(), units=2)
+        True
+        True
+        >>> weight.grad, window.units
+        (tensor([5.]), 3)
     """
 
     def __init__(
@@ -265,21 +271,21 @@ class Window:
         self._units: list[float] = []
         self._is_open = False
         self.dropped = 0
-        """Passes that were not finite and left out."""
+        """Number of passes that were left out because they were not finite."""
 
     @property
     def units(self) -> float:
-        """The units of all passes that count, so far."""
+        """Units of all passes that count, so far."""
         return sum(self._units)
 
     @property
     def micro_batches(self) -> int:
-        """The passes that count, so far."""
+        """Number of passes that count, so far."""
         return len(self._losses)
 
     @property
     def loss(self) -> Tensor:
-        """The unit-weighted mean of the losses, so far; 0 where nothing counts."""
+        """Unit-weighted mean of the losses so far; 0 without any."""
         return weighted_sum(self._losses, [units / (self.units or 1) for units in self._units])
 
     def __enter__(self) -> "Window":
@@ -292,9 +298,19 @@ class Window:
         return self
 
     def backward(self, mean_loss: Tensor, units: Number = 1) -> bool:
-        """Add the gradient of a loss that is a mean over `units`; True if it counts.
+        """Add the gradient of a mean loss.
 
-        A pass of 0 units is left out without running: a mean over nothing has no gradient.
+        Args:
+            mean_loss: A tensor with one number, with its graph.
+            units: The number that the mean divides by. A pass of 0 units does not run.
+
+        Returns:
+            True if the pass counts; False if it has 0 units or was dropped.
+
+        Raises:
+            WindowError: Outside of the block, or if the loss reaches a parameter that is not listed.
+            UnitsError: If `units` is negative or not finite.
+            LossError: If `mean_loss` is not a tensor with one number.
         """
         if not self._is_open:
             raise WindowError("this window is not open: call backward inside `with Window(parameters) as window:`.")
@@ -323,7 +339,7 @@ class Window:
         return True
 
     def _check_leaves(self, loss: Tensor) -> None:
-        """Refuse a gradient that would not be rescaled at the close; the graph of sharded parameters has other leaves."""
+        """Refuse a loss that reaches other leaves. Not checked for sharded parameters, which are no leaves."""
         for leaf in () if self._is_sharded else leaves_of([loss]):
             if leaf not in self._listed:
                 what = "a parameter" if isinstance(leaf, nn.Parameter) else "a tensor"
@@ -341,10 +357,9 @@ class Window:
 
 
 def takes_fp32_gradients(optimizer: optim.Optimizer) -> bool:
-    """True for optimizers known to take fp32 gradients of bf16 and fp16 parameters; others get them cast once.
+    """Return True for optimizers that take fp32 gradients of bf16 and fp16 parameters; others need them cast.
 
-    Their step promotes; Adam, AdamW, NAdam, RAdam, Adamax and all fused kernels refuse (torch 2.13), and so does centered
-    RMSprop, whose mean of gradients is interpolated, which does not promote.
+    Adam, AdamW, NAdam, RAdam, Adamax, all fused kernels and centered RMSprop refuse them (torch 2.13).
     """
     promoting = (
         optim.SGD,
@@ -365,17 +380,14 @@ def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None and grad.dtype != parameter.dtype and is_low(parameter):
-            cast = grad.to(parameter.dtype)  # first, because memory may run out here
+            cast = grad.to(parameter.dtype)  # may run out of memory, so it comes first
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = cast
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Compute the Euclidean norm of all gradients together, on the device; 0 where there are none.
-
-    Of sharded gradients it is the norm of the whole, the same on every rank.
-    """
+    """Compute the Euclidean norm of all gradients, on the device; for sharded ones, over all ranks. 0 without gradients."""
     values = _gradient_values(parameters)
     sharded = [value for value in values if is_sharded(value)]
     if sharded:
@@ -385,7 +397,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
         return whole
     if len({(value.device, value.dtype) for value in values}) != 1:
         return get_total_norm(values)
-    # what get_total_norm does for one device and dtype, without its grouping: half the time on a tiny model
+    # get_total_norm without its grouping by device and dtype: half the time on a tiny model
     norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(values)))
     return norm
 
@@ -407,7 +419,7 @@ def clip_to_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
 
 
 def _gradient_values(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """List the values of every gradient; a sparse one is coalesced first, so that its values share its memory."""
+    """List the values of every gradient; sparse ones are coalesced in place first, so that their values share memory."""
     values = []
     for parameter in parameters:
         grad = parameter.grad
@@ -420,15 +432,15 @@ def _gradient_values(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 _OWN_HOOKS = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.", "anybatch.")
-"""Modules whose hooks know of micro-batches: DDP and FSDP, which we tell when to synchronise, and our own meters."""
+"""Modules with hooks that may run once per micro-batch: DDP, FSDP and our own meters."""
 
 
 def check_hooks(
     parameters: Iterable[nn.Parameter], names: Callable[[], Iterable[tuple[str, nn.Parameter]]], num_passes: int
 ) -> None:
-    """Refuse parameters with a hook of the user's, where `num_passes` backward passes would call it.
+    """Refuse parameters with a user's hook that `num_passes` backward passes would call.
 
-    Parameters sharded by `fully_shard` are left alone: FSDP2 calls their hooks once, with the whole gradient.
+    FSDP2 calls hooks of sharded parameters once, with the whole gradient.
     """
     if num_passes < 2:
         return
@@ -456,6 +468,6 @@ def check_hooks(
 
 
 def _module_of(hook: Any) -> str:
-    """Name the module in which a hook was written: that of a bound method's function, or of what a partial calls."""
+    """Return the name of the module that defines a hook, a bound method, or the function of a partial."""
     inside = getattr(hook, "func", hook)
     return f"{getattr(inside, '__module__', None) or type(inside).__module__}."

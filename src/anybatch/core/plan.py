@@ -1,4 +1,4 @@
-"""`BatchPlan`: everything about a batch that is decided before its first forward, in agreement with all ranks."""
+"""`BatchPlan`: everything that is decided before the first forward of a batch, in agreement with all ranks."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +20,9 @@ class Pass:
     """One forward and backward."""
 
     micro_batch: int
-    """Its number among the micro-batches of this rank."""
+    """Number of the micro-batch on this rank."""
     share: float
-    """The weight of its loss in the batch's loss; 0.0 if it only keeps collectives matched or feeds batch statistics."""
+    """Weight of its loss in the batch's loss; 0.0 if it only keeps collectives matched or feeds batch statistics."""
     reports: bool
     """False if its loss and metrics do not count on this rank."""
     is_last: bool
@@ -30,32 +30,32 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The passes of one batch on this rank, in agreement with all ranks; one process is a group of one."""
+    """Passes of one batch on this rank; one process is a group of one."""
 
     cut: MicroBatches
-    """This rank's micro-batches; a borrowed one is the last, and holds none of its rows."""
+    """This rank's micro-batches; the last may be borrowed from another rank."""
     units: Sequence[float]
-    """The units of each micro-batch: what its mean loss divides by."""
+    """Units of each micro-batch: the number that its mean loss divides by."""
     passes: tuple[Pass, ...]
     left_out: tuple[int, ...]
     """Micro-batches of this rank that do not run, because they have no units."""
     num_left_out: int = 0
-    """The largest number of them on any rank."""
+    """Largest number of them on any rank."""
     denominator: float
     """Shares are `units / denominator`."""
     total: float
-    """The units of the whole batch, of all ranks."""
+    """Units of the whole batch, over all ranks."""
     reduction: Reduction
     num_by_rank: tuple[int, ...]
-    """The number of micro-batches of each rank's own rows; 0 for a rank without rows."""
+    """Number of micro-batches of each rank's own rows; 0 for a rank without rows."""
     rank: int = 0
     last_pass_fits: bool = True
-    """True if every rank's last pass is known to fit, because one that was no smaller did."""
+    """True if the last pass of every rank is no larger than one that did fit."""
     terms: "TermUnits" = field(default_factory=lambda: TermUnits())
 
     @property
     def is_empty(self) -> bool:
-        """True of a mean over 0 units on all ranks: its gradient is zero."""
+        """True for a mean over 0 units on all ranks: its gradient is zero."""
         return self.reduction == "mean" and self.total == 0
 
     @property
@@ -73,7 +73,7 @@ class BatchPlan:
 
     @property
     def units_seen(self) -> float:
-        """The units of all rows that a coupled loss sees, without dropped ones (one process only)."""
+        """Units of all rows that a coupled loss sees, without dropped ones (one process only)."""
         return self.total if len(self.num_by_rank) > 1 else sum(self.units[index] for index in self.micro_batches)
 
     def number(self, rank: int, micro_batch: int) -> int:
@@ -97,11 +97,11 @@ class BatchPlan:
         )
 
     def left_over(self, counted: float) -> float:
-        """Return the factor of the summed gradient at the close, if only `counted` units of all ranks went into it."""
+        """Return the final factor of the summed gradient, if only `counted` units of all ranks went into it."""
         return 1.0 if self.reduction == "sum" or counted == 0 else self.denominator / counted
 
     def without(self, micro_batches: Collection[int]) -> "BatchPlan":
-        """Return the plan without the passes of these micro-batches; without any pass, if none is left that counts."""
+        """Return the plan without the passes of these micro-batches; without any pass if no share is left."""
         left = [one for one in self.passes if one.micro_batch not in micro_batches]
         if not any(one.share for one in left):
             left = []
@@ -111,14 +111,14 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermUnits:
-    """The units of each term of a loss of several means; empty for a loss of one mean."""
+    """Units of each term of a loss of several means; empty for a loss of one mean."""
 
     each: Sequence[Sequence[float]] = ()
-    """The units of each term, for each micro-batch of this rank."""
+    """Units of each term, for each micro-batch of this rank."""
     totals: Sequence[float] = ()
-    """The units of each term in the whole batch, over all ranks."""
+    """Units of each term in the whole batch, over all ranks."""
     rows: float = 0.0
-    """The rows of the whole batch that count for any term."""
+    """Rows of the whole batch that count for any term."""
 
     def without(self, micro_batches: Collection[int], units: Sequence[float]) -> "TermUnits":
         """Return the units without those of these micro-batches."""
@@ -130,7 +130,7 @@ class TermUnits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which micro-batches a schedule runs, and in which order."""
+    """Choice and order of the micro-batches that a schedule runs."""
 
     runs_all: bool = False
     """True if micro-batches of 0 units run too, because other rows depend on theirs."""
@@ -141,10 +141,10 @@ class Layout:
 def lay_out(
     units: Sequence[float], reduction: Reduction, layout: Layout, *, denominator: float, num_own: int, num_passes: int
 ) -> tuple[Pass, ...]:
-    """Lay out the passes of a rank with these micro-batches, of which the first `num_own` are its own; at least `num_passes`.
+    """Return the passes of a rank, at least `num_passes`. The first `num_own` micro-batches hold its own rows.
 
-    A mean over 0 units has no gradient and may be nan, so it is left out unless the layout runs all. When all have 0 units
-    the last one runs even so, for the zero gradients of the parameters that it touches.
+    A mean over 0 units may be nan, so it is left out unless the layout runs all. If all have 0 units, the last one runs, for
+    the zero gradients of the parameters that it uses.
     """
     is_sum = reduction == "sum"
     if layout.runs_all or (is_sum and num_own == len(units)):
@@ -172,24 +172,24 @@ def lay_out(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRows:
-    """The rows of one rank: cut, and their units counted."""
+    """Micro-batches of one rank and their units."""
 
     cut: MicroBatches | None = None
     """None if the rank has no rows."""
     units: Sequence[float] = ()
     reduction: Reduction = "mean"
     terms: Sequence[Sequence[float]] = ()
-    """The units of each term of a loss of several means, for each micro-batch."""
+    """Units of each term of a loss of several means, for each micro-batch."""
 
     def counted(self, layout: Layout) -> list[int]:
-        """Return the micro-batches that count for something, and so run."""
+        """Return the numbers of the micro-batches that have a share, and so run."""
         if layout.runs_all or self.reduction == "sum":
             return list(range(len(self.units)))
         return [index for index, units in enumerate(self.units) if units > 0]
 
 
 def has_rows(batch: Batch) -> bool:
-    """False of None, and of a batch all of whose tensors have 0 rows: a rank gets these if there are too few rows for all."""
+    """Return False for None, and for a batch of tensors with 0 rows, which a rank gets if there are too few rows."""
     counts = [len(tensor) for tensor in tensors(batch) if tensor.dim() > 0] if batch is not None else [0]
     return not counts or any(counts)
 
@@ -197,7 +197,7 @@ def has_rows(batch: Batch) -> bool:
 def count_rows(
     objective: Objective | Coupled, model: nn.Module, cut: MicroBatches | None, *, is_stand_in: bool
 ) -> OwnRows:
-    """Count the units of this rank's micro-batches. A stand-in for no rows is a mean over nothing, of a sum too."""
+    """Count the units of this rank's micro-batches. A stand-in for no rows has 0 units, for a sum too."""
     reduction = objective.reduction if objective.reduction_for is None else objective.reduction_for(model)
     if cut is None:
         return OwnRows(reduction=reduction)
@@ -213,7 +213,7 @@ def count_rows(
 
 
 def size_of(micro_batch: Batch) -> int:
-    """Count the numbers in its tensors: of two micro-batches of one batch, the larger needs more memory."""
+    """Count the numbers in the tensors of a micro-batch."""
     return sum(tensor.numel() for tensor in tensors(micro_batch))
 
 
@@ -230,13 +230,13 @@ def plan_batch(
 ) -> BatchPlan:
     """Sum the units over all ranks in one small collective, and lay out this rank's passes.
 
-    `error` is what cutting or counting raised on this rank: then every rank raises. With `needs_equal_passes`, each rank runs
-    as many passes as the one with the most. A rank with nothing that counts borrows a micro-batch, to run it with share 0,
-    because it has to take part in all collectives.
+    If cutting or counting raised `error` on this rank, every rank raises. With `needs_equal_passes`, each rank runs as many
+    passes as the one with the most. A rank without units borrows a micro-batch and runs it with share 0, because it has to
+    take part in all collectives.
 
-    If gradients are fp16 and nothing scales the loss, shares of the whole batch would underflow in backward (measured: 0.23
-    off at 64 micro-batches). Then (`underflows`) the largest micro-batch has share 1, and the rest is divided out at the
-    close. A pass no larger than `largest_seen` is known to fit.
+    With fp16 gradients and no loss scale, the shares of a batch underflow in backward (measured: a relative error of 0.23 at
+    64 micro-batches). Then (`underflows`) the largest micro-batch has share 1, and `.grad` is divided at the end. A pass no
+    larger than `largest_seen` fits.
     """
     counts = _gather_counts(ranks, own, error, layout, largest_seen, num_terms)
     num_passes = max(int(one.num_counted) for one in counts) if needs_equal_passes else 0
@@ -270,7 +270,7 @@ def plan_batch(
 
 
 class _RankCounts(NamedTuple):
-    """The numbers that one rank tells the others of its rows."""
+    """Numbers that each rank sends to the others."""
 
     has_failed: float
     num_own: float
@@ -279,7 +279,7 @@ class _RankCounts(NamedTuple):
     largest: float
     last_pass_fits: float
     terms: Sequence[float] = ()
-    """The units of each term of the loss, on this rank."""
+    """Units of each term of the loss, on this rank."""
 
 
 def _gather_counts(
@@ -294,7 +294,7 @@ def _gather_counts(
     total, largest = sum(own.units), max(own.units, default=0)
     if is_alone:
         return [_RankCounts(0.0, num_own, 0, total, largest, last_pass_fits, terms)]
-    # a rank without rows has no terms, and the collective carries equally many numbers of each
+    # every rank sends equally many numbers, with or without rows
     numbers = [error is not None, num_own, len(counted), total, largest, last_pass_fits, *(terms or [0.0] * num_terms)]
     gathered = ranks.gather([float(number) for number in numbers])
     counts = [_RankCounts(*every[:6], every[6:]) for every in gathered]  # type: ignore[call-arg, arg-type]
@@ -311,7 +311,7 @@ def _gather_counts(
 
 
 def _last_pass_fits(own: OwnRows, counted: list[int], largest_seen: int) -> bool:
-    """True if the last pass is no larger than one before it, in this batch or an earlier one."""
+    """Return True if the last pass is no larger than an earlier one, in this batch or before."""
     if own.cut is None or not counted:
         return False
     *earlier, last = [size_of(own.cut[index]) for index in counted]
@@ -319,7 +319,7 @@ def _last_pass_fits(own: OwnRows, counted: list[int], largest_seen: int) -> bool
 
 
 def _with_borrowed(ranks: Ranks, own: OwnRows, counts: list[_RankCounts], layout: Layout) -> OwnRows:
-    """Add a micro-batch of the rank that has the most, if this one has nothing that counts."""
+    """Add a micro-batch of the rank that has the most, if this one has no units."""
     counted = [int(one.num_counted) for one in counts]
     lenders = counted if any(counted) else [int(one.num_own) for one in counts]
     if all(lenders):

@@ -1,4 +1,4 @@
-"""Schedules: the order in which the passes of a batch run. `OneByOne` for independent rows, `TwoPasses` for coupled ones."""
+"""Schedules, the order in which the passes of a batch run: `OneByOne` for independent rows, `TwoPasses` for coupled ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from anybatch.core.batch import Batch, join_rows, map_tensors, reorder_rows, ten
 from anybatch.core.engine import Outcome, Part, Schedule, Tools, part_of
 from anybatch.core.events import Loss
 from anybatch.core.hooks import NOTHING, around
-from anybatch.core.metrics import Metrics, detached
+from anybatch.core.metrics import Metrics, by_itself, detached
 from anybatch.core.objective import Coupled, Objective, checked_loss, loss_and_metrics
 from anybatch.core.options import UpdateOptions
 from anybatch.core.parallelism import Needs, Parallelism, Ranks
@@ -30,7 +30,7 @@ class OneByOne:
     no_partial_gradients_because: ClassVar[str] = ""
     objective: Objective
     drops: bool = False
-    """True if micro-batches that are not finite are left out, so that none may be summed over ranks before it was checked."""
+    """True if non-finite micro-batches are left out, so that none may be reduced over ranks before it was checked."""
 
     def compute(self, model: nn.Module, micro_batch: Batch) -> Any:
         return self.objective.loss(model, micro_batch)
@@ -70,7 +70,7 @@ class OneByOne:
 def _run_pass(
     plan: BatchPlan, one: Pass, number: int, starts: tuple[Tensor, ...], tools: Tools
 ) -> tuple[Part, bool, tuple[Tensor, ...]]:
-    """Run one pass; False if it was dropped. Its graph dies here: the next forward must not find it alive."""
+    """Run one pass; False if it was dropped. Its graph is freed on return, before the next forward."""
     before = None if tools.dropping is None else tools.dropping.before_pass()
     for hook in tools.hooks:
         hook.before_pass()
@@ -89,9 +89,9 @@ def _run_pass(
 def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]:
     """Run micro-batches without targets, if BatchNorm, metrics or unused parameters need them.
 
-    Their rows are in BatchNorm's statistics, may have metrics, and give zeros to parameters that no other rows use. If DDP
-    synchronised the last pass, parameters are left alone, because ranks would no longer agree on which have a gradient. If
-    passes are collectives, they run for metrics only, a rank that has fewer repeats its last, and zeros are `Sync.give_zeros`.
+    Their rows enter BatchNorm's statistics, may have metrics, and set zero gradients for parameters that no other rows use.
+    If DDP has reduced the gradients, parameters stay as they are, because ranks would no longer agree on which have one. If
+    passes are collectives, they run for metrics only, a rank with fewer repeats its last, and `Sync.give_zeros` sets zeros.
     """
     missing = plan.num_left_out - len(plan.left_out) if tools.needs_equal_passes else 0
     if not plan.left_out and not missing:
@@ -110,7 +110,7 @@ def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]
 
 
 def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Parameter]) -> Part:
-    """Run a micro-batch without units for its metrics. Parameters among `bare` that it uses get zeros: its loss may be nan."""
+    """Run a micro-batch without units for its metrics, and set zero gradients for the parameters in `bare` that it uses."""
     for hook in tools.hooks:
         hook.before_pass()
     with tools.sync.forward_only(), torch.set_grad_enabled(bool(bare) and torch.is_grad_enabled()):
@@ -122,26 +122,18 @@ def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Para
     return part_of(index, plan.units[index], None, metrics)
 
 
-def alone(tensor: Tensor) -> Tensor:
-    """Copy a view, so that the first position of every row does not keep all positions alive."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
 def leaf(tensor: Tensor) -> Tensor:
-    """Return the tensor as the start of a new graph."""
-    return alone(tensor.detach()).requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+    """Detach a tensor and make it a leaf of a new graph."""
+    return by_itself(tensor).requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
 def no_rows(representations: Batch) -> Batch:
-    """Return the same nesting with 0 rows, still connected to the graph, which then gives zero gradients."""
+    """Return the same nesting with 0 rows, still connected to the graph."""
     return map_tensors(representations, lambda tensor: tensor[:0] if tensor.dim() > 0 else tensor)
 
 
 def in_own_order(plan: BatchPlan, joined: Batch) -> Batch:
-    """Put the joined representations of this rank's rows in the order of its batch, because a loss may depend on positions.
-
-    Dropped rows are left out.
-    """
+    """Restore the batch's order of rows in the joined representations, because a loss may depend on positions."""
     rows = [row for one in plan.passes if one.reports for row in plan.cut.row_numbers[one.micro_batch]]
     order = sorted(range(len(rows)), key=rows.__getitem__)
     if plan.cut.cut is None or order == list(range(len(rows))):
@@ -157,7 +149,7 @@ def in_own_order(plan: BatchPlan, joined: Batch) -> Batch:
 
 
 def rows_of_all(ranks: Ranks, own: Batch) -> Batch:
-    """All-gather the representations, rank by rank. Gradients reach this rank's rows only; 0-dim tensors stay its own."""
+    """All-gather the representations. Only this rank's rows get gradients; 0-dim tensors are not gathered."""
     if ranks.size == 1:
         return own
     _check_tensors(own)
@@ -169,7 +161,7 @@ def rows_of_all(ranks: Ranks, own: Batch) -> Batch:
 
 
 def share_out(ranks: Ranks, parameters: Sequence[nn.Parameter], leaves: Sequence[Batch]) -> None:
-    """Divide gradients by the number of ranks: every rank computed the same loss, and they are summed later."""
+    """Divide gradients by the number of ranks: every rank computed the same loss, and gradients are summed over ranks."""
     if ranks.size == 1:
         return
     held = [tensor.grad for nest in leaves for tensor in tensors(nest) if tensor.dim() == 0]
@@ -179,7 +171,7 @@ def share_out(ranks: Ranks, parameters: Sequence[nn.Parameter], leaves: Sequence
 
 
 def roots_of(representations: Batch, leaves: Batch) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that backward starts from, and the gradients that the loss left in their leaves."""
+    """Return the tensors that backward starts from, and the gradients of their leaves."""
     chosen = [
         (root, leaf.grad)
         for root, leaf in zip(tensors(representations), tensors(leaves), strict=True)
@@ -189,7 +181,7 @@ def roots_of(representations: Batch, leaves: Batch) -> tuple[list[Tensor], list[
 
 
 def check_graph(coupled: Coupled, representations: Batch) -> None:
-    """Refuse representations from which no parameter could get a gradient."""
+    """Refuse representations that do not depend on any parameter."""
     held = list(tensors(representations))
     if not held:
         raise LossError(
@@ -204,7 +196,7 @@ def check_graph(coupled: Coupled, representations: Batch) -> None:
 
 
 def check_same_shapes(index: int, first: Batch, again: Batch) -> None:
-    """Refuse an encode whose second forward of the same rows gave other shapes than the first."""
+    """Refuse an encode that returned other shapes in its second forward of the same rows."""
     for one, other in zip(tensors(again), tensors(first), strict=True):
         if one.shape != other.shape:
             raise LossError(
@@ -214,7 +206,7 @@ def check_same_shapes(index: int, first: Batch, again: Batch) -> None:
 
 
 def _check_tensors(representations: Batch) -> None:
-    """Refuse lists of strings or numbers, which are not gathered over ranks."""
+    """Refuse lists of strings or numbers, which cannot be gathered over ranks."""
     for item in representations if isinstance(representations, list | tuple) else ():
         if isinstance(item, str | int | float):
             raise LossError(
@@ -229,27 +221,29 @@ class _Encoded:
 
     one: Pass
     before: Snapshot | None
-    """The state at the start of its first pass; None for the last one, which does not run again."""
+    """State at the start of its first pass; None for the last micro-batch, which does not run again."""
     representations: Batch
-    """With its graph for the last micro-batch, without for the others."""
+    """Only those of the last micro-batch have a graph."""
     leaves: Batch = None
-    """The representations as the start of the loss's graph: the second pass starts from their `.grad`."""
+    """The representations as leaves of the loss's graph: the second pass starts from their `.grad`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoPasses:
-    """Gradient caching, for a loss that sees all rows at once.
+    """Gradient caching (GradCache), for a loss over all rows at once.
 
-        representations of all micro-batches, without a graph  ->  loss over all rows  ->  its gradient by representation
-        ->  every micro-batch forward again, with the random state of the first time, and backward from that gradient
+    1. Forward of every micro-batch without a graph: its representations.
+    2. Loss over all rows, and its gradient with respect to the representations.
+    3. Forward of every micro-batch again, with the random state of the first time, and backward from that gradient.
 
-    This is the chain rule cut at the representations, so it is exact. The last micro-batch's graph is kept from the first
-    pass: one forward saved. A micro-batch that is not finite spoils the loss of all.
+    This is the chain rule applied at the representations, so it is exact. The last micro-batch keeps its graph from step 1,
+    which saves one forward. A non-finite micro-batch makes the loss of all non-finite.
     """
 
     coupled: Coupled
-    layout: ClassVar[Layout] = Layout(runs_all=True, repeats_first=True)  # the last one's graph is kept, and it counts
-
+    layout: ClassVar[Layout] = Layout(
+        runs_all=True, repeats_first=True
+    )  # the last one keeps its graph, so it must count
     no_partial_gradients_because: ClassVar[str] = (
         "the loss is coupled: its rows look at each other, and no micro-batch has a gradient of its own"
     )
@@ -262,7 +256,7 @@ class TwoPasses:
 
     def run(self, plan: BatchPlan, tools: Tools) -> Outcome:
         buffers = MovingBuffers([tools.forward.model])
-        buffers.snapshot()  # the first copies: an earlier moment than any that is put back
+        buffers.snapshot()  # takes the first copies
         with around([hook.around_batch() for hook in tools.hooks]):
             with around([hook.around_counted() for hook in tools.hooks]):
                 encoded = [self._first(plan, one, buffers, tools) for one in plan.passes]
@@ -272,7 +266,7 @@ class TwoPasses:
             loss, metrics, is_finite = self._loss(plan, encoded, tools)
             if not is_finite:
                 return Outcome(restart_without=plan.micro_batches)
-            after = buffers.snapshot()  # the first pass counts: what the second changes is put back
+            after = buffers.snapshot()  # the first pass counts: changes of the second are undone
             spoilt = self._second(plan, encoded, buffers, tools)
             buffers.put_back(after)
         part = Part(micro_batch=None, units=plan.units_seen, loss=loss, metrics=detached(metrics))
@@ -288,10 +282,10 @@ class TwoPasses:
         watch.check("a coupled loss runs every forward twice, the second time")
         for hook in () if one.reports else tools.hooks:
             hook.discard_pass()
-        return _Encoded(one, before, representations if one.is_last else map_tensors(representations, alone))
+        return _Encoded(one, before, representations if one.is_last else map_tensors(representations, by_itself))
 
     def _loss(self, plan: BatchPlan, encoded: list[_Encoded], tools: Tools) -> tuple[Tensor, Metrics, bool]:
-        """Compute the loss of all rows, detached, and leave its gradient in the leaves; False if it is not finite."""
+        """Compute the loss of all rows and its gradient in the leaves; False if it is not finite."""
         check_graph(self.coupled, encoded[-1].representations)
         tools.events.begin(Loss)
         for each in encoded:
@@ -307,11 +301,11 @@ class TwoPasses:
         return loss.detach(), metrics, is_finite
 
     def _second(self, plan: BatchPlan, encoded: list[_Encoded], buffers: MovingBuffers, tools: Tools) -> list[int]:
-        """Run backward through every micro-batch, beginning with the last, whose graph is there; return those not finite."""
+        """Run backward through every micro-batch, the last one first, whose graph exists; return the non-finite ones."""
         last = encoded.pop()
         with tools.sync.around_pass(is_last=not encoded):
             spoilt = _backward(last, last.representations, tools)
-        last.representations = last.leaves = None  # its graph must not live beside the next one
+        last.representations = last.leaves = None  # frees its graph before the next forward
         for number, each in enumerate(encoded, start=1):
             assert each.before is not None
             buffers.put_back(each.before)
@@ -342,7 +336,7 @@ def schedule_for(
     options: UpdateOptions,
     file: TensorFile,
 ) -> Schedule:
-    """Choose the schedule of a batch whose cut touches these BatchNorm and InstanceNorm layers. `file` is for offloading."""
+    """Choose the schedule of a batch; `layers` are the norm layers that depend on the cut, `file` is for offloading."""
     if options.batch_norm == "exact" and layers:
         return lockstep_schedule(objective, layers, averaging, options.offload, file)  # type: ignore[no-any-return]
     if isinstance(objective, Coupled):

@@ -1,7 +1,7 @@
 """Splits cut a batch into micro-batches: `Split`, the base class, and `Rows`; `windows` groups a loader's micro-batches.
 
-`MicroBatches` is a batch that was cut; `Dealt` is one rank's part of a batch. Rows that belong together are named by
-`groups`. After an out-of-memory error, `smaller` finds the split to use next.
+`MicroBatches` is a batch that was cut; `Dealt` is one rank's part of a batch. After an out-of-memory error, `smaller` returns
+the split to use next.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -31,10 +31,10 @@ from anybatch.errors import BatchError, SplitError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The rows of each micro-batch, in the order they run: longest first, so that what does not fit fails at once."""
+    """Row numbers of each micro-batch, in the order they run: longest first, so that a size that does not fit fails early."""
 
     rows: tuple[tuple[int, ...], ...]
-    """Row numbers of each micro-batch, ascending; together every row of the batch, once."""
+    """Row numbers of each micro-batch, ascending; every row of the batch is in exactly one."""
     lengths: tuple[int, ...]
     """Longest row of each micro-batch, to which it is padded."""
 
@@ -55,19 +55,27 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, init=False)
 class MicroBatches:
-    """A batch already cut: micro-batches in the order they run.
+    """A batch that is cut already; `Update` and `Accumulator` take it in place of a batch.
 
-    `Accumulator` and `Update` take one as they take a batch. With `whole`, no micro-batch is ever cut further: where memory
-    runs out, that is an error, not half of rows that belong together.
+    Args:
+        micro_batches: The micro-batches, in the order they run.
+        cut: Row numbers of each micro-batch; None if rows are in their own order.
+        whole: Never cut a micro-batch further; if memory runs out, raise instead.
+        together: Size of the largest group of rows that belong together: no micro-batch is cut below that.
+
+    Raises:
+        BatchError: If there is no micro-batch, or `cut` has another number of them.
+
+    Example:
+        >>> batch = MicroBatches([torch.zeros(3, 2), torch.zeros(5, 2)])
+        >>> len(batch), [len(rows) for rows in batch.row_numbers]
+        (2, [3, 5])
     """
 
     micro_batches: tuple[Batch, ...]
     cut: Cut | None
-    """Which rows of the batch each micro-batch holds, and what they are padded to; None where rows are in their own order."""
     whole: bool
-    """True where no micro-batch may be cut further."""
     together: int
-    """How many rows belong together, at most: no micro-batch is cut below that."""
 
     def __init__(
         self, micro_batches: Iterable[Batch], cut: Cut | None = None, *, whole: bool = False, together: int = 1
@@ -87,7 +95,7 @@ class MicroBatches:
 
     @property
     def row_numbers(self) -> tuple[tuple[int, ...], ...]:
-        """The rows of the batch that each micro-batch holds: as it was cut, or else consecutive."""
+        """Row numbers of each micro-batch: those of `cut`, or else consecutive."""
         if self.cut is not None:
             return self.cut.rows
         stops = [0, *accumulate(num_rows(micro_batch) for micro_batch in self.micro_batches)]
@@ -105,72 +113,86 @@ class MicroBatches:
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """One rank's part of a batch that several ranks share.
+    """One rank's part of a batch that several ranks share; `Update` and `Accumulator` take it in place of a batch.
 
-    `Accumulator` and `Update` take one as they take a batch. A rank that was dealt no row has `row_numbers == ()` and a
-    `batch` of one stand-in row, the first of the whole batch: it takes part in forward, backward and every synchronisation,
-    and counts for nothing.
+    A rank without a row has `row_numbers == ()` and a stand-in row in `batch`, the first of the whole batch. It runs forward,
+    backward and every collective with the stand-in, which has no weight.
+
+    Args:
+        batch: This rank's rows, collated; or the stand-in.
+        row_numbers: Row numbers in the whole batch, in the order of `batch`.
+        num_rows: Number of rows of the whole batch, over all ranks.
     """
 
     batch: Batch
-    """This rank's rows, collated; or the stand-in."""
     row_numbers: tuple[int, ...]
-    """Which rows of the whole batch these are, in the order of `batch`."""
     num_rows: int
-    """Rows of the whole batch, over all ranks."""
 
     __repr__ = one_line
 
     @property
     def is_stand_in(self) -> bool:
-        """True where this rank was dealt no row."""
+        """True if this rank has no row."""
         return not self.row_numbers
 
     def pin_memory(self) -> "Dealt":
-        """Pin the memory of every tensor, as a loader with `pin_memory=True` asks for."""
+        """Pin the memory of every tensor, as a loader with `pin_memory=True` does."""
         return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Model, objective, optimizer and options of an `Update`: all that its memory depends on, beside the batch."""
+    """Model, objective, optimizer and options of an `Update`: everything but the batch that its memory depends on."""
 
     model: Any
     objective: Any
     optimizer: Any = None
-    """None where the caller steps the optimizer."""
+    """None if the caller steps the optimizer."""
     options: Any = None
-    """Its options, as one value."""
 
 
 Learn = Callable[[MicroBatches, Sequence[float | None]], None]
-"""Called when the batch that was cut last has run, with seconds per micro-batch; None stands for one that was left out."""
+"""Called after a batch with the seconds of each micro-batch; None for one that was left out."""
 
 
 @runtime_checkable
 class CutsBatches(Protocol):
-    """Anything that cuts batches: a `Split`, or a class of the user's own that has `cut`."""
+    """A `Split`, or a class of the user's own that has `cut`."""
 
     def cut(self, batch: Batch) -> MicroBatches: ...
 
 
 class Split:
-    """A policy that cuts a batch; every row lands in exactly one micro-batch.
+    """Base class of policies that cut a batch into micro-batches.
 
-    A split of your own derives from it and has `cut`. All else has a default, and may be overridden.
+    A split of your own derives from it and defines `cut`. Everything else has a default.
+
+    Example:
+        >>> class Halves(Split):
+        ...     def cut(self, batch):
+        ...         return MicroBatches(batch.chunk(2))
+        >>> len(Halves().cut(torch.zeros(6, 2)))
+        2
     """
 
     __slots__ = ()
 
     collate: Callable[[list[Any]], Batch] | None = None
-    """Collates the samples of a micro-batch, where batches are lists of raw samples."""
+    """Collates the samples of a micro-batch, if batches are lists of raw samples."""
     groups: Any = None
-    """Which rows belong together."""
+    """Groups of rows that belong together; see `Rows`."""
     batch_dim: int | None = None
-    """The dim that is the rows, where somebody said so."""
+    """Dim of the rows, if it was given."""
 
     def cut(self, batch: Batch) -> MicroBatches:
-        """Cut `batch` into micro-batches, in the order they run."""
+        """Cut a batch.
+
+        Args:
+            batch: Any nesting of tensors that share their first dimension.
+
+        Returns:
+            Micro-batches in the order they run; every row of the batch is in exactly one.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no cut(batch), which returns MicroBatches.")
 
     def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
@@ -178,47 +200,47 @@ class Split:
         return like
 
     def shrink(self, ran: MicroBatches) -> "Split | None":
-        """Return the split to use after `ran` did not fit: micro-batches of about half the size; None if there is none."""
+        """Return the split to use after `ran` did not fit, with about half the size; None if there is none."""
         return None
 
     @property
     def choose_for(self) -> Callable[[Workload, Batch], None] | None:
-        """Called with the workload before each batch is cut, by a split that chooses its size by it."""
+        """Function that is called before each batch is cut, in a split that chooses its size by the workload."""
         return None
 
     @property
     def learn(self) -> Learn | None:
-        """Called with the times of micro-batches; None where nobody need time them."""
+        """Function that is called with the times of micro-batches; None if they need not be timed."""
         return None
 
     @property
     def resized(self) -> "Callable[[int], Split] | None":
-        """Returns the same split with micro-batches of at most so much; None for a split that knows no sizes."""
+        """Function that returns the same split with another size; None for a split without a size."""
         return None
 
     @property
     def bound(self) -> int:
-        """The largest micro-batch that batches like the last one may be cut to; 0 if the split does not say."""
+        """Upper bound of the size of micro-batches; 0 if it is not known."""
         return 0
 
     @property
     def need(self) -> str | None:
-        """Memory that an update with a single row was predicted to take, in words."""
+        """Predicted memory of an update with a single row, in words."""
         return None
 
     @property
     def reads_dim_0(self) -> bool:
-        """True where dim 0 is taken for the rows, and nobody said that it is."""
+        """True if dim 0 is read as the rows without having been given."""
         return False
 
     @property
     def sums(self) -> str:
-        """The dtype that gradients are summed in under `sums="auto"`: "fp32" or "param"."""
+        """Dtype that gradients are summed in under `sums="auto"`: "fp32" or "param"."""
         return "fp32"
 
 
 class OwnSplit(Split):
-    """A split of the user's own that does not derive from `Split`: its own attributes, and the defaults for the rest."""
+    """Wrapper of a user's split that does not derive from `Split`: its own attributes, and defaults for the rest."""
 
     def __init__(self, own: CutsBatches) -> None:
         self.own = own
@@ -243,7 +265,7 @@ class OwnSplit(Split):
 
 
 def derived(split: CutsBatches) -> Split:
-    """Return the split itself if it derives from `Split`, else wrap it so that it has all that a split may do."""
+    """Return the split itself if it derives from `Split`, else wrapped."""
     return split if isinstance(split, Split) else OwnSplit(split)
 
 
@@ -252,7 +274,7 @@ MicroBatch = int | Split | CutsBatches | Literal["auto"]
 
 
 def as_split(micro_batch: MicroBatch) -> Split:
-    """Read `micro_batch=`: an int is `Rows(int)`, "auto" a search by rate up to what `Fit()` allows."""
+    """Convert the argument `micro_batch`: an int is `Rows(int)`, "auto" the fastest size up to the one of `Fit()`."""
     if isinstance(micro_batch, Integral):
         return Rows(int(micro_batch))
     if isinstance(micro_batch, str) and micro_batch == "auto":
@@ -269,7 +291,18 @@ def as_split(micro_batch: MicroBatch) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """`parts` blocks of rows; row k of each block belongs with row k of all others, as in [chosen; rejected]."""
+    """Groups of rows for a batch of stacked blocks, as in [chosen; rejected]: row k of all blocks is one group.
+
+    Args:
+        parts: Number of blocks.
+
+    Raises:
+        SplitError: If `parts` is not a whole number above 0.
+
+    Example:
+        >>> [part.tolist() for part in Rows(4, groups=Stacked(2)).cut(torch.arange(8))]
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
 
     parts: int
 
@@ -308,8 +341,8 @@ def _keys(groups: Groups, batch: Batch, count: int) -> list[Any]:
     if isinstance(groups, int):
         _check_even(count, groups, f"groups={groups}")
         return [row // groups for row in range(count)]
-    told = groups(batch)
-    keys = list(told.tolist() if hasattr(told, "tolist") else told)
+    numbers = groups(batch)
+    keys = list(numbers.tolist() if hasattr(numbers, "tolist") else numbers)
     if len(keys) != count:
         raise SplitError(
             f"groups(batch) gave {len(keys)} numbers for {count} rows; expected one per row, the same for rows that belong "
@@ -328,22 +361,27 @@ def _check_even(count: int, size: int, spelled: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rows(Split):
-    """At most `size` rows per micro-batch: ceil(rows / size) of them, near-equal, longer ones first.
+    """Split into ceil(rows / size) micro-batches of near-equal size, longer ones first. Tensors become views.
 
-    Tensors are cut into views: nothing is copied. With `collate`, a batch is a list of raw samples (a loader with
-    `collate_fn=list`), and those of each micro-batch are collated. `batch_dim` is the dim of tensors that is the rows, 1 for
-    time-first batches; a tensor with fewer dims has them in dim 0. `groups` says which rows belong together and are never
-    torn apart: a number of neighbours, `Stacked(2)` for [chosen; rejected], or a function of the batch that returns one
-    number per row, the same for rows of one group. Rows keep their order inside a micro-batch. With `tail=2`, all
-    micro-batches but the last are full, and the last has 2 rows or more: fewer shapes for kernels and compilers.
+    Args:
+        size: Largest number of rows in a micro-batch.
+        collate: Collates the samples of each micro-batch; a batch is then a list of raw samples (a loader with
+            `collate_fn=list`).
+        batch_dim: Dim of the rows: 1 for time-first batches. A tensor with fewer dims has its rows in dim 0.
+        groups: Rows that stay together: a number of neighbours, `Stacked(2)` for [chosen; rejected], or a function of the
+            batch that returns one number per row, equal within a group. Rows keep their order inside a micro-batch.
+        tail: Fill all micro-batches but the last, which has at least this many rows: fewer shapes for compilers.
 
-    >>> [len(part) for part in Rows(16).cut(torch.zeros(40, 2))]
-    [14, 13, 13]
-    >>> [len(part) for part in Rows(16, tail=2).cut(torch.zeros(40, 2))]
-    [16, 16, 8]
-    >>> from anybatch import Stacked
-    >>> [part.tolist() for part in Rows(4, groups=Stacked(2)).cut(torch.arange(8))]
-    [[0, 1, 4, 5], [2, 3, 6, 7]]
+    Raises:
+        SplitError: If an argument is out of range, or a group is larger than `size`.
+
+    Example:
+        >>> [len(part) for part in Rows(16).cut(torch.zeros(40, 2))]
+        [14, 13, 13]
+        >>> [len(part) for part in Rows(16, tail=2).cut(torch.zeros(40, 2))]
+        [16, 16, 8]
+        >>> [part.tolist() for part in Rows(4, groups=2).cut(torch.arange(6))]
+        [[0, 1, 2, 3], [4, 5]]
     """
 
     size: int
@@ -375,12 +413,12 @@ class Rows(Split):
             )
 
     def __repr__(self) -> str:
-        said = {one.name: getattr(self, one.name) for one in fields(self)}
-        return f"Rows({', '.join(f'{name}={value!r}' for name, value in said.items() if value is not None)})"
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return f"Rows({', '.join(f'{name}={value!r}' for name, value in values.items() if value is not None)})"
 
     @property
     def is_plain(self) -> bool:
-        """True where rows are dim 0 and none belong together: any of them may be taken alone."""
+        """True if rows are dim 0 and have no groups, so that any of them can be taken alone."""
         return self.collate is None and not self.batch_dim and self.groups is None
 
     @property
@@ -394,7 +432,7 @@ class Rows(Split):
         return rows_to_cut(rows_first(batch, self.batch_dim) if self.batch_dim else batch)
 
     def least(self, batch: Batch) -> int:
-        """Count the fewest rows that a micro-batch of `batch` can hold: those of its largest group."""
+        """Return the smallest possible micro-batch of `batch`: the size of its largest group."""
         return 1 if self.groups is None else max(map(len, groups_of(self.groups, batch, self.count(batch))))
 
     def cut(self, batch: Batch) -> MicroBatches:
@@ -420,7 +458,7 @@ class Rows(Split):
         return replace(self, size=size)
 
     def shrink(self, ran: MicroBatches) -> "Rows | None":
-        """Halve `size`, or the rows of the whole batch where it has fewer; no group is torn."""
+        """Halve `size`, or the rows of the whole batch if it has fewer; None if a group would not fit."""
         largest = min(self.size, sum(len(rows) for rows in ran.row_numbers))
         return replace(self, size=largest // 2) if largest // 2 >= ran.together else None
 
@@ -444,7 +482,7 @@ def near_equal(count: int, size: int) -> list[int]:
 
 
 def full_and_tail(count: int, size: int, least: int) -> list[int]:
-    """Return the sizes of ceil(count / size) parts, all full but the last; one that is too short gets some from the one before.
+    """Return the sizes of ceil(count / size) parts, all full but the last, which takes from the one before up to `least`.
 
     >>> full_and_tail(40, 16, 2), full_and_tail(33, 16, 2), full_and_tail(33, 32, 16)
     ([16, 16, 8], [16, 15, 2], [17, 16])
@@ -468,14 +506,14 @@ def samples_of(batch: Batch, split: str) -> list[Any] | tuple[Any, ...]:
 
 
 def collated(collate: Callable[[list[Any]], Batch], samples: list[Any]) -> Batch:
-    """Collate samples; where `collate` returns a list of as many, mark it as one sample per row."""
+    """Collate samples; a returned list of as many objects is marked as one sample per row."""
     made = collate(samples)
     return as_samples(made) if type(made) is list and len(made) == len(samples) else made
 
 
 @dataclass(frozen=True, slots=True)
 class AsGiven(Split):
-    """The split of batches that came cut already: it leaves them as they are."""
+    """Split of batches that are `MicroBatches` already."""
 
     def cut(self, batch: Batch) -> MicroBatches:
         assert isinstance(batch, MicroBatches)
@@ -484,7 +522,7 @@ class AsGiven(Split):
 
 @dataclass(frozen=True, slots=True)
 class CutFurther(Split):
-    """The micro-batches of another split, in its order, those of more than `size` rows cut into near-equal parts.
+    """Micro-batches of another split, those of more than `size` rows cut into near-equal parts.
 
     >>> import torch
     >>> [len(part) for part in CutFurther(AsGiven(), 4).cut(MicroBatches((torch.zeros(7), torch.zeros(3))))]
@@ -513,22 +551,29 @@ class CutFurther(Split):
         return CutFurther(self.split, size)
 
     def _parts(self, micro_batch: Batch) -> list[Batch]:
-        # a batch that a split cut was read then; micro-batches that the user gave are read here for the first time
+        # a split has checked its batch already; micro-batches from the user have not been checked
         count = rows_to_cut(micro_batch) if isinstance(self.split, AsGiven) else num_rows(micro_batch)
         return split_rows(micro_batch, near_equal(count, self.size)) if count > self.size else [micro_batch]
 
 
-def size_that_ran(split: Split, ran: MicroBatches) -> int:
-    """Measure the largest of these micro-batches in what the split counts: tokens where it cut by them, else rows."""
+def size_that_ran(split: Split, ran: MicroBatches) -> int | None:
+    """Return the size of the largest of these micro-batches, in tokens if `split` counts them, else in rows."""
     if ran.cut is not None and not isinstance(split, CutFurther):
         return ran.cut.largest
-    return max(len(rows) for rows in ran.row_numbers)
+    return _most_rows(ran)
+
+
+def _most_rows(ran: MicroBatches) -> int | None:
+    try:
+        return max(len(rows) for rows in ran.row_numbers)
+    except BatchError:
+        return None  # micro-batches from the user, whose rows cannot be counted
 
 
 def smaller(split: CutsBatches, ran: MicroBatches) -> Split | None:
-    """Return the split to use after `ran`, which `split` cut, did not fit; None where no micro-batch can be smaller.
+    """Return the split to use after `ran`, which `split` cut, did not fit; None if no micro-batch can be smaller.
 
-    A split that has `shrink` decides itself; the micro-batches of any other are cut in half, unless rows belong together.
+    A split decides by `shrink`; if it does not, its micro-batches are cut in half, unless they have groups.
     """
     if ran.whole:
         return None
@@ -536,17 +581,12 @@ def smaller(split: CutsBatches, ran: MicroBatches) -> Split | None:
     shrunk = split.shrink(ran)
     if shrunk is not None or ran.together > 1:
         return shrunk
-    try:
-        most = max(len(rows) for rows in ran.row_numbers)
-    except BatchError:
-        return None  # micro-batches of the user's own making, whose rows nobody can count
-    if most == 1:
-        return None
-    return CutFurther(split.split if isinstance(split, CutFurther) else split, most // 2)
+    most = _most_rows(ran) or 1
+    return None if most == 1 else CutFurther(split.split if isinstance(split, CutFurther) else split, most // 2)
 
 
 def is_in_arrival_order(cut: MicroBatches) -> bool:
-    """True if the rows were not sorted; those of a group may stand apart."""
+    """Return True if the rows, or the first rows of groups, were not sorted."""
     if cut.cut is None:
         return True
     order = [number for numbers in cut.cut.rows for number in (numbers if cut.together == 1 else numbers[:1])]
@@ -554,7 +594,7 @@ def is_in_arrival_order(cut: MicroBatches) -> bool:
 
 
 def in_arrival_order(split: CutsBatches, batch: Batch, cut: MicroBatches) -> MicroBatches:
-    """Return `cut`, which `split` made, or cut anew where the split sorts rows."""
+    """Return `cut`, which `split` made, or a new one without sorting if the split sorts rows."""
     is_final = isinstance(batch, MicroBatches) or cut.cut is None
     return cut if is_final else derived(split).cut_in_arrival_order(batch, cut)
 
@@ -563,23 +603,37 @@ WindowSize = int | Callable[[int], int]
 
 
 def windows(loader: Iterable[Batch], size: WindowSize, *, whole: bool = False) -> "Windows":
-    """Group a loader that yields micro-batches into `MicroBatches` of `size` each; the last is as short as it is.
+    """Group a loader that yields micro-batches into batches of several, for `Update` and `Accumulator`.
 
-    With `whole`, they are never cut further, where their rows belong together.
+    Args:
+        loader: Yields micro-batches.
+        size: Number of micro-batches per update, or a function of the update number that returns it. Updates are counted
+            from 0 over all epochs. The last batch of an epoch may be shorter.
+        whole: Never cut a micro-batch further; if memory runs out, raise instead.
 
-    `size` may be a function of the update number, which starts at 0 and goes on counting when the result is iterated
-    again for the next epoch: a schedule of batch sizes.
+    Returns:
+        An iterable of `MicroBatches`, to be iterated once per epoch.
 
-    >>> [list(batch) for batch in windows([10, 11, 12, 13, 14], 2)]
-    [[10, 11], [12, 13], [14]]
-    >>> [len(batch) for batch in windows(range(7), lambda update: 1 + update)]
-    [1, 2, 3, 1]
+    Raises:
+        SplitError: If `size` is not a whole number above 0.
+
+    Example:
+        >>> [list(batch) for batch in windows([10, 11, 12, 13, 14], 2)]
+        [[10, 11], [12, 13], [14]]
+        >>> [len(batch) for batch in windows(range(7), lambda update: 1 + update)]
+        [1, 2, 3, 1]
     """
     return Windows(loader, size, whole=whole)
 
 
 class Windows:
-    """An iterable of `MicroBatches`; `update` is the number of the next one, over all epochs. Set it to resume."""
+    """Iterable of `MicroBatches`, made by `windows`. `update` is the number of the next one, over all epochs.
+
+    Args:
+        loader: Yields micro-batches.
+        size: Number of micro-batches per update, or a function of the update number.
+        whole: Never cut a micro-batch further.
+    """
 
     def __init__(self, loader: Iterable[Batch], size: WindowSize, *, whole: bool = False) -> None:
         self.loader = loader
@@ -598,7 +652,7 @@ class Windows:
             yield MicroBatches(group, whole=self.whole)
 
     def __len__(self) -> int:
-        """How many windows the next pass over the loader gives."""
+        """Return the number of batches of the next pass over the loader."""
         if not isinstance(self.loader, Sized):
             raise TypeError(f"the loader, a {type(self.loader).__name__}, has no length, so its windows have none.")
         left, update = len(self.loader), self.update
