@@ -1,105 +1,55 @@
-"""Optimizer steps: the first ones can be undone, later ones are checked for room before they write anything."""
+"""Optimizer steps: the first can be undone, the scale of the loss, and Ctrl-C that waits for the end of a step."""
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from signal import SIGINT, getsignal, signal
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from anybatch.core.batch import tensors
 from anybatch.core.out_of_memory import free_memory, is_out_of_memory, once_more
 from anybatch.core.snapshot import of_step
-from anybatch.core.torch_private import (
-    FakeTensor,
-    StorageWeakRef,
-    TorchDispatchMode,
-    forget_unscaling,
-    is_sharded,
-    overflows,
-    storage_cdata,
-)
+from anybatch.core.torch_private import forget_unscaling, overflows
 from anybatch.errors import MemoryLimitError, NonFiniteError, first_line
-
-Act = Callable[[], object]
-Blocks = tuple[tuple[torch.device, int], ...]
-"""Device and bytes of each piece of memory."""
-NUM_COPIED = 2
-"""Number of steps of a parameter before which a snapshot is taken: the first makes the state, the second is measured."""
-SMALL_BLOCK = 2**20
-"""Temporaries smaller than this are reserved as one block."""
 
 
 class Stepping:
-    """Steps of one optimizer that leave it intact if memory runs out.
+    """Steps of one optimizer that leave it intact if memory runs out in the first.
 
-    A snapshot is taken before the first two steps of every parameter (on an accelerator to the host, on the CPU to disk),
-    because they allocate the optimizer's state and need the most memory. If memory runs out in one, the snapshot is restored
-    and the step made again, once; after any other error it is restored too. The second step is measured: its temporaries are
-    allocated and released before each later step, and if they do not fit, a snapshot is taken for that step as well.
+    A snapshot is taken before the first step of every parameter (on an accelerator to the host, on the CPU to disk), because
+    it allocates the optimizer's state and needs the most memory. If memory runs out in it, the snapshot is restored and the
+    step made again, once; after any other error it is restored too.
 
-    An out-of-memory error inside a later step, although its temporaries did fit, is a `MemoryLimitError`: the optimizer's
-    state is inconsistent, and the run has to resume from its last checkpoint.
+    An out-of-memory error in a later step is a `MemoryLimitError`: the optimizer's state is inconsistent, and the run has to
+    resume from its last checkpoint.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._num_steps: dict[nn.Parameter, int] = {}
-        self._temporaries: Blocks = ()
-        self._draws = True
-        """False after a step that drew no random numbers: then the random state is not copied."""
+        self._stepped: set[nn.Parameter] = set()
         self._is_compiled = type(optimizer).__module__.startswith("torchao.")
-        """True if the step is one graph, which torch refuses to compile under a dispatch mode; no snapshot is taken."""
+        """True if the state of the optimizer cannot be copied."""
 
-    def step(self, act: Act) -> int:
+    def step(self, act: Callable[[], object]) -> int:
         """Call `act`, which steps the optimizer once.
 
         Returns:
             1 if memory ran out and the step had to be made again, else 0.
         """
-        moving = self._moving()
-        count = min((self._num_steps.get(parameter, 0) for parameter in moving), default=NUM_COPIED)
-        if self._is_compiled or (count >= NUM_COPIED and self._has_room()):
-            return self._step_once(act)
-        if count >= NUM_COPIED:
-            return self._step_undoably(act, moving)
-        changing = self._changing(moving)
-        if count == NUM_COPIED - 1 and all(map(_has_own_memory, changing)):
-            meter = _TemporariesMeter(changing)
-            retries = self._step_undoably(act, moving, meter)
-            self._temporaries = meter.blocks() if not retries else self._temporaries
-        else:
-            retries = self._step_undoably(act, moving)
-        if not retries or count == 0:
-            self._num_steps.update({parameter: self._num_steps.get(parameter, 0) + 1 for parameter in moving})
+        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        moving = {parameter: None for parameter in parameters if parameter.grad is not None}
+        if self._is_compiled or self._stepped.issuperset(moving):
+            self._step_once(act)
+            return 0
+        retries = self._step_undoably(act, list(moving))
+        self._stepped.update(moving)
         return retries
 
-    def _moving(self) -> list[nn.Parameter]:
-        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
-        return [parameter for parameter in parameters if parameter.grad is not None]
-
-    def _changing(self, moving: list[nn.Parameter]) -> list[Tensor]:
-        state = [value for held in self._optimizer.state.values() if isinstance(held, dict) for value in held.values()]
-        return [one for one in (*moving, *(each.grad for each in moving), *state) if isinstance(one, Tensor)]
-
-    def _has_room(self) -> bool:
-        """Allocate the temporaries of a step and release them at once; return False if they do not fit."""
-        blocks = self._temporaries
-        try:
-            once_more(lambda: [torch.empty(nbytes, dtype=torch.uint8, device=device) for device, nbytes in blocks])
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        return True
-
-    def _step_once(self, act: Act) -> int:
+    def _step_once(self, act: Callable[[], object]) -> None:
         try:
             act()
         except BaseException as error:
@@ -111,30 +61,22 @@ class Stepping:
                 f"memory ran out in a step of {name} ({first_line(error)}), and {_TORN} Leave the step more room: "
                 "foreach=False or fused=True in the optimizer take the least."
             ) from None
-        return 0
 
-    def _step_undoably(
-        self, act: Act, moving: list[nn.Parameter], meter: AbstractContextManager[object] | None = None
-    ) -> int:
-        before = once_more(lambda: of_step(self._optimizer, moving, draws=self._draws))
-        around = meter or nullcontext()
+    def _step_undoably(self, act: Callable[[], object], moving: list[nn.Parameter]) -> int:
+        before = once_more(lambda: of_step(self._optimizer, moving))
         for attempt in range(2):
             try:
-                with around:
-                    act()
-                self._draws = before.random is not None and not before.random.is_now()
+                act()
                 return attempt
             except BaseException as error:
                 if not is_out_of_memory(error):
                     before.put_back()
                     raise
                 reason = first_line(error)
-            around = nullcontext()
-            before.put_back()
+            before.put_back()  # after the except block, whose traceback holds temporaries
             free_memory()
-        which = "a" if self._temporaries else "the first"
         raise MemoryLimitError(
-            f"memory ran out twice in {which} step of {type(self._optimizer).__name__} ({reason}). Weights, optimizer, "
+            f"memory ran out twice in the first step of {type(self._optimizer).__name__} ({reason}). Weights, optimizer, "
             "scheduler and scaler are as they were. Use an optimizer with less state, foreach=False in it, or a smaller model."
         )
 
@@ -154,39 +96,6 @@ def change_gradients(action: Callable[[], object], what: str) -> None:
             "are as they were, and the batch can be given again. Leave more room beside the gradients: a smaller model, or an "
             "optimizer with less state."
         ) from None
-
-
-class _TemporariesMeter(TorchDispatchMode):
-    """Dispatch mode that records the temporaries alive at the peak of a step."""
-
-    def __init__(self, changing: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._changing = {storage_cdata(tensor.untyped_storage()) for tensor in changing}
-        self._alive: dict[int, tuple[StorageWeakRef, torch.device, int]] = {}
-        self._peak: list[tuple[torch.device, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
-        for tensor in tensors(result):
-            storage = tensor.untyped_storage()
-            if storage_cdata(storage) not in self._changing:
-                self._alive[storage_cdata(storage)] = StorageWeakRef(storage), tensor.device, storage.nbytes()
-        alive = [(device, nbytes) for _, device, nbytes in self._alive.values()]
-        self._peak = max(self._peak, alive, key=lambda blocks: sum(nbytes for _, nbytes in blocks))
-        return result
-
-    def blocks(self) -> Blocks:
-        """Return the blocks to reserve: each large temporary, and the small ones of a device together."""
-        small = dict.fromkeys((device for device, _ in self._peak), 0)
-        for device, nbytes in self._peak:
-            small[device] += nbytes if nbytes < SMALL_BLOCK else 0
-        return (*((device, nbytes) for device, nbytes in self._peak if nbytes >= SMALL_BLOCK), *small.items())
-
-
-def _has_own_memory(tensor: Tensor) -> bool:
-    """Return False for sparse, sharded and fake tensors, whose storage does not hold their numbers."""
-    return tensor.layout is torch.strided and not is_sharded(tensor) and not isinstance(tensor, FakeTensor)
 
 
 SMALLEST_SCALE = 2.0**-24
