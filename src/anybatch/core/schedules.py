@@ -260,17 +260,17 @@ class TwoPasses:
         with around([hook.around_batch() for hook in tools.hooks]):
             with around([hook.around_counted() for hook in tools.hooks]):
                 encoded = [self._first(plan, one, buffers, tools) for one in plan.passes]
-            spoilt = [each.one.micro_batch for each in encoded if not tools.accepts(each.representations)]
-            if spoilt:
-                return Outcome(restart_without=spoilt)
+            nonfinite = [each.one.micro_batch for each in encoded if not tools.accepts(each.representations)]
+            if nonfinite:
+                return Outcome(restart_without=nonfinite)
             loss, metrics, is_finite = self._loss(plan, encoded, tools)
             if not is_finite:
                 return Outcome(restart_without=plan.micro_batches)
             after = buffers.snapshot()  # the first pass counts: changes of the second are undone
-            spoilt = self._second(plan, encoded, buffers, tools)
+            nonfinite = self._second(plan, encoded, buffers, tools)
             buffers.put_back(after)
         part = Part(micro_batch=None, units=plan.units_seen, loss=loss, metrics=detached(metrics))
-        return Outcome(parts=[part], restart_without=spoilt, dtype=loss.dtype)
+        return Outcome(parts=[part], restart_without=nonfinite, dtype=loss.dtype)
 
     def _first(self, plan: BatchPlan, one: Pass, buffers: MovingBuffers, tools: Tools) -> _Encoded:
         for hook in tools.hooks:
@@ -304,15 +304,15 @@ class TwoPasses:
         """Run backward through every micro-batch, the last one first, whose graph exists; return the non-finite ones."""
         last = encoded.pop()
         with tools.sync.around_pass(is_last=not encoded):
-            spoilt = _backward(last, last.representations, tools)
+            nonfinite = _backward(last, last.representations, tools)
         last.representations = last.leaves = None  # frees its graph before the next forward
         for number, each in enumerate(encoded, start=1):
             assert each.before is not None
             buffers.put_back(each.before)
             index = each.one.micro_batch
             with tools.sync.around_pass(is_last=number == len(encoded)):
-                spoilt += _backward(each, tools.forward(plan.cut[index], index), tools)
-        return spoilt
+                nonfinite += _backward(each, tools.forward(plan.cut[index], index), tools)
+        return nonfinite
 
 
 def loss_of_all(coupled: Coupled, own: Batch, tools: Tools) -> tuple[Tensor, Metrics]:

@@ -1,4 +1,4 @@
-"""Optimizer steps: the first can be undone, the scale of the loss, and Ctrl-C that waits for the end of a step."""
+"""Optimizer steps: the first two can be undone; the scale of the loss, and Ctrl-C that waits for the end of a step."""
 
 import threading
 from collections.abc import Callable
@@ -16,13 +16,16 @@ from anybatch.core.snapshot import of_step
 from anybatch.core.torch_private import forget_unscaling, overflows
 from anybatch.errors import MemoryLimitError, NonFiniteError, first_line
 
+NUM_COPIED = 2
+"""Number of steps of each parameter before which a snapshot is taken."""
+
 
 class Stepping:
-    """Steps of one optimizer that leave it intact if memory runs out in the first.
+    """Steps of one optimizer that leave it intact if memory runs out in the first two.
 
-    A snapshot is taken before the first step of every parameter (on an accelerator to the host, on the CPU to disk), because
-    it allocates the optimizer's state and needs the most memory. If memory runs out in it, the snapshot is restored and the
-    step made again, once; after any other error it is restored too.
+    A snapshot is taken before the first two steps of every parameter (on an accelerator to the host, on the CPU to disk),
+    because they allocate the optimizer's state and need the most memory. If memory runs out in one, the snapshot is restored
+    and the step made again, once; after any other error it is restored too.
 
     An out-of-memory error in a later step is a `MemoryLimitError`: the optimizer's state is inconsistent, and the run has to
     resume from its last checkpoint.
@@ -30,7 +33,7 @@ class Stepping:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._stepped: set[nn.Parameter] = set()
+        self._num_steps: dict[nn.Parameter, int] = {}
         self._is_compiled = type(optimizer).__module__.startswith("torchao.")
         """True if the state of the optimizer cannot be copied."""
 
@@ -41,12 +44,12 @@ class Stepping:
             1 if memory ran out and the step had to be made again, else 0.
         """
         parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
-        moving = {parameter: None for parameter in parameters if parameter.grad is not None}
-        if self._is_compiled or self._stepped.issuperset(moving):
+        moving = [parameter for parameter in parameters if parameter.grad is not None]
+        if self._is_compiled or all(self._num_steps.get(parameter, 0) >= NUM_COPIED for parameter in moving):
             self._step_once(act)
             return 0
-        retries = self._step_undoably(act, list(moving))
-        self._stepped.update(moving)
+        retries = self._step_undoably(act, moving)
+        self._num_steps.update({parameter: self._num_steps.get(parameter, 0) + 1 for parameter in moving})
         return retries
 
     def _step_once(self, act: Callable[[], object]) -> None:
@@ -64,6 +67,7 @@ class Stepping:
 
     def _step_undoably(self, act: Callable[[], object], moving: list[nn.Parameter]) -> int:
         before = once_more(lambda: of_step(self._optimizer, moving))
+        which = "a" if all(parameter in self._num_steps for parameter in moving) else "the first"
         for attempt in range(2):
             try:
                 act()
@@ -76,7 +80,7 @@ class Stepping:
             before.put_back()  # after the except block, whose traceback holds temporaries
             free_memory()
         raise MemoryLimitError(
-            f"memory ran out twice in the first step of {type(self._optimizer).__name__} ({reason}). Weights, optimizer, "
+            f"memory ran out twice in {which} step of {type(self._optimizer).__name__} ({reason}). Weights, optimizer, "
             "scheduler and scaler are as they were. Use an optimizer with less state, foreach=False in it, or a smaller model."
         )
 

@@ -261,8 +261,8 @@ class Update:
     def __call__(self, batch: Batch) -> UpdateResult:
         """Run one update: zero, accumulate, unscale, clip, step, schedule.
 
-        An exception leaves weights, optimizer, scheduler, scaler and buffers as they were, and so does an update that is not
-        applied. Ctrl-C in the optimizer's step takes effect after the step.
+        An exception before the optimizer's step leaves weights, optimizer, scheduler, scaler and buffers as they were, and so
+        does an update that is not applied. Ctrl-C in the step takes effect after the step.
 
         Args:
             batch: Any nesting of tensors that share their first dimension, or `MicroBatches`. Micro-batches are moved to the
