@@ -122,6 +122,11 @@ def _forward_alone(plan: BatchPlan, index: int, tools: Tools, bare: list[nn.Para
     return part_of(index, plan.units[index], None, metrics)
 
 
+def alone(tensor: Tensor) -> Tensor:
+    """Copy a view, which would keep the whole storage alive."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
 def leaf(tensor: Tensor) -> Tensor:
     """Detach a tensor and make it a leaf of a new graph."""
     return by_itself(tensor).requires_grad_(tensor.is_floating_point() or tensor.is_complex())
@@ -282,7 +287,7 @@ class TwoPasses:
         watch.check("a coupled loss runs every forward twice, the second time")
         for hook in () if one.reports else tools.hooks:
             hook.discard_pass()
-        return _Encoded(one, before, representations if one.is_last else map_tensors(representations, by_itself))
+        return _Encoded(one, before, representations if one.is_last else map_tensors(representations, alone))
 
     def _loss(self, plan: BatchPlan, encoded: list[_Encoded], tools: Tools) -> tuple[Tensor, Metrics, bool]:
         """Compute the loss of all rows and its gradient in the leaves; False if it is not finite."""
