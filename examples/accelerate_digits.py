@@ -1,4 +1,4 @@
-"""I use Accelerate: prepared_update and global_loader. Handwritten digits, on as many processes as it is launched with.
+"""Accelerate: `prepared_update` and `global_loader`. Handwritten digits, on any number of processes.
 
 accelerate launch --multi_gpu --num_processes 2 examples/accelerate_digits.py [epochs]
 """
@@ -16,7 +16,7 @@ from anybatch.integrations.accelerate import global_loader, prepared_update
 
 
 def main(epochs: int = 3) -> float:
-    """The loss of the last batch, of all processes."""
+    """Train; return the loss of the last batch of all processes."""
     images, labels = load_digits(return_X_y=True)
     rows = TensorDataset(torch.tensor(images).float() / 16, torch.tensor(labels))
     accelerator = accelerate.Accelerator(cpu=True)  # was: gradient_accumulation_steps=4

@@ -1,4 +1,4 @@
-"""I use the Trainer of transformers: one word more. Handwritten digits, read as 64 tokens, by a small Bert.
+"""Hugging Face Trainer: `exact(Trainer)` in place of `Trainer`. A small BERT classifies digits, read as 64 tokens.
 
 python examples/hf_trainer.py [updates]
 """
@@ -14,7 +14,7 @@ from anybatch.integrations.huggingface import exact
 
 
 def main(updates: int = 40) -> float:
-    """The last loss that was logged: that of the whole batch."""
+    """Train; return the last logged loss, a mean over whole batches."""
     images, labels = load_digits(return_X_y=True)
     tokens = torch.tensor(images).long() + 1
     rows = [{"input_ids": image, "labels": int(label)} for image, label in zip(tokens, labels, strict=True)]

@@ -1,4 +1,4 @@
-"""I use Lightning: Trainer(strategy=ExactStrategy(...)). Handwritten digits, a rare class weighted up.
+"""Lightning: `Trainer(strategy=ExactStrategy(...))`. Handwritten digits, with one class that weighs 20 times as much.
 
 python examples/lightning_digits.py [epochs]
 """
@@ -31,7 +31,7 @@ class Digits(lightning.LightningModule):
 
 
 def main(epochs: int = 3) -> float:
-    """The last loss that was logged: that of the whole batch."""
+    """Train; return the last logged loss, that of a whole batch."""
     images, labels = load_digits(return_X_y=True)
     rows = TensorDataset(torch.tensor(images).float() / 16, torch.tensor(labels))
     trainer = lightning.Trainer(

@@ -1,7 +1,4 @@
-"""A batch that does not fit: `Fit` predicts what does, and `measure_peak` shows that it kept its word.
-
-Data: scikit-learn's digits, widened by a large hidden layer.
-"""
+"""A batch that does not fit into 24 MiB: `plan` predicts what fits, `Fit` trains with it, `measure_peak` measures it."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -21,13 +18,12 @@ if __name__ == "__main__":
     objective = supervised(nn.CrossEntropyLoss())
 
     planned = plan(model, optimizer, objective, batch, memory=MEMORY)
+    whole = planned.whole_bytes / 2**20
     print(
-        f"all {planned.rows} rows at once: {planned.whole_bytes / 2**20:.0f} MiB; in {MEMORY}: {planned.micro_batch} at a time"
+        f"predicted: {whole:.0f} MiB for {planned.rows} rows at once; {planned.micro_batch} rows at a time fit in {MEMORY}"
     )
 
     update = Update(model, optimizer, objective, micro_batch=Fit(MEMORY))
     update(batch)
     result, peak = measure_peak(update, batch)
-    print(
-        f"measured: {peak / 2**20:.1f} MiB in {result.micro_batches} micro-batches, loss {result.loss:.3f} over all rows"
-    )
+    print(f"measured: {peak / 2**20:.1f} MiB with {result.micro_batches} micro-batches")

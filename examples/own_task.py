@@ -1,6 +1,7 @@
-"""A task of your own: `anybatch train examples/own_task.py` trains it, with checkpoints and a page.
+"""A task for the command line: `anybatch train examples/own_task.py` trains it, with checkpoints and a report.
 
-`anybatch verify examples/own_task.py` proves its gradient, `plan` says what fits, `compare` and `trace` work on it too.
+The other commands take the same file: `anybatch verify` checks its gradient, `plan` predicts its memory, `trace` shows one
+update, `compare` compares micro-batch sizes.
 """
 
 import torch
@@ -16,7 +17,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> dict[str, Mean]:
 
 
 def task() -> Task:
-    """Three kinds of wine by 13 measurements; rare kinds weigh more."""
+    """Classify three kinds of wine by 13 measurements; rare kinds weigh more."""
     inputs, targets = (torch.tensor(values) for values in load_wine(return_X_y=True))
     data = TensorDataset(((inputs - inputs.mean(0)) / inputs.std(0)).float(), targets.long())
     training, validation = random_split(data, [140, 38])

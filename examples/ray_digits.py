@@ -1,8 +1,8 @@
-"""I use Ray Train: an Update in each worker, rows dealt by GlobalBatches, a checkpoint after every epoch.
+"""Ray Train: an `Update` in each worker, rows dealt by `GlobalBatches`, a checkpoint after every epoch.
 
-python examples/ray_digits.py [epochs]
+    python examples/ray_digits.py [epochs]
 
-A worker that dies is started again by Ray with all others, and training goes on from the last checkpoint.
+If a worker dies, Ray restarts all of them, and training resumes from the last checkpoint.
 """
 
 import os
@@ -21,14 +21,14 @@ from anybatch import GlobalBatches, Update, resume, save, supervised
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker does."""
+    """Train in one worker."""
     images, labels = load_digits(return_X_y=True)
     rows = TensorDataset(torch.tensor(images).float() / 16, torch.tensor(labels))
     torch.manual_seed(0)
     model = prepare_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     update = Update(model, optimizer, supervised(nn.CrossEntropyLoss()), micro_batch=64)
-    batches = GlobalBatches(rows, 256)  # every row to one worker, in every epoch
+    batches = GlobalBatches(rows, 256)  # deals every row to one worker in every epoch
     resumed = resume(config["folder"], update)  # a folder that all workers see: each reads and writes its part
     first = 0 if resumed is None else resumed.number // len(batches)
     for epoch in range(first, config["epochs"]):
@@ -36,15 +36,15 @@ def train(config: dict[str, Any]) -> None:
         for batch in batches.loader():
             result = update(batch)
         if epoch == config.get("dies_at") and first == 0 and ray.train.get_context().get_world_rank() == 1:
-            os._exit(1)  # as a machine does that is switched off
+            os._exit(1)  # like a machine that is switched off
         path = save(config["folder"], update, number=(epoch + 1) * len(batches))
-        told = {"loss": result.loss.item(), "first": first}
+        metrics = {"loss": result.loss.item(), "first": first}
         is_first = ray.train.get_context().get_world_rank() == 0
-        ray.train.report(told, checkpoint=ray.train.Checkpoint.from_directory(path) if is_first else None)
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(path) if is_first else None)
 
 
 def main(epochs: int = 3, **config: Any) -> dict[str, Any]:
-    """What was reported last."""
+    """Train on two workers; return the metrics reported last."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(
             train,

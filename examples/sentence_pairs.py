@@ -1,4 +1,4 @@
-"""I use sentence-transformers: exact(SentenceTransformerTrainer). Titles and texts of Python's help, to find each other.
+"""sentence-transformers: `exact(SentenceTransformerTrainer)`. Match titles and texts of Python's own help.
 
 python examples/sentence_pairs.py [updates]
 """
@@ -17,7 +17,7 @@ from anybatch.integrations.huggingface import exact
 
 
 def main(updates: int = 30) -> float:
-    """The last loss that was logged: of one contest of 64 pairs."""
+    """Train; return the last logged loss. Each text is compared with all 64 of an update."""
     pairs = [text.strip().split("\n\n", 2)[:2] for text in topics.values() if text.count("\n\n") > 2]
     words = Tokenizer(models.WordLevel(unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -43,4 +43,4 @@ def main(updates: int = 30) -> float:
 
 
 if __name__ == "__main__":
-    print(f"loss of the last contests: {main(*map(int, sys.argv[1:])):.3f}")
+    print(f"loss of the last updates: {main(*map(int, sys.argv[1:])):.3f}")

@@ -1,6 +1,7 @@
-"""Two losses from one forward, each a mean over its own units: labels (some are missing) and pixels.
+"""Two losses from one forward: half of the digits have a label, and all are reconstructed.
 
-Data: scikit-learn's digits, half of them without a label; the model classifies and rebuilds the image.
+The classification loss divides by the number of labels, the reconstruction loss by the number of pixels. A micro-batch has
+its own share of each, so no single weight per micro-batch is right. `Terms` weights each loss by its own units.
 """
 
 import torch
@@ -44,4 +45,4 @@ if __name__ == "__main__":
         for rows in others:
             update((images[rows], labels[rows]))
         parts = ", ".join(f"{name} {float(result.metrics[name]):.3f}" for name in ("label", "image"))
-        print(f"epoch {epoch}: loss {result.loss:.3f} of {parts}")
+        print(f"epoch {epoch}: loss {result.loss:.3f} = {parts}")

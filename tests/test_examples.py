@@ -1,4 +1,4 @@
-"""Every example is short, runs as it is, and shows what it says; so do the notebooks made of three of them."""
+"""Every example is short, runs as it is, and prints what it promises; so do the notebooks made of three of them."""
 
 import re
 import runpy
@@ -6,13 +6,24 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import torch
 
 from anybatch.app.cli.main import run
 from tests.processes.torchrun import launched, script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOKS = runpy.run_path(str(EXAMPLES / "notebooks/make.py"))
+USUAL_ERRORS = {
+    "image_classifier": 0.05,
+    "causal_lm": 0.05,
+    "detector": 0.5,
+    "clip": 0.05,
+    "diffusion": 0.1,
+    "gan": 0.1,
+    "ddp": 0.01,
+    "fsdp2": 0.05,
+}
+"""The least error that the usual loop of each example makes."""
+ON_RANKS = {"ddp", "fsdp2"}
 
 
 @pytest.fixture(scope="module")
@@ -21,64 +32,74 @@ def printed() -> dict[str, str]:
 
 
 @pytest.fixture
-def output(request, printed, capsys) -> str:
-    """What the example printed, which runs once."""
+def output(request, printed, tmp_path, capsys) -> str:
+    """Text that the example prints; each runs once."""
     name = request.param
-    if name not in printed:
-        before = torch.get_default_dtype()
-        try:
-            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-        finally:
-            torch.set_default_dtype(before)
+    if name not in printed and name in ON_RANKS:
+        launched(script, EXAMPLES / f"{name}.py", tmp_path / "said", name=name).result()
+        printed[name] = (tmp_path / "said").read_text()
+    elif name not in printed:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         printed[name] = capsys.readouterr().out
     return printed[name]
 
 
-def test_every_example_is_short():
-    assert len(list(EXAMPLES.glob("*.py"))) >= 10
-    assert {
-        path.name: lines for path in EXAMPLES.glob("*.py") if (lines := len(path.read_text().splitlines())) > 60
-    } == {}
+def line_of(output: str, name: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith(name))
+
+
+def errors_in(line: str) -> list[float]:
+    return [float(error) for error in re.findall(r"\d+e[+-]\d+", line)]
+
+
+def test_every_example_is_about_a_page():
+    assert len(list(EXAMPLES.glob("*.py"))) >= 15
+    lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert {name: count for name, count in lines.items() if count > 105} == {}
+
+
+def test_the_page_of_examples_names_each_of_them():
+    page = (EXAMPLES.parent / "docs/examples.md").read_text()
+    assert set(re.findall(r"\[(\w+\.py)\]", page)) == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.parametrize(("output", "usual"), USUAL_ERRORS.items(), indirect=["output"], ids=USUAL_ERRORS)
+def test_the_usual_loop_is_off_and_anybatch_has_the_gradient_of_the_whole_batch(output, usual):
+    assert min(errors_in(line_of(output, "usual loop"))) >= usual
+    assert max(errors_in(line_of(output, "anybatch"))) < 2e-6
+    if "whole batch  " in output:  # the training of both ends in the same place
+        ends = [line_of(output, name).split()[-1] for name in ("whole batch", "anybatch")]
+        assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("output", ["causal_lm"], indirect=True)
+def test_text_of_similar_length_needs_less_padding(output):
+    assert int(re.search(r"(\d+)% fewer", output)[1]) > 40
+
+
+@pytest.mark.parametrize("output", ["ddp"], indirect=True)
+def test_ddp_learns_from_every_row_once_and_the_sampler_of_torch_does_not(output):
+    assert "ran 570 rows of 569" in line_of(output, "usual loop")
+    assert "ran 569 rows of 569" in line_of(output, "anybatch")
 
 
 @pytest.mark.parametrize("output", ["plain_loop"], indirect=True)
-def test_the_loop_before_loses_rows_and_the_one_after_does_not(output):
-    assert "before: learnt from 1792 of 1797 rows" in output
-    assert "after:  learnt from 1797 of 1797 rows" in output
-    assert float(re.search(r"at most (\S+) off", output)[1]) < 1e-6
+def test_the_usual_loop_loses_rows_and_anybatch_does_not(output):
+    assert "learned from 1792 of 1797 rows" in line_of(output, "usual loop")
+    assert "learned from 1797 of 1797 rows" in line_of(output, "anybatch")
+    assert max(errors_in(output)) < 1e-6
 
 
-@pytest.mark.parametrize("output", ["images"], indirect=True)
-def test_digits_are_learnt_in_mixed_precision_and_so_is_their_average(output):
+@pytest.mark.parametrize("output", ["mixed_precision"], indirect=True)
+def test_digits_are_learned_in_mixed_precision_and_so_is_the_average_of_the_weights(output):
     shares = [float(share) for share in re.findall(r"([\d.]+)%", output.splitlines()[-1])]
     assert len(shares) == 2
     assert min(shares) > 85
 
 
-@pytest.mark.parametrize("output", ["causal_lm"], indirect=True)
-def test_text_is_learnt_with_less_padding(output):
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
-    assert losses == sorted(losses, reverse=True)
-    assert min(int(saved) for saved in re.findall(r"(\d+)% less", output)) > 5
-
-
-@pytest.mark.parametrize("output", ["clip_like"], indirect=True)
-def test_halves_of_digits_find_each_other_among_256(output):
-    assert output.count("over 256 pairs in 8 micro-batches") == 5
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
-    assert losses[-1] < losses[0] - 1
-
-
-@pytest.mark.parametrize("output", ["batch_norm"], indirect=True)
-def test_batch_norm_is_exact_where_it_is_asked_for_and_far_off_by_micro_batch(output):
-    exact, micro = (float(error) for error in re.findall(r"weights (\S+) from", output))
-    assert exact < 1e-12
-    assert micro > 1e-3
-
-
 @pytest.mark.parametrize("output", ["several_terms"], indirect=True)
-def test_both_terms_are_learnt_and_reported(output):
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) of label [\d.]+, image [\d.]+", output)]
+def test_both_terms_are_learned_and_reported(output):
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) = label [\d.]+, image [\d.]+", output)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 
@@ -86,17 +107,6 @@ def test_both_terms_are_learnt_and_reported(output):
 @pytest.mark.parametrize("output", ["memory_limited"], indirect=True)
 def test_the_measured_peak_is_within_the_limit(output):
     assert float(re.search(r"measured: ([\d.]+) MiB", output)[1]) <= 24
-
-
-@pytest.mark.parametrize("output", ["textbook"], indirect=True)
-def test_the_textbook_is_exact_in_every_epoch(output):
-    assert all(float(line.split()[-1]) < 5e-7 for line in output.splitlines()[1:])
-
-
-def test_two_ranks_learn_from_every_row_once(tmp_path):
-    said = tmp_path / "said"
-    launched(script, EXAMPLES / "two_ranks.py", said, name="two ranks").result()
-    assert "569 rows on 2 ranks" in said.read_text()
 
 
 def test_a_task_of_ones_own_trains(tmp_path):
@@ -117,4 +127,4 @@ def test_a_notebook_is_its_example_which_runs_above(name):
 
 def test_a_notebook_runs():
     book = NOTEBOOKS["executed"](NOTEBOOKS["notebook_of"]("plain_loop"))
-    assert book.cells[-1].outputs[0].text.startswith("before")
+    assert book.cells[-1].outputs[0].text.startswith("usual loop")

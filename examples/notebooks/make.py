@@ -1,4 +1,4 @@
-"""The notebooks of this folder, made from the examples beside it: `python examples/notebooks/make.py` writes and runs them."""
+"""Make the notebooks from the examples: `python examples/notebooks/make.py` writes and runs them."""
 
 import ast
 import os
@@ -9,11 +9,11 @@ import nbformat
 from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
-NAMES = ("plain_loop", "causal_lm", "clip_like")
+NAMES = ("plain_loop", "causal_lm", "clip")
 
 
 def notebook_of(name: str) -> nbformat.NotebookNode:
-    """A cell of words, then a cell for each stretch of code between two empty lines; what runs as a script stands last."""
+    """Return a cell for the docstring, one for each top-level block, and one for the `__main__` block."""
     source = (HERE.parent / f"{name}.py").read_text()
     words = ast.get_docstring(ast.parse(source)) or ""
     body = source.split('"""\n', 1)[1]
@@ -32,7 +32,7 @@ def notebook_of(name: str) -> nbformat.NotebookNode:
 
 def executed(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
     client = NotebookClient(book, timeout=None, resources={"metadata": {"path": str(HERE)}})
-    client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})  # models too small to share between threads
+    client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})  # the models are too small for several threads
     return book
 
 

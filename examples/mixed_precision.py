@@ -1,4 +1,4 @@
-"""Image classification with mixed precision and an average of the weights (EMA), on scikit-learn's handwritten digits."""
+"""Mixed precision, clipping, warm-up and an exponential moving average of the weights (EMA), on handwritten digits."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -29,9 +29,7 @@ update = Update(
     micro_batch=32,
     autocast=torch.bfloat16,
     clip_norm=1.0,
-    scheduler=warmup(
-        optimizer, 10, updates=len(loader) * EPOCHS, decay="cosine"
-    ),  # once per update, not per micro-batch
+    scheduler=warmup(optimizer, 10, updates=len(loader) * EPOCHS, decay="cosine"),  # steps once per batch
 )
 
 
@@ -44,6 +42,6 @@ def accuracy(network: nn.Module) -> float:
 if __name__ == "__main__":
     for epoch in range(1, EPOCHS + 1):
         for batch in loader:
-            if update(batch).applied:  # an update that was left out must not be averaged in
+            if update(batch).applied:  # skipped updates do not count for the average
                 average.update_parameters(model)
-        print(f"epoch {epoch}: accuracy {accuracy(model):.1%}, of the average {accuracy(average):.1%}")
+        print(f"epoch {epoch}: accuracy {accuracy(model):.1%}, with averaged weights {accuracy(average):.1%}")
