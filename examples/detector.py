@@ -1,8 +1,9 @@
 """Object detector: digits on a canvas, with a loss that divides by the number of objects.
 
-Detectors such as RetinaNet, FCOS and CenterNet sum their losses over all positions and divide by the number of objects. Some
-images have no object. The usual loop divides each micro-batch by its own objects, so the objects of a crowded micro-batch
-count less. Here every row carries the number of objects of its batch, and `reduction="sum"` adds up the micro-batches.
+Detectors such as RetinaNet, FCOS and CenterNet sum their losses over all positions and divide by the number of objects. The
+usual loop divides each micro-batch by its own objects, so an object in a crowded micro-batch counts less. Here every row
+carries the number of objects of its batch, and `reduction="sum"` adds up the micro-batches. `units=` would not do: a
+micro-batch without objects would have 0 units, and its background would be left out.
 """
 
 from collections.abc import Callable
