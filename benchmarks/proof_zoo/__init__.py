@@ -1,5 +1,5 @@
-"""187 sound setups, 181 broken ones and 15 that need not be judged, written by someone who had not read `proof/`, nor its tests.
+"""187 sound setups, 181 broken ones and 15 that need not be judged, by an author who had not read `verification/` or its tests.
 
-Every setup returns an `S`: model, objective, batch, split, options. What is sound and what is broken was computed apart from `verify`,
-in float64, over uneven cuts.
+Every setup returns an `S`: model, objective, batch, split, options. Which setups are sound was computed without `verify`, in
+float64, over uneven splits.
 """

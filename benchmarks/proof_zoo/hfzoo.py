@@ -25,8 +25,6 @@ def make(name, ckpt=False, **kw):
     if name == "qwen2":
         m = tf.Qwen2ForCausalLM(tf.Qwen2Config(**small, num_key_value_heads=1, max_position_embeddings=32, **kw))
     if name == "mixtral":
-        if torch.get_default_dtype() == torch.float64:  # the independent check: the grouped kernel has no float64
-            kw["experts_implementation"] = "eager"
         m = tf.MixtralForCausalLM(tf.MixtralConfig(**small, num_key_value_heads=1, max_position_embeddings=32, num_local_experts=3, num_experts_per_tok=2, **kw))
     if name == "gpt2":
         m = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2, **kw))

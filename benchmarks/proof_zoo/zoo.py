@@ -1,7 +1,7 @@
-"""What setups are made of, and an independent check of each in float64 (own code: nothing of anybatch computes in it)."""
+"""Registry of setups, and the parts that several of them share."""
 import dataclasses, importlib.util, pathlib, sys
 from typing import Any, Callable
-import torch
+import torch, torch.nn.functional as F
 from torch import nn
 
 HERE = pathlib.Path(__file__).parent
@@ -26,17 +26,12 @@ class S:
     model: nn.Module
     objective: Any
     batch: Any
-    loss: Callable | None = None          # plain (model, batch) -> scalar: for the independent check
+    loss: Callable | None = None          # plain (model, batch) -> scalar, for fixes that replace the objective
     units: Callable | None = None         # as the objective is told (None: rows)
     reduction: str = "mean"
     micro_batch: Any = 3
     options: dict = dataclasses.field(default_factory=dict)
-    quiet: bool = False                   # check with dropout and noise off: rows draw alike
-    how: str = "rows"                     # rows | coupled | terms | bn | none
-    terms: tuple | None = None            # (units by name, weights by name) for how="terms"
-    coupled: tuple | None = None          # (encode, loss): the check of a Coupled, and what a fix by Coupled means here
-    cut: Callable | None = None           # own cut for the check: batch -> list of parts
-    extra: tuple = ()                     # parameters outside the model
+    coupled: tuple | None = None          # (encode, loss): what a fix by Coupled means here
     right_units: Callable | None = None   # what a fix in words ("a count of exactly the targets ...") comes to, by hand
     names: dict = dataclasses.field(default_factory=dict)   # names that a printed fix may use
     watch: Callable | None = None         # state outside the model that verify must leave alone
@@ -94,181 +89,60 @@ def obj(model, loss, batch, units=None, reduction="mean", **kw):
 
 def coup(model, encode, loss, batch, **kw):
     from anybatch import Coupled
-    return S(model, Coupled(encode, loss), batch, coupled=(encode, loss), how="coupled", **kw)
+    return S(model, Coupled(encode, loss), batch, coupled=(encode, loss), **kw)
 
 
-# ---- the independent check
-def rows_of(batch):
-    if torch.is_tensor(batch):
-        return len(batch) if batch.dim() else None
-    if isinstance(batch, str):
-        return None
-    if dataclasses.is_dataclass(batch):
-        batch = vars(batch)
-    if hasattr(batch, "items"):
-        batch = tuple(dict(batch).values())
-    if isinstance(batch, (list, tuple)):
-        if isinstance(batch, list) and batch and not any(map(torch.is_tensor, batch)):
-            return len(batch)
-        for b in batch:
-            n = rows_of(b)
-            if n is not None:
-                return n
-    return None
+def ce(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def take(batch, a, b):
-    if torch.is_tensor(batch):
-        return batch[a:b].clone() if batch.dim() else batch
-    if dataclasses.is_dataclass(batch):
-        return type(batch)(**{k: take(v, a, b) for k, v in vars(batch).items()})
-    if hasattr(batch, "items"):
-        return {k: take(v, a, b) for k, v in batch.items()}
-    if isinstance(batch, tuple):
-        parts = [take(v, a, b) for v in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
-    if isinstance(batch, list):
-        return batch[a:b] if not any(map(torch.is_tensor, batch)) else [take(v, a, b) for v in batch]
-    return batch
+def tokens(n=10, t=9, v=12, low=2):
+    lengths = torch.randint(low, t + 1, (n,))
+    lengths[0] = t
+    return torch.randint(1, v, (n, t)).masked_fill(torch.arange(t) >= lengths[:, None], -100), lengths
 
 
-def double(x):
-    if torch.is_tensor(x):
-        return x.double() if x.is_floating_point() else x
-    if dataclasses.is_dataclass(x):
-        return type(x)(**{k: double(v) for k, v in vars(x).items()})
-    if hasattr(x, "items"):
-        return {k: double(v) for k, v in x.items()}
-    if isinstance(x, tuple):
-        parts = [double(v) for v in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    if isinstance(x, list):
-        return [double(v) for v in x]
-    return x
+def lm(v=12):
+    return nn.Sequential(nn.Embedding(v, 6), nn.Tanh(), nn.Linear(6, v))
 
 
-def fresh(entry):
-    """The setup anew, in float64, with every generator at its seed."""
-    import random
-    import numpy
-    torch.set_default_dtype(torch.float64)
-    try:
-        torch.manual_seed(0); random.seed(0); numpy.random.seed(0)
-        s = entry.build()
-        s.model.double()
-        s.batch = double(s.batch)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    if s.quiet:
-        for m in s.model.modules():
-            for a in ("p", "dropout", "attention_dropout", "dropout_p", "noise", "hidden_dropout", "embd_pdrop"):
-                if isinstance(getattr(m, a, None), float):
-                    setattr(m, a, 0.0)
-    if s.how == "bn":
-        for m in s.model.modules():
-            if isinstance(m, nn.modules.batchnorm._BatchNorm):
-                m.eval()
-    torch.manual_seed(1); random.seed(1); numpy.random.seed(1)
-    return s
+def next_token(model, batch):
+    y = batch["labels"]
+    return F.cross_entropy(model(y.clamp(min=0)[:, :-1]).flatten(0, 1), y[:, 1:].flatten())
 
 
-def grads(s):
-    ps = [p for p in list(s.model.parameters()) + list(s.extra) if p.requires_grad]
-    return torch.cat([(p.grad.to_dense() if p.grad is not None else torch.zeros_like(p)).flatten() for p in ps]) if ps else torch.zeros(1)
+def pairs(n=12):
+    x = torch.randn(n, 5)
+    return x, x + 0.1 * torch.randn(n, 5)
 
 
-def cuts(n):
-    if n == 1:
-        return [[1]]
-    out = [[1, n - 1], [n - 1, 1], [n - n // 2, n // 2]]
-    if n >= 4:
-        out += [[n // 3, 1, n - n // 3 - 1], [3] * (n // 3) + ([n % 3] if n % 3 else [])]
-    if n >= 3:
-        out += [[2] * (n // 2) + ([1] if n % 2 else [])]
-    return out
+def padded(n=10, t=8):
+    mask = (torch.arange(t) < torch.randint(1, t + 1, (n,))[:, None]).long()
+    mask[0] = 1
+    return {"input_ids": torch.randint(1, 20, (n, t)) * mask, "attention_mask": mask}
 
 
-def scalar(r):
-    return r[0] if isinstance(r, tuple) else r
+class Hidden(nn.Module):
+    """Two linear layers; `f(model, x)` is the forward."""
+    def __init__(self, f):
+        super().__init__()
+        self.a, self.b, self.f = nn.Linear(5, 6), nn.Linear(6, 3), f
+
+    def forward(self, x):
+        return self.f(self, x)
 
 
-def check(entry):
-    """The largest relative error of accumulated gradients against the whole batch's, in float64, over uneven cuts."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        return _check(entry)
-    finally:
-        torch.set_default_dtype(torch.float32)
+class TokensAndRow(nn.Module):
+    """A head for each token and one for the row."""
+    def __init__(self):
+        super().__init__()
+        self.emb, self.t, self.r = nn.Embedding(12, 6), nn.Linear(6, 12), nn.Linear(6, 3)
 
+    def forward(self, x):
+        h = self.emb(x)
+        return self.t(h), self.r(h.mean(1))
 
-def _check(entry):
-    s = fresh(entry)
-    torch.set_default_dtype(torch.float64)
-    if s.how == "none":
-        return None
-    n = rows_of(s.batch)
-    if s.how == "coupled":
-        encode, loss = s.coupled
-        scalar(loss(encode(s.model, s.batch))).backward()
-    elif s.how == "terms":
-        weights = s.terms[1] or {}
-        sum(weights.get(k, 1.0) * v for k, v in s.loss(s.model, s.batch).items()).backward()
-    else:
-        scalar(s.loss(s.model, s.batch)).backward()
-    whole = grads(s)
-    worst = 0.0
-    plans = cuts(n) if s.cut is None else [None]
-    for sizes in plans:
-      try:
-        t = fresh(entry)
-        torch.set_default_dtype(torch.float64)
-        if sizes is None:
-            parts = t.cut(t.batch)
-        else:
-            parts, a = [], 0
-            for k in sizes:
-                parts.append(take(t.batch, a, a + k)); a += k
-        if s.how == "coupled":
-            encode, loss = t.coupled
-            reps = [encode(t.model, p) for p in parts]
-            scalar(loss(join(reps))).backward()
-        elif s.how == "terms":
-            units, weights = t.terms
-            for p in parts:
-                for k, v in t.loss(t.model, p).items():
-                    w = (weights or {}).get(k, 1.0)
-                    if units[k] is None:
-                        share = 1 / len(parts)
-                    else:
-                        share = float(units[k](p)) / sum(float(units[k](q)) for q in parts)
-                    if share:
-                        (v * w * share).backward(retain_graph=True)
-        else:
-            if t.reduction == "sum":
-                shares = [1.0] * len(parts)
-            else:
-                u = [float(t.units(p)) if t.units else float(rows_of(p)) for p in parts]
-                shares = [x / sum(u) for x in u]
-            for p, share in zip(parts, shares):
-                if share:
-                    (scalar(t.loss(t.model, p)) * share).backward()
-        got = grads(t)
-        scale = max(float(whole.norm()), 1e-3)
-        worst = max(worst, float((got - whole).norm()) / scale)
-        if not torch.isfinite(got).all():
-            worst = float("inf")
-      except Exception:
-        if entry.verdict == "sound":
-            raise
-        if sizes is plans[-1] and not worst:  # no cut ran
-            raise
-    return worst
-
-
-def join(reps):
-    first = reps[0]
-    if torch.is_tensor(first):
-        return torch.cat(reps) if first.dim() else first
-    if isinstance(first, dict):
-        return {k: join([r[k] for r in reps]) for k in first}
-    return tuple(join([r[i] for r in reps]) for i in range(len(first)))
+    def losses(self, b):
+        y = b["labels"]
+        t, r = self(y.clamp(min=0))
+        return {"t": F.cross_entropy(t[:, :-1].flatten(0, 1), y[:, 1:].flatten()), "r": F.cross_entropy(r, b["c"])}

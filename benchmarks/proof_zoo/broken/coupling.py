@@ -1,8 +1,8 @@
 """Rows that look at each other, functions of means, ratios, statistics."""
 import torch, torch.nn.functional as F
 from torch import nn
-from benchmarks.proof_zoo.zoo import S, broken, mlp, xy, reg, obj, coup
-from anybatch import Coupled, Rows, Tokens, huggingface, info_nce
+from benchmarks.proof_zoo.zoo import S, broken, ce, coup, mlp, obj, padded, pairs, reg, xy
+from anybatch import Tokens, huggingface
 from benchmarks.proof_zoo.hfzoo import causal, make, plain, shifted, ids
 
 C = "coupled|.*additive"
@@ -12,9 +12,7 @@ def out_case(name, kind, f, batch=None, n=11, accept=C, text="do(es)? not add up
     """loss = f(outputs, targets): the fix Coupled(lambda m, b: (m(b[0]), b[1]), f) can be applied to the letter."""
     def build():
         enc, tail = (lambda m, b: (m(b[0]), b[1])), (lambda r: f(*r))
-        s = obj(model(), lambda m, b: f(m(b[0]), b[1]), (batch or (lambda: reg(n)))())
-        s.coupled = (enc, tail)
-        return s
+        return obj(model(), lambda m, b: f(m(b[0]), b[1]), (batch or (lambda: reg(n)))(), coupled=(enc, tail))
     broken(name, kind, accept, text, True)(build)
 
 
@@ -61,17 +59,10 @@ out_case("group_means", "mean over classes of class means", lambda o, y: torch.s
 out_case("normalised_by_largest_weight", "weights over their largest", lambda o, y: ((o - y).square().mean(1) * (y.norm(dim=1) / y.norm(dim=1).max())).mean())
 
 
-def pairs(n=12):
-    x = torch.randn(n, 5)
-    return x, x + 0.1 * torch.randn(n, 5)
-
-
 def pair_case(name, kind, f, text=""):
     def build():
         enc = lambda m, b: (m(b[0]), m(b[1]))
-        s = obj(mlp(), lambda m, b: f(enc(m, b)), pairs())
-        s.coupled = (enc, f)
-        return s
+        return obj(mlp(), lambda m, b: f(enc(m, b)), pairs(), coupled=(enc, f))
     broken(name, kind, C, text, True)(build)
 
 
@@ -101,10 +92,6 @@ pair_case("siglip_without_mean_over_pairs", "SigLIP over all pairs", lambda r: -
 
 
 # ---- in the model, or before it
-def ce(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
 class Layer(nn.Module):
     def __init__(self, f):
         super().__init__()
@@ -273,20 +260,6 @@ def _():
 
 
 # ---- padding and Tokens
-def padded(n=10, t=8):
-    mask = (torch.arange(t) < torch.randint(1, t + 1, (n,))[:, None]).long()
-    mask[0] = 1
-    return {"input_ids": torch.randint(1, 20, (n, t)) * mask, "attention_mask": mask}
-
-
-def trim(b, parts=("input_ids", "attention_mask")):
-    out = []
-    for idx in b["attention_mask"].sum(1).argsort().tensor_split([3, 6]):
-        w = int(b["attention_mask"][idx].sum(1).max())
-        out.append({k: (v[idx][:, :w] if k in parts else v[idx]) for k, v in b.items()})
-    return out
-
-
 class Look(nn.Module):
     def __init__(self, f):
         super().__init__()
@@ -300,9 +273,7 @@ def pad_case(name, kind, f):
     @broken(name, kind, "padding", "padding", True)
     def _():
         b = padded(); b["y"] = torch.randint(0, 4, (10,))
-        s = obj(Look(f), lambda m, b: F.cross_entropy(m(b["input_ids"]), b["y"]), b, micro_batch=Tokens(24))
-        s.cut = trim
-        return s
+        return obj(Look(f), lambda m, b: F.cross_entropy(m(b["input_ids"]), b["y"]), b, micro_batch=Tokens(24))
 
 
 pad_case("padding_mean_pool", "a mean over padding, cut by Tokens", lambda h: h.mean(1))
@@ -313,18 +284,14 @@ pad_case("padding_max_pool", "a maximum over padding, cut by Tokens", lambda h: 
 @broken("padding_xlnet_tokens", "XLNet reads its summary off the padding; cut by Tokens", "padding", "padding", False)
 def _():
     x, mask = ids()
-    s = S(make("xlnet", summary_type="last", dropout=0.0), huggingface(), {"input_ids": x, "attention_mask": mask, "labels": torch.randint(0, 3, (8,))}, loss=plain, units=lambda b: len(b["labels"]), micro_batch=Tokens(21))
-    s.cut = trim
-    return s
+    return S(make("xlnet", summary_type="last", dropout=0.0), huggingface(), {"input_ids": x, "attention_mask": mask, "labels": torch.randint(0, 3, (8,))}, loss=plain, units=lambda b: len(b["labels"]), micro_batch=Tokens(21))
 
 
 @broken("padding_bert_without_mask", "the mask is not given to the model; cut by Tokens", "padding", "padding|mask", False)
 def _():
     x, mask = ids()
     m = make("bert_cls", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    s = obj(m, lambda m, b: m(input_ids=b["input_ids"], labels=b["labels"]).loss, {"input_ids": x, "attention_mask": mask, "labels": torch.randint(0, 3, (8,))}, micro_batch=Tokens(21))
-    s.cut = trim
-    return s
+    return obj(m, lambda m, b: m(input_ids=b["input_ids"], labels=b["labels"]).loss, {"input_ids": x, "attention_mask": mask, "labels": torch.randint(0, 3, (8,))}, micro_batch=Tokens(21))
 
 
 @broken("trimmed_features", "features declared per token are trimmed", "padding|error|inputs|.*trim.*|.*feature.*", "trim|per_token|keep|padding|shape", False)
@@ -337,13 +304,9 @@ def _():
             h = (self.emb(ids) * mask[..., None]).sum(1)
             return self.head(h * (1 + extra.sum(1, keepdim=True) * self.f))
     b = padded(); b["y"] = torch.randint(0, 4, (10,)); b["extra"] = torch.randn(10, 8)
-    s = obj(M(), lambda m, b: F.cross_entropy(m(b["input_ids"], b["attention_mask"], b["extra"]), b["y"]), b, micro_batch=Tokens(24, per_token=("extra",)))
-    s.cut = lambda b: trim(b, ("input_ids", "attention_mask", "extra"))
-    return s
+    return obj(M(), lambda m, b: F.cross_entropy(m(b["input_ids"], b["attention_mask"], b["extra"]), b["y"]), b, micro_batch=Tokens(24, per_token=("extra",)))
 
 
 @broken("coupled_by_tokens_looks_at_padding", "Coupled cut by Tokens, encode looks at padding", "padding|" + C, "padding", False)
 def _():
-    s = coup(Look(lambda h: h.mean(1)), lambda m, b: m(b["input_ids"]), lambda r: (r @ r.T).square().mean(), padded(), micro_batch=Tokens(24))
-    s.cut = trim
-    return s
+    return coup(Look(lambda h: h.mean(1)), lambda m, b: m(b["input_ids"]), lambda r: (r @ r.T).square().mean(), padded(), micro_batch=Tokens(24))

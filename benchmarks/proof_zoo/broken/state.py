@@ -1,14 +1,9 @@
 """State that a pass changes, draws that belong to no row, inputs written to, hooks that are not linear."""
 import torch, torch.nn.functional as F
 from torch import nn
-from benchmarks.proof_zoo.zoo import S, broken, mlp, xy, reg, obj, coup
-from anybatch import supervised
+from benchmarks.proof_zoo.zoo import Hidden, broken, ce, mlp, xy, reg, obj, coup
 
 ST = "state"
-
-
-def ce(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def st(name, kind, accept=ST, text=""):
@@ -24,8 +19,7 @@ def _():
             self.k += 1
             return ce(m, b) * self.k
     l = L()
-    s = obj(mlp(), l, xy(10)); s.watch = lambda: l.k
-    return s
+    return obj(mlp(), l, xy(10), watch=lambda: l.k)
 
 
 @st("state_bound_method", "a counter of a bound method's object")
@@ -37,8 +31,7 @@ def _():
             self.k += 1
             return ce(m, b) / self.k
     t = T()
-    s = obj(mlp(), t.loss, xy(10)); s.watch = lambda: t.k
-    return s
+    return obj(mlp(), t.loss, xy(10), watch=lambda: t.k)
 
 
 @st("state_default_argument", "a list in a default argument")
@@ -48,8 +41,7 @@ def _():
         return ce(m, b) * len(seen)
     seen = []
     loss.__defaults__ = (seen,)
-    s = obj(mlp(), loss, xy(10)); s.watch = lambda: len(seen)
-    return s
+    return obj(mlp(), loss, xy(10), watch=lambda: len(seen))
 
 
 @st("state_function_attribute", "an attribute of the function")
@@ -57,8 +49,7 @@ def _():
     def loss(m, b):
         loss.k = getattr(loss, "k", 0) + 1
         return ce(m, b) * loss.k
-    s = obj(mlp(), loss, xy(10)); s.watch = lambda: getattr(loss, "k", 0)
-    return s
+    return obj(mlp(), loss, xy(10), watch=lambda: getattr(loss, "k", 0))
 
 
 @st("state_closure_list", "a list in the closure: moving average of losses as a baseline")
@@ -69,8 +60,7 @@ def _():
         out = (l * (1 - base[0])).mean()
         base[0] = 0.9 * base[0] + 0.1 * float(l.mean().detach())
         return out
-    s = obj(mlp(), loss, xy(10)); s.watch = lambda: list(base)
-    return s
+    return obj(mlp(), loss, xy(10), watch=lambda: list(base))
 
 
 @st("state_nonlocal", "a nonlocal number")
@@ -80,8 +70,7 @@ def _():
         nonlocal k
         k += 1
         return ce(m, b) * (1 + 0.1 * k)
-    s = obj(mlp(), loss, xy(10)); s.watch = lambda: k
-    return s
+    return obj(mlp(), loss, xy(10), watch=lambda: k)
 
 
 @st("state_buffer_of_a_loss_module", "DINO's centre in a buffer of the loss")
@@ -96,24 +85,20 @@ def _():
             self.centre = 0.5 * self.centre.to(o) + 0.5 * o.detach().mean(0)
             return l
     l = L()
-    s = obj(mlp(), l, (torch.randn(10, 5), torch.randn(10, 5))); s.watch = lambda: l.centre.clone()
-    return s
+    return obj(mlp(), l, (torch.randn(10, 5), torch.randn(10, 5)), watch=lambda: l.centre.clone())
 
 
 class Count(nn.Module):
     def __init__(self, buffer):
         super().__init__()
-        self.net, self.buffer = mlp(), buffer
+        self.net = mlp()
         if buffer:
             self.register_buffer("k", torch.zeros(()))
         else:
             self.k = 0
 
     def forward(self, x):
-        if self.buffer:
-            self.k += 1
-        else:
-            self.k += 1
+        self.k += 1
         return self.net(x) * (1 + 0.3 * self.k)
 
 
@@ -214,8 +199,7 @@ def _():
     def loss(m, b):
         COUNT["k"] += 1
         return ce(m, b) * COUNT["k"]
-    s = obj(mlp(), loss, xy(10)); s.watch = lambda: COUNT["k"]
-    return s
+    return obj(mlp(), loss, xy(10), watch=lambda: COUNT["k"])
 
 
 @st("state_iterator", "an iterator that hands out temperatures", ST + "|unknown")
@@ -265,14 +249,10 @@ def _():
 
 @st("one_noise_vector_for_all", "one noise vector broadcast over rows", D)
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
-        def forward(self, x):
-            h = self.a(x)
-            return self.b(torch.tanh(h + torch.randn(6).to(h)))
-    return obj(M(), ce, xy(10))
+    def forward(m, x):
+        h = m.a(x)
+        return m.b(torch.tanh(h + torch.randn(6).to(h)))
+    return obj(Hidden(forward), ce, xy(10))
 
 
 @st("layer_drop", "LayerDrop: a layer is skipped for all rows", D + "|touched")
@@ -291,61 +271,41 @@ def _():
 
 @st("weight_noise", "noise on the weights, drawn per forward", D)
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
-        def forward(self, x):
-            w = self.a.weight * (1 + 0.5 * torch.randn_like(self.a.weight))
-            return self.b(torch.tanh(F.linear(x, w, self.a.bias)))
-    return obj(M(), ce, xy(10))
+    def forward(m, x):
+        w = m.a.weight * (1 + 0.5 * torch.randn_like(m.a.weight))
+        return m.b(torch.tanh(F.linear(x, w, m.a.bias)))
+    return obj(Hidden(forward), ce, xy(10))
 
 
 @st("drop_connect", "DropConnect: one mask of weights per forward", D)
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
-        def forward(self, x):
-            return self.b(torch.tanh(F.linear(x, F.dropout(self.a.weight, 0.5), self.a.bias)))
-    return obj(M(), ce, xy(11))
+    def forward(m, x):
+        return m.b(torch.tanh(F.linear(x, F.dropout(m.a.weight, 0.5), m.a.bias)))
+    return obj(Hidden(forward), ce, xy(11))
 
 
 @st("variational_dropout_shared_mask", "one dropout mask shared by all rows", D)
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
-        def forward(self, x):
-            h = self.a(x)
-            return self.b(h * F.dropout(torch.ones(1, 6).to(h), 0.5))
-    return obj(M(), ce, xy(11))
+    def forward(m, x):
+        h = m.a(x)
+        return m.b(h * F.dropout(torch.ones(1, 6).to(h), 0.5))
+    return obj(Hidden(forward), ce, xy(11))
 
 
 @st("manual_seed_in_forward", "torch.manual_seed inside forward: every micro-batch draws the first rows' mask", D, "seed")
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
-        def forward(self, x):
-            torch.manual_seed(7)
-            return self.b(F.dropout(torch.tanh(self.a(x)), 0.5))
-    return obj(M(), ce, xy(11))
+    def forward(m, x):
+        torch.manual_seed(7)
+        return m.b(F.dropout(torch.tanh(m.a(x)), 0.5))
+    return obj(Hidden(forward), ce, xy(11))
 
 
 @st("generator_made_in_forward", "a generator made anew in every forward", D, "seed|generator")
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
-        def forward(self, x):
-            g = torch.Generator().manual_seed(7)
-            return self.b(torch.tanh(self.a(x)) * torch.rand(len(x), 6, generator=g).to(x))
-    return obj(M(), ce, xy(11))
+    def forward(m, x):
+        g = torch.Generator().manual_seed(7)
+        return m.b(torch.tanh(m.a(x)) * torch.rand(len(x), 6, generator=g).to(x))
+    return obj(Hidden(forward), ce, xy(11))
 
 
 @st("generator_made_in_objective", "a generator made anew in every call of the loss", D, "seed|generator")
@@ -408,13 +368,9 @@ class Norm(torch.autograd.Function):
 
 @st("autograd_function_normalises", "a backward of one's own divides by the norm over rows", NL, "backward")
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
-        def forward(self, x):
-            return self.b(Norm.apply(torch.tanh(self.a(x))))
-    return obj(M(), ce, xy(12))
+    def forward(m, x):
+        return m.b(Norm.apply(torch.tanh(m.a(x))))
+    return obj(Hidden(forward), ce, xy(12))
 
 
 @st("gradient_penalty_over_batch", "the norm of the gradient over all rows", NL)

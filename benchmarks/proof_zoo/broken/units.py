@@ -1,35 +1,21 @@
 """The wrong count: of units, of divisions, of sums."""
 import torch, torch.nn.functional as F
 from torch import nn
-from benchmarks.proof_zoo.zoo import S, broken, mlp, xy, reg, obj
-from anybatch import Terms, huggingface, observed, supervised
-from benchmarks.proof_zoo.hfzoo import causal, ids, make, plain, shifted
+from benchmarks.proof_zoo.zoo import S, TokensAndRow, broken, ce, lm, mlp, next_token, obj, reg, tokens, xy
+from anybatch import Terms, huggingface, supervised
+from benchmarks.proof_zoo.hfzoo import causal, ids, make, plain
 
 UNITS = "units"
+WEIGHT = (0.2, 1.0, 20.0)
 
 
 def u(name, kind, accept=UNITS, text="", literal=True, note=""):
     return broken(name, kind, accept, text, literal, note)
 
 
-def tokens(n=10, t=9, v=12, low=2):
-    lengths = torch.randint(low, t + 1, (n,))
-    lengths[0] = t
-    return torch.randint(1, v, (n, t)).masked_fill(torch.arange(t) >= lengths[:, None], -100), lengths
-
-
-def lm(v=12):
-    return nn.Sequential(nn.Embedding(v, 6), nn.Tanh(), nn.Linear(6, v))
-
-
-def next_token(model, batch):
-    y = batch["labels"]
-    return F.cross_entropy(model(y.clamp(min=0)[:, :-1]).flatten(0, 1), y[:, 1:].flatten())
-
-
 for n in (3, 4, 5, 6, 8, 10, 12, 18, 24, 30, 36, 48):
     for by in ({12: (3, 4, 5), 24: (8,), 48: (12,), 36: (6,)}.get(n, (2,))):
-        u(f"units_one_{n}_rows_by_{by}", "mean of means", literal=True)(lambda n=n, by=by: obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), xy(n), units=lambda b: 1, micro_batch=by))
+        u(f"units_one_{n}_rows_by_{by}", "mean of means", literal=True)(lambda n=n, by=by: obj(mlp(), ce, xy(n), units=lambda b: 1, micro_batch=by))
 
 
 @u("tokens_counted_as_rows", "tokens, default units")
@@ -76,54 +62,42 @@ def _():
 
 @u("class_weights_default_units", "class weights")
 def _():
-    weight = torch.tensor([0.2, 1.0, 20.0])
-    s = obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weight), xy(14))
-    s.names = {"weight": weight, "targets": lambda batch: batch[1]}
-    return s
+    weight = torch.tensor(WEIGHT)
+    return obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weight), xy(14), names={"weight": weight, "targets": lambda batch: batch[1]})
 
 
 @u("class_weights_ignore", "class weights and ignore_index")
 def _():
-    weight = torch.tensor([0.2, 1.0, 20.0])
+    weight = torch.tensor(WEIGHT)
     x, y = xy(16)
     y[::3] = -100
-    s = obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weight), (x, y))
-    s.names = {"weight": weight, "targets": lambda batch: batch[1]}
-    return s
+    return obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weight), (x, y), names={"weight": weight, "targets": lambda batch: batch[1]})
 
 
 @u("class_weights_ignore_2_by_name", "class weights and ignore_index=2")
 def _():
-    weight = torch.tensor([0.2, 1.0, 20.0])
+    weight = torch.tensor(WEIGHT)
     x, y = xy(16)
-    s = obj(mlp(), lambda m, b: F.cross_entropy(m(b["x"]), b["y"], weight=weight, ignore_index=2), {"x": x, "y": y})
-    s.names = {"weight": weight, "targets": lambda batch: batch["y"]}
-    return s
+    return obj(mlp(), lambda m, b: F.cross_entropy(m(b["x"]), b["y"], weight=weight, ignore_index=2), {"x": x, "y": y}, names={"weight": weight, "targets": lambda batch: batch["y"]})
 
 
 @u("class_weights_smoothing", "class weights and label smoothing")
 def _():
-    weight = torch.tensor([0.2, 1.0, 20.0])
-    s = obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weight, label_smoothing=0.1), xy(14))
-    s.names = {"weight": weight, "targets": lambda batch: batch[1]}
-    return s
+    weight = torch.tensor(WEIGHT)
+    return obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weight, label_smoothing=0.1), xy(14), names={"weight": weight, "targets": lambda batch: batch[1]})
 
 
 @u("class_weights_in_a_module_supervised_with_rows", "class weights, units= given as rows")
 def _():
-    weight = torch.tensor([0.2, 1.0, 20.0])
+    weight = torch.tensor(WEIGHT)
     c = nn.CrossEntropyLoss(weight=weight)
-    s = S(mlp(), supervised(c, units=lambda b: len(b[1])), xy(14), loss=lambda m, b: c(m(b[0]), b[1]))
-    s.names = {"weight": weight, "targets": lambda batch: batch[1]}
-    return s
+    return S(mlp(), supervised(c, units=lambda b: len(b[1])), xy(14), loss=lambda m, b: c(m(b[0]), b[1]), names={"weight": weight, "targets": lambda batch: batch[1]})
 
 
 @u("nll_class_weights", "class weights of nll_loss")
 def _():
     weight = torch.tensor([5.0, 1.0, 0.1])
-    s = obj(mlp(), lambda m, b: F.nll_loss(m(b[0]).log_softmax(1), b[1], weight=weight), xy(13))
-    s.names = {"weight": weight, "targets": lambda batch: batch[1]}
-    return s
+    return obj(mlp(), lambda m, b: F.nll_loss(m(b[0]).log_softmax(1), b[1], weight=weight), xy(13), names={"weight": weight, "targets": lambda batch: batch[1]})
 
 
 @u("class_weights_by_hand", "weights gathered by hand, divided by their sum")
@@ -133,9 +107,7 @@ def _():
         w = weight[b["target"]]
         return (F.cross_entropy(m(b["x"]), b["target"], reduction="none") * w).sum() / w.sum()
     x, y = xy(13)
-    s = obj(mlp(), loss, {"x": x, "target": y})
-    s.names = {"weight": weight, "targets": lambda batch: batch["target"]}
-    return s
+    return obj(mlp(), loss, {"x": x, "target": y}, names={"weight": weight, "targets": lambda batch: batch["target"]})
 
 
 @u("sample_weights_ignored", "sample weights")
@@ -205,7 +177,7 @@ def _():
 
 @u("mean_called_sum", "mean, promised a sum", accept="mean")
 def _():
-    return obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), xy(11), reduction="sum")
+    return obj(mlp(), ce, xy(11), reduction="sum")
 
 
 @u("token_mean_called_sum", "token mean, promised a sum", accept="mean|units")
@@ -215,7 +187,7 @@ def _():
 
 @u("class_weighted_sum_called_mean", "weighted sum, promised a mean", accept="sum")
 def _():
-    weight = torch.tensor([0.2, 1.0, 20.0])
+    weight = torch.tensor(WEIGHT)
     return obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weight, reduction="sum"), xy(14))
 
 
@@ -267,19 +239,9 @@ def _():
 
 @u("terms_wrong_units_of_one", "Terms: tokens counted as rows in one term", accept="units|.*term.*|unknown", text="term", literal=False)
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.emb, self.t, self.r = nn.Embedding(12, 6), nn.Linear(6, 12), nn.Linear(6, 3)
-        def forward(self, x):
-            h = self.emb(x)
-            return self.t(h), self.r(h.mean(1))
-    def loss(m, b):
-        y = b["labels"]
-        t, r = m(y.clamp(min=0))
-        return {"t": F.cross_entropy(t[:, :-1].flatten(0, 1), y[:, 1:].flatten()), "r": F.cross_entropy(r, b["c"])}
     n = {"t": lambda b: len(b["c"]), "r": lambda b: len(b["c"])}
-    return S(M(), Terms(loss, units=n), {"labels": tokens()[0], "c": torch.randint(0, 3, (10,))}, loss=loss, how="terms", terms=(n, None))
+    loss = TokensAndRow.losses
+    return S(TokensAndRow(), Terms(loss, units=n), {"labels": tokens()[0], "c": torch.randint(0, 3, (10,))}, loss=loss)
 
 
 @u("terms_mean_as_penalty", "Terms: a mean over masked rows given units=None", accept="units|.*term.*|unknown", text="term|penalt", literal=False)
@@ -287,23 +249,13 @@ def _():
     def loss(m, b):
         return {"fit": F.cross_entropy(m(b[0]), b[1]), "aux": (m(b[0]) * b[2][:, None]).square().sum() / b[2].sum()}
     n = {"fit": lambda b: len(b[0]), "aux": None}
-    return S(mlp(), Terms(loss, units=n), (*xy(11), torch.rand(11) + 0.01), loss=loss, how="terms", terms=(n, None))
+    return S(mlp(), Terms(loss, units=n), (*xy(11), torch.rand(11) + 0.01), loss=loss)
 
 
 @u("two_means_of_other_units", "two means in one loss: tokens and rows", accept="units|unknown|.*term.*|.*additive|coupled", text="terms", literal=False)
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.emb, self.t, self.r = nn.Embedding(12, 6), nn.Linear(6, 12), nn.Linear(6, 3)
-        def forward(self, x):
-            h = self.emb(x)
-            return self.t(h), self.r(h.mean(1))
-    def loss(m, b):
-        y = b["labels"]
-        t, r = m(y.clamp(min=0))
-        return F.cross_entropy(t[:, :-1].flatten(0, 1), y[:, 1:].flatten()) + F.cross_entropy(r, b["c"])
-    return obj(M(), loss, {"labels": tokens()[0], "c": torch.randint(0, 3, (10,))})
+    batch = {"labels": tokens()[0], "c": torch.randint(0, 3, (10,))}
+    return obj(TokensAndRow(), lambda m, b: sum(m.losses(b).values()), batch)
 
 
 @u("closure_head_alone_is_wrong", "a head held by the closure has another mean", accept="units|unknown|.*term.*|coupled|.*additive", text="terms", literal=False, note="the model's own gradient is exact; only the head's is not")
@@ -316,7 +268,6 @@ def _():
         return fit + probe
     y = torch.randint(0, 3, (12,)); y[[0, 1, 2, 3, 7]] = -100
     s = obj(mlp(), loss, {"x": torch.randn(12, 5), "t": torch.randn(12, 3), "y": y})
-    s.extra = tuple(head.parameters())
     s.watch = lambda: [p.grad is None for p in head.parameters()]
     return s
 

@@ -1,17 +1,9 @@
 """Architectures, layers, hooks, modes."""
-import copy
 import torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from benchmarks.proof_zoo.zoo import S, sound, mlp, xy, reg, obj
-from anybatch import Rows, supervised
-
-CE = nn.CrossEntropyLoss()
-
-
-def ce(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
+from benchmarks.proof_zoo.zoo import Hidden, S, sound, ce, mlp, xy, obj
+from anybatch import supervised
 
 def case(name, f, note=""):
     sound(name, note)(f)
@@ -42,7 +34,7 @@ case("lstm_batch_first_bidirectional_2", lambda: net(Last(nn.LSTM(4, 6, 2, batch
 case("gru_batch_first", lambda: net(Last(nn.GRU(4, 6, batch_first=True), 6), torch.randn(10, 7, 4)))
 case("lstm_time_first_inside", lambda: net(Last(nn.LSTM(4, 6), 6, flip=True), torch.randn(10, 7, 4)))
 case("gru_time_first_inside_square", lambda: net(Last(nn.GRU(4, 6), 6, flip=True), torch.randn(8, 8, 4)), "as many steps as rows")
-case("lstm_dropout_between_layers", lambda: net(Last(nn.LSTM(4, 6, 2, batch_first=True, dropout=0.4), 6), torch.randn(10, 7, 4), quiet=True))
+case("lstm_dropout_between_layers", lambda: net(Last(nn.LSTM(4, 6, 2, batch_first=True, dropout=0.4), 6), torch.randn(10, 7, 4)))
 case("lstm_proj", lambda: net(Last(nn.LSTM(4, 6, proj_size=3, batch_first=True), 3), torch.randn(10, 7, 4)))
 
 
@@ -78,7 +70,7 @@ def _():
 
 
 case("transformer_encoder", lambda: net(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(40, 3)), torch.randn(9, 5, 8)))
-case("transformer_encoder_dropout", lambda: net(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True), nn.Flatten(), nn.Linear(40, 3)), torch.randn(9, 5, 8), quiet=True))
+case("transformer_encoder_dropout", lambda: net(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True), nn.Flatten(), nn.Linear(40, 3)), torch.randn(9, 5, 8)))
 
 
 class Masked(nn.Module):
@@ -147,9 +139,6 @@ case("weight_norm", lambda: net(nn.Sequential(nn.utils.parametrizations.weight_n
 def _():
     m = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)), nn.ReLU(), nn.Linear(6, 3))
     m[0].eval()
-    m[0].parametrizations.eval()
-    for x in m[0].modules():
-        x.eval()
     return net(m, torch.randn(10, 5))
 
 
@@ -178,8 +167,8 @@ class Check(nn.Module):
         return self.b(checkpoint(self.a, x, use_reentrant=self.r))
 
 
-case("checkpoint_dropout", lambda: net(Check(False), torch.randn(10, 5), quiet=True))
-case("checkpoint_reentrant_dropout", lambda: net(Check(True), torch.randn(10, 5), quiet=True))
+case("checkpoint_dropout", lambda: net(Check(False), torch.randn(10, 5)))
+case("checkpoint_reentrant_dropout", lambda: net(Check(True), torch.randn(10, 5)))
 
 
 class SdpaCk(nn.Module):
@@ -227,16 +216,7 @@ class Reverse(torch.autograd.Function):
         return -0.3 * g
 
 
-class Rev(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.b(Reverse.apply(torch.relu(self.a(x))))
-
-
-case("gradient_reversal", lambda: net(Rev(), torch.randn(10, 5)))
+case("gradient_reversal", lambda: net(Hidden(lambda m, x: m.b(Reverse.apply(torch.relu(m.a(x))))), torch.randn(10, 5)))
 
 
 @sound("hook_scales_gradient")
@@ -293,9 +273,9 @@ def _():
     return net(m, torch.randn(10, 5))
 
 
-case("bn_exact", lambda: net(bn(), torch.randn(12, 5), how="bn", options={"batch_norm": "exact"}))
-case("bn_exact_cnn_two_layers", lambda: net(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.Flatten(), nn.Linear(16, 3)), torch.randn(10, 2, 6, 6), how="bn", options={"batch_norm": "exact"}))
-case("bn_frozen", lambda: net(bn(), torch.randn(12, 5), how="bn", options={"batch_norm": "frozen"}))
+case("bn_exact", lambda: net(bn(), torch.randn(12, 5), options={"batch_norm": "exact"}))
+case("bn_exact_cnn_two_layers", lambda: net(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.Flatten(), nn.Linear(16, 3)), torch.randn(10, 2, 6, 6), options={"batch_norm": "exact"}))
+case("bn_frozen", lambda: net(bn(), torch.randn(12, 5), options={"batch_norm": "frozen"}))
 case("deep_20_layers", lambda: net(nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5), nn.GELU()) for _ in range(20)], nn.Linear(5, 3)), torch.randn(10, 5)))
 
 
@@ -351,7 +331,7 @@ case("softmax_over_features_named_like_rows", lambda: net(nn.Sequential(nn.Linea
 
 @sound("spectral_norm_in_training", "the library advances the power iteration once per batch")
 def _():
-    return net(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, 3)), torch.randn(10, 5), how="none")
+    return net(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, 3)), torch.randn(10, 5))
 
 
 @sound("inputs_scaled_in_place_once_per_row", "every row is written once, whatever the cut; the batch must be left as it was")

@@ -1,30 +1,26 @@
 """Draws that belong to rows: the law lets every row draw the same again."""
 import torch, torch.nn.functional as F
 from torch import nn
-from benchmarks.proof_zoo.zoo import S, sound, mlp, obj
+from benchmarks.proof_zoo.zoo import S, sound, ce, mlp, obj
 from anybatch import supervised
 
 
-def ce(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
 class Noise(nn.Module):
-    """draw(x, on) adds something drawn for each row; noise=0.0 switches it off for the independent check."""
+    """`draw(h)` adds something drawn for each row."""
     def __init__(self, draw, i=5, h=7):
         super().__init__()
-        self.a, self.b, self.draw, self.noise = nn.Linear(i, h), nn.Linear(h, 3), draw, 1.0
+        self.a, self.b, self.draw = nn.Linear(i, h), nn.Linear(h, 3), draw
 
     def forward(self, x):
         h = torch.relu(self.a(x))
-        return self.b(self.draw(h) if self.noise and self.training else h)
+        return self.b(self.draw(h) if self.training else h)
 
 
 def case(name, model, x=lambda: torch.randn(11, 5), note=""):
     @sound(name, note)
     def _():
         m, data = model(), x()
-        return S(m, supervised(nn.CrossEntropyLoss()), (data, torch.randint(0, 3, (len(data),))), loss=ce, quiet=True)
+        return S(m, supervised(nn.CrossEntropyLoss()), (data, torch.randint(0, 3, (len(data),))), loss=ce)
 
 
 case("dropout", lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 3)))
@@ -46,12 +42,11 @@ case("random_crop_per_row", lambda: Noise(lambda h: torch.stack([r.roll(int(s)) 
 class Vae(nn.Module):
     def __init__(self):
         super().__init__()
-        self.e, self.d, self.noise = nn.Linear(6, 4), nn.Linear(2, 6), 1.0
+        self.e, self.d = nn.Linear(6, 4), nn.Linear(2, 6)
 
     def forward(self, x):
         mu, s = self.e(x).chunk(2, 1)
-        z = mu if not self.noise else torch.distributions.Normal(mu, s.exp()).rsample()
-        return self.d(z), mu, s
+        return self.d(torch.distributions.Normal(mu, s.exp()).rsample()), mu, s
 
 
 @sound("vae_rsample")
@@ -59,34 +54,21 @@ def _():
     def loss(m, x):
         out, mu, s = m(x)
         return (out - x).square().sum(1).mean() + 0.5 * (mu ** 2 + (2 * s).exp() - 2 * s).sum(1).mean()
-    return obj(Vae(), loss, torch.randn(10, 6), quiet=True)
+    return obj(Vae(), loss, torch.randn(10, 6))
 
 
 @sound("diffusion_time_and_noise_per_row")
 def _():
-    class D(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, self.noise = mlp(7, 8, 6), 1.0
-        def forward(self, x, t):
-            return self.net(torch.cat([x, t], 1))
     def loss(m, x):
-        t = torch.rand(len(x), 1, dtype=x.dtype) if m.noise else x[:, :1]
-        e = torch.randn_like(x) if m.noise else x
-        return (m((1 - t) * x + t * e, t) - e).square().mean()
-    return obj(D(), loss, torch.randn(10, 6), quiet=True)
+        t, e = torch.rand(len(x), 1, dtype=x.dtype), torch.randn_like(x)
+        return (m(torch.cat([(1 - t) * x + t * e, t], 1)) - e).square().mean()
+    return obj(mlp(7, 8, 6), loss, torch.randn(10, 6))
 
 
 @sound("masked_language_model_masks_in_the_objective")
 def _():
-    class D(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, self.noise = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12)), 1.0
-        def forward(self, x):
-            return self.net(x)
     def loss(m, x):
-        hide = torch.rand(x.shape) < 0.3 if m.noise else x > 5
+        hide = torch.rand(x.shape) < 0.3
         each = F.cross_entropy(m(x.masked_fill(hide, 0)).transpose(1, 2), x, reduction="none")
         return (each * hide).sum() / x.numel()
-    return obj(D(), loss, torch.randint(1, 12, (10, 6)), quiet=True)
+    return obj(nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12)), loss, torch.randint(1, 12, (10, 6)))

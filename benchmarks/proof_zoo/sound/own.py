@@ -2,23 +2,8 @@
 import collections, dataclasses
 import torch, torch.nn.functional as F
 from torch import nn
-from benchmarks.proof_zoo.zoo import S, sound, mlp, xy, reg, obj, coup
-from anybatch import Coupled, Objective, Rows, Terms, Tokens, clip_loss, info_nce, observed, rows
-
-
-def tokens(n=10, t=9, v=12, low=2):
-    lengths = torch.randint(low, t + 1, (n,))
-    lengths[0] = t
-    return torch.randint(1, v, (n, t)).masked_fill(torch.arange(t) >= lengths[:, None], -100), lengths
-
-
-def lm(v=12):
-    return nn.Sequential(nn.Embedding(v, 6), nn.Tanh(), nn.Linear(6, v))
-
-
-def next_token(model, batch):
-    y = batch["labels"]
-    return F.cross_entropy(model(y.clamp(min=0)[:, :-1]).flatten(0, 1), y[:, 1:].flatten())
+from benchmarks.proof_zoo.zoo import S, TokensAndRow, sound, ce, coup, lm, mlp, next_token, obj, padded, pairs, reg, tokens, xy
+from anybatch import Rows, Terms, Tokens, clip_loss, info_nce, observed
 
 
 @sound("tokens_shifted")
@@ -119,24 +104,14 @@ def _():
     def loss(m, b):
         return {"fit": F.cross_entropy(m(b[0]), b[1]), "small": sum(p.square().sum() for p in m.parameters())}
     u, w = {"fit": lambda b: len(b[0]), "small": None}, {"small": 0.1}
-    return S(mlp(), Terms(loss, units=u, weights=w), xy(), loss=loss, how="terms", terms=(u, w))
+    return S(mlp(), Terms(loss, units=u, weights=w), xy(), loss=loss)
 
 
 @sound("terms_tokens_and_rows")
 def _():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.emb, self.t, self.r = nn.Embedding(12, 6), nn.Linear(6, 12), nn.Linear(6, 3)
-        def forward(self, x):
-            h = self.emb(x)
-            return self.t(h), self.r(h.mean(1))
-    def loss(m, b):
-        y = b["labels"]
-        t, r = m(y.clamp(min=0))
-        return {"t": F.cross_entropy(t[:, :-1].flatten(0, 1), y[:, 1:].flatten()), "r": F.cross_entropy(r, b["c"])}
     u = {"t": lambda b: (b["labels"][:, 1:] != -100).sum(), "r": lambda b: len(b["c"])}
-    return S(M(), Terms(loss, units=u), {"labels": tokens()[0], "c": torch.randint(0, 3, (10,))}, loss=loss, how="terms", terms=(u, None))
+    loss = TokensAndRow.losses
+    return S(TokensAndRow(), Terms(loss, units=u), {"labels": tokens()[0], "c": torch.randint(0, 3, (10,))}, loss=loss)
 
 
 @sound("observed_tokens")
@@ -161,7 +136,6 @@ def _():
 def _():
     head = nn.Linear(3, 2)
     s = obj(mlp(), lambda m, b: F.cross_entropy(head(m(b[0])), b[1]), xy(10, 5, 2))
-    s.extra = tuple(head.parameters())
     s.watch = lambda: [None if p.grad is None else p.grad.clone() for p in head.parameters()] + [p.detach().clone() for p in head.parameters()]
     return s
 
@@ -176,7 +150,6 @@ def _():
             return (m(b[0]) - self.centres[b[1]]).square().sum(1).mean()
     l = L()
     s = obj(mlp(), l, xy(10))
-    s.extra = (l.centres,)
     s.watch = lambda: [l.centres.grad is None, l.centres.detach().clone()]
     return s
 
@@ -245,17 +218,10 @@ def _():
 @sound("batch_raw_samples_collated")
 def _():
     collate = torch.utils.data.default_collate
-    s = obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), [(torch.randn(5), i % 3) for i in range(10)], units=lambda b: len(b[1]) if torch.is_tensor(b[0]) else len(b), micro_batch=Rows(3, collate=collate))
-    s.how = "none"
-    return s
+    return obj(mlp(), ce, [(torch.randn(5), i % 3) for i in range(10)], units=lambda b: len(b[1]) if torch.is_tensor(b[0]) else len(b), micro_batch=Rows(3, collate=collate))
 
 
 # ---- coupled, done right
-def pairs(n=12):
-    x = torch.randn(n, 5)
-    return x, x + 0.1 * torch.randn(n, 5)
-
-
 enc2 = lambda m, b: (m(b[0]), m(b[1]))
 
 
@@ -290,19 +256,18 @@ def _():
     torch.manual_seed(3)
     l = clip_loss()
     l.to(torch.get_default_dtype())
-    s = coup(mlp(), enc2, l, pairs())
-    s.extra = tuple(l.parameters())
-    return s
+    return coup(mlp(), enc2, l, pairs())
 
 
 @sound("coupled_with_dropout")
 def _():
-    return coup(nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 4)), enc2, info_nce(0.3), pairs(), quiet=True)
+    return coup(nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 4)), enc2, info_nce(0.3), pairs())
 
 
 @sound("coupled_batch_norm_exact")
 def _():
-    return coup(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), lambda m, b: m(b), lambda r: (r @ r.T).square().mean(), torch.randn(12, 5), options={"batch_norm": "exact"}, ) if False else S(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), Coupled(lambda m, b: m(b), lambda r: (r @ r.T).square().mean()), torch.randn(12, 5), options={"batch_norm": "exact"}, how="none")
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    return coup(net, lambda m, b: m(b), lambda r: (r @ r.T).square().mean(), torch.randn(12, 5), options={"batch_norm": "exact"})
 
 
 class Pool(nn.Module):
@@ -314,38 +279,17 @@ class Pool(nn.Module):
         return self.head((self.emb(ids) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
 
 
-def padded(n=10, t=8):
-    mask = (torch.arange(t) < torch.randint(1, t + 1, (n,))[:, None]).long()
-    mask[0] = 1
-    return {"input_ids": torch.randint(1, 20, (n, t)) * mask, "attention_mask": mask}
-
-
-def trim(parts):
-    def f(b):
-        order = b["attention_mask"].sum(1).argsort()
-        out = []
-        for idx in order.tensor_split([3, 4]):
-            w = int(b["attention_mask"][idx].sum(1).max())
-            out.append({k: (v[idx][:, :w] if k in parts else v[idx]) for k, v in b.items()})
-        return out
-    return f
-
-
 @sound("coupled_by_tokens")
 def _():
     def encode(m, b):
         return m(b["input_ids"], b["attention_mask"])
-    s = coup(Pool(), encode, lambda r: r.var(0).sum() + r.mean(0).square().sum(), padded(), micro_batch=Tokens(24))
-    s.cut = trim(("input_ids", "attention_mask"))
-    return s
+    return coup(Pool(), encode, lambda r: r.var(0).sum() + r.mean(0).square().sum(), padded(), micro_batch=Tokens(24))
 
 
 @sound("tokens_split_masked_pool")
 def _():
     b = padded(); b["y"] = torch.randint(0, 4, (10,))
-    s = obj(Pool(), lambda m, b: F.cross_entropy(m(b["input_ids"], b["attention_mask"]), b["y"]), b, micro_batch=Tokens(24))
-    s.cut = trim(("input_ids", "attention_mask"))
-    return s
+    return obj(Pool(), lambda m, b: F.cross_entropy(m(b["input_ids"], b["attention_mask"]), b["y"]), b, micro_batch=Tokens(24))
 
 
 class LookPad(nn.Module):
@@ -415,7 +359,7 @@ def _():
 
 @sound("autocast_bf16")
 def _():
-    return obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), xy(24), micro_batch=5, options={"autocast": torch.bfloat16})
+    return obj(mlp(), ce, xy(24), micro_batch=5, options={"autocast": torch.bfloat16})
 
 
 @sound("float64_model")
@@ -433,8 +377,8 @@ def _():
             h = self.a(x)
             h = (h.float() if h.dtype != torch.float64 else h)
             return self.b((h / h.square().mean(1, keepdim=True).sqrt()).to(x.dtype))
-    return obj(M(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), xy(10))
+    return obj(M(), ce, xy(10))
 
 
 for n in (4, 12, 24, 48):
-    sound(f"units_2_per_row_{n}")(lambda n=n: obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), xy(n), units=lambda b: 2.0 * len(b[0])))
+    sound(f"units_2_per_row_{n}")(lambda n=n: obj(mlp(), ce, xy(n), units=lambda b: 2.0 * len(b[0])))

@@ -3,26 +3,13 @@ import random
 import numpy
 import torch, torch.nn.functional as F
 from torch import nn
-from benchmarks.proof_zoo.zoo import S, unjudged, mlp, xy, obj
+from benchmarks.proof_zoo.zoo import Hidden, unjudged, ce, mlp, xy, obj
 
 D = "draws|randomness|.*draw.*|.*random.*"
 
 
-def ce(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-class Noisy(nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.a, self.b, self.f = nn.Linear(5, 6), nn.Linear(6, 3), f
-
-    def forward(self, x):
-        return self.b(self.f(torch.tanh(self.a(x))))
-
-
 def case(name, kind, f):
-    unjudged(name, kind, D, "")(lambda: obj(Noisy(f), ce, xy(11)))
+    unjudged(name, kind, D, "")(lambda: obj(Hidden(lambda m, x: m.b(f(torch.tanh(m.a(x))))), ce, xy(11)))
 
 
 unjudged("rrelu", "RReLU in training", D)(lambda: obj(nn.Sequential(nn.Linear(5, 6), nn.RReLU(), nn.Linear(6, 3)), ce, xy(11)))
@@ -93,5 +80,3 @@ def _():
 @unjudged("units_one_2_rows", "mean of means at two rows: no uneven cut exists; a note must say so", "units", "saysnote")
 def _():
     return obj(mlp(), ce, xy(2), units=lambda b: 1, micro_batch=1)
-
-

@@ -1,7 +1,7 @@
 """Splits that verify says it leaves alone: refused in its own words, or judged exact."""
 import torch, torch.nn.functional as F
 from torch import nn
-from benchmarks.proof_zoo.zoo import S, unjudged, mlp, obj
+from benchmarks.proof_zoo.zoo import unjudged, ce, mlp, obj
 from anybatch import Rows
 
 
@@ -13,9 +13,7 @@ def _():
             self.rnn, self.head = nn.LSTM(4, 6), nn.Linear(6, 1)
         def forward(self, x):
             return self.head(self.rnn(x)[0][-1])[:, 0]
-    s = obj(M(), lambda m, b: (m(b["x"]) - b["y"]).square().mean(), {"x": torch.randn(7, 10, 4), "y": torch.randn(10)}, units=lambda b: len(b["y"]), micro_batch=Rows(3, batch_dim=1))
-    s.cut = lambda b: [{"x": b["x"][:, i:j], "y": b["y"][i:j]} for i, j in ((0, 3), (3, 4), (4, 10))]
-    return s
+    return obj(M(), lambda m, b: (m(b["x"]) - b["y"]).square().mean(), {"x": torch.randn(7, 10, 4), "y": torch.randn(10)}, units=lambda b: len(b["y"]), micro_batch=Rows(3, batch_dim=1))
 
 
 @unjudged("pairs_kept_together_by_groups", "sound, groups=", exact_ok=True)
@@ -24,13 +22,9 @@ def _():
     def loss(m, x):
         a, b = m(x).chunk(2)
         return -F.logsigmoid(a - b).mean()
-    s = obj(mlp(5, 8, 1), loss, torch.randn(12, 5), units=lambda x: len(x) // 2, micro_batch=Rows(4, groups=Stacked(2)))
-    s.cut = lambda x: [torch.cat([x[i:j], x[6 + i:6 + j]]) for i, j in ((0, 1), (1, 3), (3, 6))]
-    return s
-
-
+    return obj(mlp(5, 8, 1), loss, torch.randn(12, 5), units=lambda x: len(x) // 2, micro_batch=Rows(4, groups=Stacked(2)))
 
 
 @unjudged("ce_one_row", "sound, one row: no cut at all", exact_ok=True)
 def _():
-    return obj(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (torch.randn(1, 5), torch.tensor([2])))
+    return obj(mlp(), ce, (torch.randn(1, 5), torch.tensor([2])))
