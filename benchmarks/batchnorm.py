@@ -9,7 +9,6 @@ error is that of the gradient in float64: in fp32 a rounding may turn a ReLU on 
 
 import copy
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,6 @@ from benchmarks.meter import peak_bytes_of_all_threads
 from benchmarks.models import ResidualNet
 from benchmarks.ways import Measured, Step, Walked, afresh, compare_ways, gradient, run_and_write
 
-RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "batchnorm.json"
 NUM_MICRO_BATCHES = 4
 
 
@@ -90,7 +88,7 @@ def main() -> None:
         measure,
         title="128 x 3 x 32 x 32, micro-batches of 32",
         rounds=(4, 12),
-        results=RESULTS,
+        results="batchnorm",
         description=__doc__,
     )
 

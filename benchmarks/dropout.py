@@ -7,13 +7,8 @@ of 64 tokens goes forward and backward through a GPT of 4 layers x 256 without d
 in turn.
 """
 
-import argparse
-import json
-import platform
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import date
-from pathlib import Path
 from time import process_time
 
 import torch
@@ -21,8 +16,8 @@ from torch import Tensor, nn
 
 from anybatch import Accumulator, Update, row_dropout, supervised
 from benchmarks.meter import Timing, interleave
+from benchmarks.results import is_quick, print_timings, write_results
 
-RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "dropout.json"
 Swap = Callable[[nn.Module], nn.Module]
 
 
@@ -108,30 +103,18 @@ def cost(rounds: int) -> dict[str, Timing]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10 updates instead of 50, 10 rounds instead of 60")
-    is_quick = parser.parse_args().quick
+    quick = is_quick(__doc__, "10 updates instead of 50, 10 rounds instead of 60")
     torch.set_num_threads(1)
-    updates = 10 if is_quick else 50
-    off = {
-        "row_dropout": law(row_dropout, updates=updates),
-        "torch's dropout": law(lambda model: model, updates=updates),
-    }
+    updates = 10 if quick else 50
+    swaps: dict[str, Swap] = {"row_dropout": row_dropout, "torch's dropout": lambda model: model}
+    off = {name: law(swap, updates=updates) for name, swap in swaps.items()}
     print(f"weights after {updates} updates: distance from those by 64 rows, as a share of how far they moved")
     for name, by_size in off.items():
         print(f"{name:18}" + "".join(f"  by {size}: {error:.1e}" for size, error in by_size.items()))
-    timings = cost(10 if is_quick else 60)
-    for name, timing in timings.items():
-        print(f"{name:18}  {timing.ratio:.3f}   quartiles {timing.spread[0]:.3f} to {timing.spread[1]:.3f}")
-    content = {
-        "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "updates": updates,
-        "off": off,
-        "time": {name: asdict(timing) for name, timing in timings.items()},
-    }
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\nwritten to docs/benchmarks/{RESULTS.name}")
+    timings = cost(10 if quick else 60)
+    print_timings("time, as a ratio to torch's dropout", timings)
+    times = {name: asdict(timing) for name, timing in timings.items()}
+    write_results("dropout", {"updates": updates, "off": off, "time": times})
 
 
 if __name__ == "__main__":

@@ -9,15 +9,11 @@ less than the clock on the wall.
 """
 
 import json
-import platform
 import resource
-import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from multiprocessing import get_context
-from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -37,9 +33,8 @@ from benchmarks.models import (
     SmallViT,
 )
 from benchmarks.pictures import memory_picture
+from benchmarks.results import DOCS, is_quick, write_results
 
-RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "memory.json"
-PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "memory.svg"
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 ROWS = 128
 
@@ -150,27 +145,21 @@ def in_own_process(name: str, **config: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    is_quick = "--quick" in sys.argv
-    sizes = (1, 4, 16, 64) if is_quick else SIZES
+    quick = is_quick(__doc__, "four sizes instead of twelve, and one large model")
+    sizes = (1, 4, 16, 64) if quick else SIZES
     torch.manual_seed(0)
     compared = {}
     for name, make in cases().items():
-        compared[name] = found = compare(make(), sizes)
+        found = compare(make(), sizes)
+        compared[name] = asdict(found)
         print(f"{name:24} {found.method:13} off by {found.worst:8.3%} at worst", flush=True)
-    results: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "rows": ROWS,
-        "cases": {name: asdict(found) for name, found in compared.items()},
-    }
-    PICTURE.write_text(memory_picture(results["cases"]))
-    results["large"] = [in_own_process("GPT-2 124M")]
-    if not is_quick:
-        results["large"].append(in_own_process("GPT-2 XL 1.5B", n_embd=1600, n_layer=48, n_head=25))
-    for planned in results["large"]:
-        print(json.dumps(planned))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to docs/benchmarks/{RESULTS.name} and docs/pictures/{PICTURE.name}")
+    (DOCS / "pictures" / "memory.svg").write_text(memory_picture(compared))
+    planned = [in_own_process("GPT-2 124M")]
+    if not quick:
+        planned.append(in_own_process("GPT-2 XL 1.5B", n_embd=1600, n_layer=48, n_head=25))
+    for one in planned:
+        print(json.dumps(one))
+    write_results("memory", {"rows": ROWS, "cases": compared, "large": planned})
 
 
 if __name__ == "__main__":

@@ -6,16 +6,11 @@ Time per batch as a ratio to the hand-written loop, all contenders interleaved i
 the careful one: it weights micro-batches by their rows, so that it is exact for these losses.
 """
 
-import argparse
 import copy
-import json
 import logging
-import platform
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -28,8 +23,7 @@ from torch.utils.data import DataLoader
 from anybatch import Accumulator, Update, supervised
 from benchmarks.meter import Contender, Timing, interleave
 from benchmarks.models import SmallTransformer
-
-RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "overhead.json"
+from benchmarks.results import is_quick, print_timings, write_results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +43,9 @@ class Work:
         return list(zip(inputs, targets, strict=True))
 
 
-def works(*, is_quick: bool) -> list[Work]:
+def works(*, share: float) -> list[Work]:
+    """Return the works, with this share of the rounds."""
     torch.manual_seed(0)
-    some = 0.2 if is_quick else 1
     tokens = torch.randint(0, 256, (32, 64))
     mlp = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
     return [
@@ -60,7 +54,7 @@ def works(*, is_quick: bool) -> list[Work]:
             model=nn.Linear(10, 2),
             batch=(torch.randn(64, 10), torch.randint(0, 2, (64,))),
             micro_batch=16,
-            rounds=int(200 * some),
+            rounds=int(200 * share),
             repeats=10,
         ),
         Work(
@@ -68,7 +62,7 @@ def works(*, is_quick: bool) -> list[Work]:
             model=mlp,
             batch=(torch.randn(256, 512), torch.randint(0, 10, (256,))),
             micro_batch=64,
-            rounds=int(60 * some),
+            rounds=int(60 * share),
             repeats=2,
         ),
         Work(
@@ -76,7 +70,7 @@ def works(*, is_quick: bool) -> list[Work]:
             model=SmallTransformer(),
             batch=(tokens, tokens.roll(-1, 1)),
             micro_batch=8,
-            rounds=int(30 * some),
+            rounds=int(30 * share),
             repeats=1,
         ),
     ]
@@ -230,35 +224,16 @@ def _mean_time(contender: Contender, repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds: a minute, and noisier")
-    options = parser.parse_args()
+    share = 0.2 if is_quick(__doc__, "a fifth of the rounds: a minute, and noisier") else 1
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    results: dict[str, object] = {
-        "date": date.today().isoformat(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "accelerate": accelerate.__version__,
-            "lightning": lightning.__version__,
-        },
-    }
     timings: dict[str, object] = {}
-    for work in works(is_quick=options.quick):
-        print(f"\n{work.name}: time per batch, as a ratio to the hand-written loop", flush=True)
+    for work in works(share=share):
         measured = compare(work)
-        for name, timing in measured.items():
-            low, high = timing.spread
-            print(
-                f"  {name:32} {timing.ratio:6.3f}   quartiles {low:.3f} to {high:.3f}   {timing.seconds * 1e3:9.3f} ms",
-                flush=True,
-            )
+        print_timings(f"{work.name}: time per batch, as a ratio to the hand-written loop", measured)
         timings[work.name] = {name: asdict(timing) for name, timing in measured.items()}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({**results, "timings": timings}, indent=1) + "\n")
-    print(f"\nwritten to docs/benchmarks/{RESULTS.name}")
+    write_results("overhead", {"timings": timings}, "accelerate", "lightning")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,8 @@ With one micro-batch no gradient lives through a forward pass; from two on, the 
 step from 1 to 2 is the size of the gradients, and from 2 to 64 nothing is added.
 """
 
-import json
-import platform
 from collections.abc import Callable
-from datetime import date
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +15,8 @@ from torch import Tensor, nn
 from anybatch import Update, supervised
 from benchmarks.meter import peak_bytes
 from benchmarks.models import SmallTransformer
+from benchmarks.results import write_results
 
-RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "peak.json"
 COUNTS = (1, 2, 4, 16, 64)
 
 
@@ -71,12 +67,7 @@ def main() -> None:
         for count, peak in measured.items():
             of_one, of_two = peak / measured[1], peak / measured[2]
             print(f"  {count:3} micro-batches  {peak / 2**20:8.2f} MiB   {of_one:.4f} of one   {of_two:.4f} of two")
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(
-        json.dumps({"date": date.today().isoformat(), "versions": versions, "bytes": works}, indent=1) + "\n"
-    )
-    print(f"\nwritten to docs/benchmarks/{RESULTS.name}")
+    write_results("peak", {"bytes": works})
 
 
 if __name__ == "__main__":

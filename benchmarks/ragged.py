@@ -11,25 +11,20 @@ micro-batches; the gradient's error is against float64. Weights stay as they are
 import argparse
 import copy
 import json
-import platform
 import statistics
 from dataclasses import asdict, dataclass
 from datetime import date
-from pathlib import Path
 
-import accelerate
-import lightning
 import torch
-import transformers
 from torch import Tensor, nn
 
 from benchmarks.contenders import CONTENDERS, Contender, without_warnings
 from benchmarks.gpt import ByteGPTForCausalLM
 from benchmarks.meter import peak_bytes
 from benchmarks.pictures import ragged_picture
+from benchmarks.results import DOCS, versions
 from benchmarks.texts import LAWS, Sample, collate, draw
 
-DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS / "benchmarks" / "ragged.json"
 PICTURE = DOCS / "pictures" / "ragged.svg"
 ROUNDS = {32: 3, 128: 2, 512: 1}
@@ -137,16 +132,8 @@ def save(title: str, results: dict[str, Result]) -> None:
     """Put one case into the results, beside those of earlier runs, and draw them all again."""
     kept = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
     kept[title] = {"date": date.today().isoformat(), **{name: asdict(result) for name, result in results.items()}}
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "accelerate": accelerate.__version__,
-        "lightning": lightning.__version__,
-        "transformers": transformers.__version__,
-    }
-    for path in (RESULTS, PICTURE):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({"versions": versions, "cases": kept}, indent=1) + "\n")
+    used = versions("accelerate", "lightning", "transformers")
+    RESULTS.write_text(json.dumps({"versions": used, "cases": kept}, indent=1) + "\n")
     PICTURE.write_text(ragged_picture(kept))
 
 

@@ -8,23 +8,17 @@ again for each pass against parameters kept between micro-batches, time and peak
 memory: a network between them makes synchronising dearer, not cheaper.
 """
 
-import argparse
 import copy
-import json
 import logging
 import os
-import platform
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import accelerate
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -38,10 +32,8 @@ from benchmarks.meter import Contender, Timing, interleave, peak_bytes
 from benchmarks.models import SmallTransformer
 from benchmarks.overhead import lightning_fit
 from benchmarks.pictures import ranks_picture
+from benchmarks.results import DOCS, is_quick, print_timings, write_results
 
-FOLDER = Path(__file__).parent.parent / "docs"
-RESULTS = FOLDER / "benchmarks" / "ranks.json"
-PICTURE = FOLDER / "pictures" / "ranks.svg"
 MICRO_BATCHES = 8
 
 
@@ -136,7 +128,7 @@ def replicated(model: nn.Module, batch: tuple[Tensor, Tensor], rounds: int) -> d
     return interleave(ready, rounds=rounds, repeats=1)
 
 
-def sharded(model: nn.Module, batch: tuple[Tensor, Tensor], rounds: int) -> dict[str, dict[str, Any]]:
+def sharded(model: nn.Module, batch: tuple[Tensor, Tensor], rounds: int) -> tuple[dict[str, Timing], dict[str, int]]:
     ready, peaks = {}, {}
     for name, reshard in {"gathered again in each pass": True, "kept between micro-batches": False}.items():
         wrapped = copy.deepcopy(model)
@@ -148,64 +140,38 @@ def sharded(model: nn.Module, batch: tuple[Tensor, Tensor], rounds: int) -> dict
         run()
         ready[name] = together(run)
         peaks[name] = peak_bytes(run, [own_part(parameter.detach()) for parameter in wrapped.parameters()])
-    timings = interleave(ready, rounds=rounds, repeats=1)
-    return {name: {**asdict(timing), "peak_bytes": peaks[name]} for name, timing in timings.items()}
+    return interleave(ready, rounds=rounds, repeats=1), peaks
 
 
-def measure(*, is_quick: bool) -> None:
-    """What each rank does; rank 0 tells."""
+def measure(*, rounds: int) -> None:
+    """Run on each rank; rank 0 prints and writes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    rounds = 5 if is_quick else 30
-    results: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "accelerate": accelerate.__version__,
-            "lightning": lightning.__version__,
-        },
-        "ranks": dist.get_world_size(),
-        "micro_batches_per_rank": MICRO_BATCHES,
-        "ddp": {},
-    }
+    is_first, ddp = dist.get_rank() == 0, {}
     for name, (model, batch) in works().items():
         timings = replicated(model, batch, rounds)
-        results["ddp"][name] = {contender: asdict(timing) for contender, timing in timings.items()}
-        _tell(name, results["ddp"][name])
+        ddp[name] = {contender: asdict(timing) for contender, timing in timings.items()}
+        if is_first:
+            print_timings(f"{name}: time per batch, as a ratio to the first", timings)
     model, batch = works()["transformer 4 x 128, 2 x 8 x 4 x 64 tokens"]
-    results["fsdp"] = sharded(model, batch, rounds)
-    _tell("FSDP2, the same transformer; parameters", results["fsdp"])
-    if dist.get_rank() == 0:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        PICTURE.write_text(ranks_picture(results["ddp"], results["fsdp"]))
-        print(f"\nwritten to docs/benchmarks/{RESULTS.name} and docs/pictures/{PICTURE.name}")
+    timings, peaks = sharded(model, batch, rounds)
+    fsdp = {name: {**asdict(timing), "peak_bytes": peaks[name]} for name, timing in timings.items()}
+    if is_first:
+        notes = {name: f"   peak {peak / 2**20:.1f} MiB" for name, peak in peaks.items()}
+        print_timings("FSDP2, the same transformer; parameters: time as a ratio to the first", timings, notes)
+        shape = {"ranks": dist.get_world_size(), "micro_batches_per_rank": MICRO_BATCHES}
+        write_results("ranks", {**shape, "ddp": ddp, "fsdp": fsdp}, "accelerate", "lightning")
+        (DOCS / "pictures" / "ranks.svg").write_text(ranks_picture(ddp, fsdp))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _tell(title: str, timings: dict[str, dict[str, Any]]) -> None:
-    if dist.get_rank() != 0:
-        return
-    print(f"\n{title}: time per batch, as a ratio to the first", flush=True)
-    for name, timing in timings.items():
-        low, high = timing["spread"]
-        peak = f"   peak {timing['peak_bytes'] / 2**20:.1f} MiB" if "peak_bytes" in timing else ""
-        print(
-            f"  {name:36} {timing['ratio']:6.3f}   quartiles {low:.3f} to {high:.3f}   "
-            f"{timing['seconds'] * 1e3:8.2f} ms{peak}",
-            flush=True,
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and noisier")
-    options = parser.parse_args()
+    rounds = 5 if is_quick(__doc__, "fewer rounds, and noisier") else 30
     if "RANK" in os.environ:
-        measure(is_quick=options.quick)
+        measure(rounds=rounds)
         return
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

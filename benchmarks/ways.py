@@ -1,18 +1,14 @@
 """Several ways through one batch, compared with the big batch at once: gradient error, live memory, time."""
 
-import argparse
-import json
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
 from time import process_time
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.meter import Timing, interleave
+from benchmarks.results import is_quick, write_results
 
 BIG_BATCH = "big batch at once"
 """The way that all others are compared with."""
@@ -89,16 +85,14 @@ def run_and_write(
     *,
     title: str,
     rounds: tuple[int, int],
-    results: Path,
+    results: str,
     description: str | None,
     notes: Mapping[str, str] = {},
 ) -> None:
     """The command line of such a benchmark: measure (quick, full `rounds`), print a table, write the JSON."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{rounds[0]} rounds instead of {rounds[1]}: noisier")
-    options = parser.parse_args()
+    quick = is_quick(description, f"{rounds[0]} rounds instead of {rounds[1]}: noisier")
     torch.set_num_threads(1)
-    measured = measure(rounds[0] if options.quick else rounds[1])
+    measured = measure(rounds[0] if quick else rounds[1])
     print(f"{title:38}  error    memory    time  processor")
     for name, one in measured.items():
         low, high = one.time.spread
@@ -109,10 +103,4 @@ def run_and_write(
         )
     for name, note in notes.items():
         print(f"{name:38}  {note}")
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    content = {name: asdict(one) for name, one in measured.items()} | dict(notes)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(
-        json.dumps({"date": date.today().isoformat(), "versions": versions, "measured": content}, indent=1) + "\n"
-    )
-    print(f"\nwritten to docs/benchmarks/{results.name}")
+    write_results(results, {"measured": {name: asdict(one) for name, one in measured.items()} | dict(notes)})
