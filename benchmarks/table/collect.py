@@ -55,7 +55,7 @@ def run(contender: Contender, cases: Sequence[Case], numbers: list[int], ranks: 
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "errors").open("w+") as errors:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [sys.executable, *(launch if ranks > 1 or contender.needs_launcher else [])]
-        command += ["-m", "benchmarks.table.worker", contender.module, folder, *map(str, numbers)]
+        command += ["-m", "benchmarks.table.worker", contender.name, folder, *map(str, numbers)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
             try:

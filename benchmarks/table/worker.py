@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    learn = next(contender for contender in CONTENDERS if contender.module == name).load()
+    learn = next(contender for contender in CONTENDERS if contender.name == name).load()
     cases, rank = all_cases(), os.environ.get("RANK", "0")
     for number in numbers:
         case = cases[int(number)]

@@ -6,6 +6,7 @@ learn(case, model, optimizer) -> Learnt     train as its documentation says, `ca
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,6 +35,8 @@ class Contender:
 
     module: str
     title: str
+    function: str = "learn"
+    """Of the module: `learn_exact` is the framework with anybatch in it."""
     package: str | None = None
     kinds: tuple[str, ...] = ("any",)
     """The kinds of cases that are its own; of others it has no cell."""
@@ -42,8 +45,12 @@ class Contender:
     needs_launcher: bool = False
     """Even one process is started as a group of ranks."""
 
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.function}"
+
     def load(self) -> Learn:
-        learn: Learn = importlib.import_module(f"{__name__}.{self.module}").learn
+        learn: Learn = getattr(importlib.import_module(f"{__name__}.{self.module}"), self.function)
         return learn
 
 
@@ -67,6 +74,7 @@ def _no_contrast(case: Case) -> str | None:
     return "a contrastive loss is no mean over rows: Update with Coupled" if not _contrastive(case) else None
 
 
+_exact = partial(Contender, function="learn_exact")
 HEADS, PAIRS, TRL = ("any", "head"), ("any", "pairs"), ("SFT", "DPO")
 CONTENDERS = [
     Contender(module="at_once", title="whole batch at once", kinds=(*HEADS, *TRL, "pairs"), refuses=_one_process),
@@ -78,10 +86,10 @@ CONTENDERS = [
     Contender(module="cached_loss", title="cached loss", package="sentence-transformers", refuses=_cached),
     Contender(module="trl_trainer", title="TRL", package="trl", kinds=TRL),
     Contender(module="sentence_trainer", title="sentence-transformers", kinds=PAIRS, refuses=_contrastive),
-    Contender(module="exact_trainer", title="HF Trainer + anybatch", kinds=HEADS, refuses=_no_contrast),
-    Contender(module="exact_trl", title="TRL + anybatch", kinds=TRL),
-    Contender(module="exact_lightning", title="Lightning + anybatch", kinds=HEADS, refuses=_no_contrast),
-    Contender(module="exact_accelerate", title="Accelerate + anybatch", kinds=HEADS),
-    Contender(module="exact_sentences", title="sentence-transformers + anybatch", kinds=PAIRS, refuses=_contrastive),
+    _exact(module="hf_trainer", title="HF Trainer + anybatch", kinds=HEADS, refuses=_no_contrast),
+    _exact(module="trl_trainer", title="TRL + anybatch", kinds=TRL),
+    _exact(module="with_lightning", title="Lightning + anybatch", kinds=HEADS, refuses=_no_contrast),
+    _exact(module="with_accelerate", title="Accelerate + anybatch", kinds=HEADS),
+    _exact(module="sentence_trainer", title="sentence-transformers + anybatch", kinds=PAIRS, refuses=_contrastive),
     Contender(module="with_anybatch", title="anybatch", package="anybatch"),
 ]

@@ -7,6 +7,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anybatch.integrations.huggingface import exact
 from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
 
@@ -24,6 +25,20 @@ class WithLoss(nn.Module):
 
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     return train(case, model, optimizer, transformers.Trainer)
+
+
+def learn_exact(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
+    """Give the units of a model of one's own.
+
+    Otherwise the first window is weighted when it is over, which a witness takes for a wrong weight.
+    """
+
+    def units(batch: Any) -> Any:
+        return case.objective.units((batch["inputs"], batch["labels"]))
+
+    batch_norm = "exact" if case.are_rows_coupled else None
+    cls = exact(transformers.Trainer, units=units if is_own(case) else None, batch_norm=batch_norm)
+    return train(case, model, optimizer, cls)
 
 
 def train(case: Case, model: nn.Module, optimizer: Optimizer, trainer_class: type[Any]) -> Learnt:

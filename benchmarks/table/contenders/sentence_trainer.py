@@ -14,6 +14,7 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anybatch.integrations.huggingface import exact
 from benchmarks.sentence_cases import in_order
 from benchmarks.table.case import Case
 from benchmarks.table.cases.coupled import TEMPERATURE
@@ -44,6 +45,10 @@ class Looked(nn.Module):
 
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     return train(case, model, optimizer, lambda cls: cls)
+
+
+def learn_exact(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
+    return train(case, model, optimizer, exact)
 
 
 def train(case: Case, model: nn.Module, optimizer: Optimizer, made: Any) -> Learnt:

@@ -1,4 +1,4 @@
-"""TRL: supervised fine-tuning and preferences, by its own trainers."""
+"""TRL: supervised fine-tuning and preferences, by its own trainers and by the same made exact."""
 
 import tempfile
 from typing import Any
@@ -8,6 +8,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anybatch.integrations.huggingface import exact
 from benchmarks.table.case import Case
 from benchmarks.table.contenders import Learnt
 from benchmarks.table.contenders.hf_trainer import arguments, run
@@ -19,6 +20,10 @@ TRAINERS = {"SFT": (trl.SFTTrainer, trl.SFTConfig), "DPO": (trl.DPOTrainer, trl.
 
 def learn(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
     return train(case, model, optimizer, lambda cls: cls)
+
+
+def learn_exact(case: Case, model: nn.Module, optimizer: Optimizer) -> Learnt:
+    return train(case, model, optimizer, exact)
 
 
 def train(case: Case, model: nn.Module, optimizer: Optimizer, made: Any) -> Learnt:
