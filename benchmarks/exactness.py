@@ -3,8 +3,8 @@
     python -m benchmarks.exactness [--quick]
 
 Every case goes through the ordinary public API of each contender; see `benchmarks/table`. Writes
-docs/benchmarks/exactness.json, docs/pictures/exactness.svg and the table in docs/exactness.md. `--quick` leaves out the two
-ranks, and writes nothing: half a table must not stand in the place of a whole one.
+docs/benchmarks/exactness.json, docs/pictures/exactness.svg and the table in docs/benchmarks/exactness.md. `--quick` leaves
+out the two ranks, and writes nothing: half a table must not stand in the place of a whole one.
 """
 
 import argparse
@@ -53,9 +53,9 @@ def main() -> None:
     content = {"date": day, "versions": {"python": platform.python_version(), **named}, "table": to_json(table)}
     (DOCS / "benchmarks" / "exactness.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     (DOCS / "pictures" / "exactness.svg").write_text(draw(parts(table)[0], named, day))
-    page = DOCS / "exactness.md"
+    page = DOCS / "benchmarks" / "exactness.md"
     page.write_text(replace_table(page.read_text(), text))
-    print("\nwritten to docs/benchmarks/exactness.json, docs/pictures/exactness.svg and docs/exactness.md")
+    print("\nwritten to docs/benchmarks/exactness.json, docs/pictures/exactness.svg and docs/benchmarks/exactness.md")
 
 
 if __name__ == "__main__":

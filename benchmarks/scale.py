@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/scale.md, from the model of many ranks. Nothing is measured here.
+"""The tables and the picture of docs/benchmarks/scale.md, from the model of many ranks. Nothing is measured here.
 
 python -m benchmarks.scale
 """

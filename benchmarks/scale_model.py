@@ -1,4 +1,4 @@
-"""Model of the time and the bytes that synchronising takes as ranks grow; benchmarks/scale.py makes docs/scale.md from it.
+"""Model of the time and bytes of synchronising as ranks grow; benchmarks/scale.py makes docs/benchmarks/scale.md from it.
 
     all-reduce in a ring   2 (N - 1) / N * bytes / bandwidth + 2 (N - 1) * latency, for each bucket of 25 MiB
     overlapped             max(compute + transfer / buckets, compute / buckets + transfer): buckets wait for each other

@@ -1,4 +1,4 @@
-"""Waits and copies of one update, counted for each option, and held: docs/devices.md has the same table."""
+"""Waits and copies of one update, counted for each option, and held: docs/benchmarks/devices.md has the same table."""
 
 import copy
 from functools import partial
@@ -13,7 +13,7 @@ from tests.accelerator.on_device import on_device
 from tests.accelerator.plugged import Counted, counted, no_waits, plug
 from tests.accelerator.setups import ROWS, batch, contrastive, mlp, trained, with_row_dropout
 
-PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "devices.md"
 MICRO_BATCHES = 4
 COLUMNS = 2
 """Inputs and targets: each is sent once per micro-batch."""

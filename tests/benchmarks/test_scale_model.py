@@ -93,6 +93,6 @@ def test_what_makes_no_sense_is_refused():
 
 def test_the_tables_and_the_picture_of_the_page_are_what_the_model_says():
     docs = Path(__file__).parents[2] / "docs"
-    blocks = re.findall(r"```text\n(.*?)\n```", (docs / "scale.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```text\n(.*?)\n```", (docs / "benchmarks/scale.md").read_text(), re.DOTALL)
     assert blocks == ["\n".join(lines) for lines in scale.tables()]
     assert (docs / "pictures" / "scale.svg").read_text() == scale.picture()

@@ -36,4 +36,4 @@ def test_a_size_that_is_none_is_refused_before_anything_is_loaded(task_file, cap
 def test_a_plan_for_many_ranks_is_gone_and_says_where_it_went(option, capsys):
     assert run(["plan", "textbook", *option]) == 2
     assert f"no {option[0].partition('=')[0]} any more" in (said := capsys.readouterr().err)
-    assert "docs/scale.md" in said
+    assert "docs/benchmarks/scale.md" in said

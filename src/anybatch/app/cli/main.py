@@ -65,7 +65,7 @@ def _removed(arguments: list[str]) -> str | None:
         if option in options:
             return (
                 f"anybatch plan has no {option} any more: what many ranks take was a model that no network confirmed. "
-                "docs/scale.md has its formulas and tables, and benchmarks/scale_model.py the model."
+                "docs/benchmarks/scale.md has its formulas and tables, and benchmarks/scale_model.py the model."
             )
     return None
 
