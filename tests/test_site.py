@@ -17,7 +17,7 @@ from tests.browsing import violations
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WRITTEN_ON_THE_SITE = {"changelog.md", "lessons/index.html"}
+WRITTEN_ON_THE_SITE = ("changelog.md", "lessons/")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_no_relative_link_leads_nowhere():
         for target in re.findall(
             r"\]\((?!https?:|#)([^)#\s]+)", re.sub(r"```.*?```", "", text.read_text(), flags=re.DOTALL)
         )
-        if not (text.parent / target).exists() and target not in WRITTEN_ON_THE_SITE
+        if not (text.parent / target).exists() and not target.startswith(WRITTEN_ON_THE_SITE)
     ]
     assert not missing
 
@@ -79,7 +79,7 @@ def test_codespell_would_have_seen_a_word_that_is_not(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["index", "loop", "exactness", "reference/updates"])
+@pytest.mark.parametrize("name", ["index", "loop", "benchmarks/exactness", "reference/updates"])
 def test_a_page_can_be_read_by_all_and_asks_nobody(site, browser, name, scheme):
     page = browser.new_page(color_scheme=scheme, viewport={"width": 375, "height": 800})
     asked: list[str] = []

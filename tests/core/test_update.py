@@ -613,7 +613,7 @@ class StandIn:
 
 @pytest.mark.parametrize("name", ["Weights & Biases", "MLflow", "trackio"])
 def test_the_line_of_the_docs_hands_each_logger_plain_numbers_by_update(name):
-    text = (Path(__file__).parents[2] / "docs/precision.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/logging.md").read_text()
     line = re.search(rf"^\| {name} \| `(lambda result: .+?)`", text, re.MULTILINE)[1]
     logger = StandIn()
     callback = eval(line, {"run": logger, "mlflow": logger, "trackio": logger, "steps": itertools.count(1)})
