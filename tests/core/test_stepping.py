@@ -146,6 +146,29 @@ def test_out_of_memory_at_every_operation_of_a_later_step_says_that_the_optimize
         assert len(calls) == 1, "a torn step must not be made again"
 
 
+def test_a_later_step_that_never_fits_leaves_everything_as_it_was():
+    """What it needs beside what it changes cannot be had, so it is copied first."""
+    model, optimizer = two_groups(OPTIMIZERS["AdamW, foreach"])
+    fill(model)
+    stepping = Stepping(optimizer)
+    for _ in range(2):
+        stepping.step(optimizer.step)
+    before = flat(model, optimizer)
+
+    class NoRoom(OutOfMemoryAt):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.name().startswith("aten::_foreach_sqrt") or is_reserved(func, args):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return func(*args, **(kwargs or {}))
+
+    def is_reserved(func, args) -> bool:
+        return func.name().startswith("aten::empty") and args[0] in ([nbytes] for _, nbytes in stepping._temporaries)
+
+    with NoRoom(), pytest.raises(MemoryLimitError, match=r"twice in a step of AdamW .* as they were"):
+        stepping.step(optimizer.step)
+    assert torch.equal(flat(model, optimizer), before)
+
+
 def test_only_the_first_two_steps_are_copied(monkeypatch):
     copied = []
     monkeypatch.setattr(
