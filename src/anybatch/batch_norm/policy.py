@@ -1,4 +1,4 @@
-"""How norm layers see a batch that is split: exact, by micro-batch, or frozen."""
+"""Modes of norm layers for a batch that is split: exact, by micro-batch, or frozen."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -177,7 +177,7 @@ class Accumulator:
         return before
 
     def forget_batch(self, buffers: Mapping[Slot, Held]) -> None:
-        """Restore buffers after a batch without a step; the same rows will draw the same dropout masks again."""
+        """Restore `buffers` after a batch without a step; the same rows will draw the same dropout masks again."""
         self._state.forget(buffers)
         if self._masks is not None:
             self._masks.update = self._num_masks
@@ -246,7 +246,10 @@ class Accumulator:
     def prepare(
         self, batch: Batch, scaler: GradScaler | None = None, events: Events = SILENT, given: Schedule | None = None
     ) -> tuple[BatchPlan, Schedule, Tools]:
-        """Decide everything before the first forward: the plan, the schedule (or `given`), and its tools."""
+        """Decide everything about `batch` before its first forward: the plan, the schedule (or `given`), and its tools.
+
+        `scaler` scales the start of each backward, and `events` get the stages of the passes.
+        """
         options, ranks = self.options, self.parallelism.ranks
         parameters = [*self.parameters(), *self.objective.parameters()]
         device = common_device(parameters) or common_device(self.model.parameters())

@@ -114,7 +114,7 @@ class UpdateOptions:
             )
 
     def sums_fp32(self, split: Split) -> bool:
-        """Return True if gradients are summed in fp32; for "auto", the split chooses."""
+        """Return True if gradients are summed in fp32; for "auto", `split` chooses."""
         return (split.sums if self.sums == "auto" else self.sums) == "fp32"
 
     @property

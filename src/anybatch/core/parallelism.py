@@ -49,7 +49,7 @@ class Ranks:
         return Ranks(dist.get_rank(group), dist.get_world_size(group), group, device)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All-gather a few numbers, in float64, and return them by rank. Waits for the device."""
+        """All-gather a few `numbers`, in float64, and return them by rank. Waits for the device."""
         if self.size == 1:
             return [list(numbers)]
         own = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
@@ -59,10 +59,11 @@ class Ranks:
         return listed
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Sum each number over ranks, in the order of the ranks, so that all get the same bits."""
+        """Sum each of `numbers` over ranks, in the order of the ranks, so that all get the same bits."""
         return [sum(column) for column in zip(*self.gather(numbers), strict=True)]
 
     def max(self, number: float) -> float:
+        """Return the largest `number` of any rank."""
         return max(numbers[0] for numbers in self.gather([number]))
 
     def any(self, flag: bool) -> bool:
@@ -70,7 +71,7 @@ class Ranks:
         return self.max(float(flag)) > 0
 
     def gather_objects(self, value: T) -> list[T]:
-        """All-gather pickled objects, and return them by rank. Tensors must be on the CPU."""
+        """All-gather the `value` of each rank, pickled, and return all by rank. Tensors must be on the CPU."""
         if self.size == 1:
             return [value]
         every: list[Any] = [None] * self.size

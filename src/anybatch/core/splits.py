@@ -196,7 +196,7 @@ class Split:
         raise NotImplementedError(f"{type(self).__name__} has no cut(batch), which returns MicroBatches.")
 
     def cut_in_arrival_order(self, batch: Batch, like: MicroBatches) -> MicroBatches:
-        """Cut without sorting rows, no micro-batch larger than the largest of `like`; for splits that sort rows."""
+        """Cut `batch` without sorting rows, no micro-batch larger than the largest of `like`; for splits that sort rows."""
         return like
 
     def shrink(self, ran: MicroBatches) -> "Split | None":
@@ -210,12 +210,12 @@ class Split:
 
     @property
     def learn(self) -> Learn | None:
-        """Function that is called with the times of micro-batches; None if they need not be timed."""
+        """Function that gets micro-batches `ran` and their `seconds`; None if they need not be timed."""
         return None
 
     @property
     def resized(self) -> "Callable[[int], Split] | None":
-        """Function that returns the same split with another size; None for a split without a size."""
+        """Function of a `size` that returns the same split with it; None for a split without a size."""
         return None
 
     @property
@@ -426,7 +426,7 @@ class Rows(Split):
         return self.collate is None and self.batch_dim is None
 
     def count(self, batch: Batch) -> int:
-        """Count the rows of a whole batch."""
+        """Count the rows of a whole `batch`."""
         if self.collate is not None:
             return len(samples_of(batch, "Rows"))
         return rows_to_cut(rows_first(batch, self.batch_dim) if self.batch_dim else batch)
@@ -458,7 +458,7 @@ class Rows(Split):
         return replace(self, size=size)
 
     def shrink(self, ran: MicroBatches) -> "Rows | None":
-        """Halve `size`, or the rows of the whole batch if it has fewer; None if a group would not fit."""
+        """Halve `size`, or the rows of the batch in `ran` if it has fewer; None if a group would not fit."""
         largest = min(self.size, sum(len(rows) for rows in ran.row_numbers))
         return replace(self, size=largest // 2) if largest // 2 >= ran.together else None
 

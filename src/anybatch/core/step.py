@@ -106,7 +106,8 @@ class Stepping:
     ) -> int:
         before = once_more(lambda: of_step(self._optimizer, moving))
         which = "a" if all(parameter in self._num_steps for parameter in moving) else "the first"
-        for attempt, around in enumerate((meter, nullcontext())):
+        attempts: tuple[AbstractContextManager[object], ...] = (meter, nullcontext())
+        for attempt, around in enumerate(attempts):
             try:
                 with around:
                     act()

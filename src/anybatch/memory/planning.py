@@ -61,6 +61,7 @@ class SizePeak:
     peak: int
     """Bytes."""
     fits: bool
+    """True if the peak is within the memory, without its margin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +105,23 @@ class Plan:
     margin: float
     """Share of it that is left free."""
     device: str
+    """Name of the device that the plan is for."""
     sizes: tuple[SizePeak, ...]
+    """Peaks of some sizes, the largest that fits among them."""
     breakdown: Breakdown
+    """Memory at the peak, by kind."""
     checkpointing: Checkpointing | None
+    """Effect of gradient checkpointing; None if it was not tried or the model has no repeated blocks."""
     method: Method
+    """Source of the peaks: fake tensors, or real steps."""
     reason: str
     """Why this method was used."""
     is_confirmed: bool
     """True if the chosen size was tried itself; its peak is not computed from others."""
     notes: tuple[str, ...]
+    """Limits of this plan, one sentence each."""
     peaks: Peaks = field(repr=False)
+    """Peaks of all sizes, which `peak` reads."""
     sums: Literal["fp32", "param"] = "fp32"
     """Dtype of the gradient sums of bf16 and fp16 parameters."""
     ways_to_fit: tuple[WayToFit, ...] = ()

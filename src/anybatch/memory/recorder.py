@@ -19,7 +19,7 @@ _ASK_DEVICE = torch.ops.prim.device.default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Memory at one moment by kind, in bytes."""
+    """Memory at one moment in bytes: of parameters, `gradients`, `optimizer` state, activations, `inputs`, temporaries."""
 
     parameters: int = 0
     """Parameters and buffers."""

@@ -1,4 +1,4 @@
-"""How a model is wrapped for several ranks, and which wrappings are refused."""
+"""Wrappers of a model for several ranks, and those that are refused."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

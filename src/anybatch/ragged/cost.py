@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import median_high
 from typing import Any
 
 from anybatch.errors import SplitError
@@ -117,20 +116,20 @@ def fit_cost(observations: Sequence[Observation], prior: Cost, *, rounds: int = 
     Least squares of relative errors, reweighted in `rounds` so that outliers (a warm-up, a busy machine) count little. Each
     round starts from the constants of the last one and is pulled towards them with the weight of `pull` observations.
     """
-    scale = median_high(seconds / prior.of(rows, length) for rows, length, seconds in observations)
+    scale = _median(seconds / prior.of(rows, length) for rows, length, seconds in observations)
     if not scale > 0:
         return prior
     # constants never reach 0, so that a later round can raise them again
-    row = median_high(prior.of_row(length) for _, length, _ in observations)
-    length = median_high(length for _, length, _ in observations)
+    row = _median(prior.of_row(length) for _, length, _ in observations)
+    length = _median(length for _, length, _ in observations)
     least = [scale * 1e-3 * row * share for share in (1.0, 1 / length, 1 / length**2)]
     constants = [scale * constant for constant in prior.constants]
     for _ in range(rounds):
         constants = [max(constant, floor) for constant, floor in zip(constants, least, strict=True)]
         terms = [(constants[0], constants[1] * r * n, constants[2] * r * n * n) for r, n, _ in observations]
         measured = [seconds / sum(term) for term, (_, _, seconds) in zip(terms, observations, strict=True)]
-        centre = median_high(one - 1 for one in measured)
-        spread = 1.5 * median_high(abs(one - 1 - centre) for one in measured) + 1e-3
+        centre = _median(one - 1 for one in measured)
+        spread = 1.5 * _median(abs(one - 1 - centre) for one in measured) + 1e-3
         weights = [min(1.0, spread / max(abs(one - 1 - centre), 1e-12)) ** 2 for one in measured]
         shares = [[part / sum(term) for part in term] for term in terms]
         multiples = _least_squares(shares, measured, weights, pull)
@@ -172,3 +171,9 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
                 factor = rows[other][pivot] / rows[pivot][pivot]
                 rows[other] = [mine - factor * theirs for mine, theirs in zip(rows[other], rows[pivot], strict=True)]
     return [rows[index][size] / rows[index][index] for index in range(size)]
+
+
+def _median(numbers: Iterable[float]) -> float:
+    """Return the upper median; `statistics` would load `decimal` and `fractions` with it."""
+    ranked = sorted(numbers)
+    return ranked[len(ranked) // 2]

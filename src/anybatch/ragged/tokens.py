@@ -165,7 +165,7 @@ class Tokens(Split):
         return self if is_fixed else self._with(_learned=LearnedCost(self.cost))
 
     def with_budget(self, budget: int) -> "Tokens":
-        """Return the same split with another budget; the two share what they learn."""
+        """Return the same split with another `budget`; the two share what they learn."""
         return self._with(budget=budget, _fits=None)
 
     def resized(self, size: int) -> "Tokens":
@@ -189,7 +189,7 @@ class Tokens(Split):
         return self.cut_to(max(self._fits, min(together * max(rows.lengths), self.budget)), batch, rows)
 
     def cut_to(self, budget: int, batch: Batch, rows: RowLengths) -> MicroBatches:
-        """Split a batch that was measured as `rows` under another budget."""
+        """Split `batch`, which was measured as `rows`, under another `budget`."""
         if self.groups is not None:
             return self._cut_groups(self.groups, budget, batch, rows)
         return self._micro_batches(batch, rows, best_cut(rows.lengths, budget, self.cost, slack=self.slack), 1)
@@ -246,7 +246,7 @@ class Tokens(Split):
         return take(batch, slice(chosen[0], chosen[-1] + 1) if is_run else torch.tensor(chosen), count)
 
     def measure(self, batch: Batch) -> RowLengths:
-        """Measure each row of a batch, rounded up to `round_to`."""
+        """Measure each row of `batch`, rounded up to `round_to`."""
         if self.collate is not None:
             lengths = [int((self.length or sample_length)(sample)) for sample in samples_of(batch, "Tokens")]
             rows = RowLengths(lengths=lengths, width=max(lengths))

@@ -98,7 +98,7 @@ class RowWeights:
 
     @property
     def counted(self) -> float | None:
-        """How often each row counted: 1 is right, 0 is not at all, None is unknown."""
+        """Weight with which each row counted: 1 is right, 0 is not at all, None is unknown."""
         return None if not self.wanted else self.weight / self.wanted
 
 

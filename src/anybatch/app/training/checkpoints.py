@@ -66,6 +66,7 @@ class Resumed:
     """The checkpoint that `resume` restored."""
 
     path: Path
+    """Folder of the checkpoint."""
     number: int
     """Number of updates done when it was saved."""
     ranks: int

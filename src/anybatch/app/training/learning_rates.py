@@ -27,10 +27,13 @@ class Scaling:
     factor: float
     """Factor of the learning rate."""
     lr_before: float
+    """Learning rate before."""
     lr: float
+    """Learning rate now."""
     beta2_before: float | None = None
-    """Adam's beta2; None for optimizers without one."""
+    """Adam's beta2 before; None for optimizers without one."""
     beta2: float | None = None
+    """Adam's beta2 now."""
 
 
 def scale_lr(
