@@ -71,7 +71,7 @@ def read_early(self: SavedTensors, storage: torch.UntypedStorage, device: torch.
 
 FAULTS: dict[str, tuple[Any, Callable[..., None]]] = {
     "a tensor made on the wrong device": (
-        (shares, "sent", on_the_wrong_device),
+        (shares, "tensor_on", on_the_wrong_device),
         lambda: test_core_on_device.test_the_gradient_is_the_whole_batchs.__wrapped__(plug()),
     ),
     "a missing wait": (

@@ -60,7 +60,7 @@ class Accumulator:
 
     `backward(batch)` replaces `loss.backward()` in a loop of your own. If memory runs out, the batch runs again in
     micro-batches of half the size; they grow again after batches that fit. On several ranks, each gives its own rows (None if
-    it has none), and gradients are reduced once, in the last backward pass.
+    it has none), and gradients are reduced once per batch.
 
     Args:
         model: A module, plain, compiled, in `DistributedDataParallel` or sharded by `fully_shard`.

@@ -487,10 +487,7 @@ def _takes_time_first(module: nn.Module) -> bool:
 class SampleList(list[Any]):
     """A list with one sample per row, for batches that could also be read as a list of columns.
 
-    Use it as a `collate_fn`, or for a list inside a batch.
-
-    Args:
-        iterable: The samples, as for `list`.
+    Use it as a `collate_fn`, or for a list inside a batch. It takes an iterable of samples, as `list` does.
 
     Example:
         >>> from anybatch import num_rows

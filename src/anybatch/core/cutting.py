@@ -25,7 +25,7 @@ from anybatch.core.splits import (
 from anybatch.errors import MemoryLimitError, user_stacklevel
 
 EVERY = 10
-"""Micro-batches double after this many batches that fit; after half as many, once the size that failed may be tried."""
+"""Number of good batches between doublings; half of it once the size that failed is no longer a ceiling."""
 WAIT = 20
 """The size that failed is tried again after this many batches that fit; each further failure doubles this."""
 FREE = 1.5
@@ -43,7 +43,7 @@ class Regrowth:
 
     def __init__(self) -> None:
         self.highest = 0
-        """Largest size that failed since the given split was last in use."""
+        """Largest size that failed since the original split was last in use."""
         self._failed = 0
         self._free: int | None = None
         self._num_good = 0
@@ -68,7 +68,7 @@ class Regrowth:
         return min(2 * size, self._failed - 1) if self._failed else 2 * size
 
     def arrive(self) -> None:
-        """Record that the given split is in use again. The wait after the next failure is kept."""
+        """Record that the original split is in use again. The wait after the next failure is kept."""
         self.highest = self._failed = 0
 
     def _is_freer(self, free: int | None) -> bool:
@@ -86,7 +86,7 @@ class Cutting:
         self._asked: Split | None = None
         """Split before memory ran out; None if it is in use."""
         self._bound = 0
-        """Largest micro-batch that it allowed then, if an even cut to it may have made the size that failed; else 0."""
+        """`bound` of the original split, to restore it exactly; 0 if the size that failed was far below it."""
         self._regrowth = Regrowth()
         self._has_warned = False
         self._is_row_dim_known = False

@@ -100,8 +100,9 @@ class Barrier:
     """Barrier before anything that cannot be undone: all ranks reach it, or all raise.
 
     A rank that failed calls `fail` instead of `hold`. Out of memory on one rank is out of memory on all, so that all start
-    again. After the final barrier a rank fails alone, and out of memory is an error: the others are inside a collective, and
-    would match it with a new one of this rank. One process needs no barrier, nor do ranks whose passes are collectives.
+    again. After the final barrier the others already wait in a collective, and a retry would pair with the wrong one. So a
+    rank fails alone there, and out of memory is an error. One process needs no barrier; ranks whose passes are
+    collectives need none either.
     """
 
     ranks: Ranks

@@ -138,7 +138,7 @@ class GradientSum:
                 self._give_back(parameter, give())
 
     def _add(self, parameter: nn.Parameter, before: Tensor | None, total: Tensor | None) -> Callable[[], Tensor | None]:
-        """Allocate now, add later: return a function that computes `before + total` without allocating."""
+        """Return a function that gives `before + total` without allocating. May add into `total` now, never into `before`."""
         is_low = parameter in self._grad_dtypes
         if total is None:
             return lambda: before

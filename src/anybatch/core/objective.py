@@ -255,7 +255,7 @@ class TermLosses:
         return _summed(self.losses, self.weights), means | dict(self.metrics)
 
     def of_part(self, place: TermPlace) -> PartLoss:
-        """Weight each term by these rows' share in it, over the micro-batch's own share, which backward starts from."""
+        """Weight each term by its own units_t / total_t, and divide by units / total, which backward starts from."""
         factors, means = {}, {}
         for name, own, total in zip(self.losses, place.terms, place.totals, strict=True):
             means[name] = Mean(self.losses[name], own)
@@ -289,7 +289,7 @@ class SeenLoss:
 
     def of_part(self, place: TermPlace) -> PartLoss:
         """Weight by the observed units instead of the counted ones; their sum is divided out at the end of the batch."""
-        loss, metrics = checked_loss(self.loss)
+        loss, _ = checked_loss(self.loss)
         reported = loss if self.units > 0 else torch.zeros_like(loss)
         loss = loss if self.units > 0 else loss.nan_to_num()  # a mean over nothing is nan
-        return PartLoss(loss * (self.units / (place.units or 1.0)), reported, metrics or self.metrics, self.units)
+        return PartLoss(loss * (self.units / (place.units or 1.0)), reported, self.metrics, self.units)

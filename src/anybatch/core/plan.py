@@ -40,7 +40,7 @@ class BatchPlan:
     left_out: tuple[int, ...]
     """Micro-batches of this rank that do not run, because they have no units."""
     num_left_out: int = 0
-    """Largest number of them on any rank."""
+    """Largest number of them on any rank; used with several ranks only."""
     denominator: float
     """Shares are `units / denominator`."""
     total: float
@@ -235,8 +235,8 @@ def plan_batch(
     take part in all collectives.
 
     With fp16 gradients and no loss scale, the shares of a batch underflow in backward (measured: a relative error of 0.23 at
-    64 micro-batches). Then (`underflows`) the largest micro-batch has share 1, and `.grad` is divided at the end. A pass no
-    larger than `largest_seen` fits.
+    64 micro-batches). Then (`underflows`) the largest micro-batch has share 1, and `.grad` is divided at the end.
+    `largest_seen` is the size of the largest micro-batch that ran before, for `last_pass_fits`.
     """
     counts = _gather_counts(ranks, own, error, layout, largest_seen, num_terms)
     num_passes = max(int(one.num_counted) for one in counts) if needs_equal_passes else 0

@@ -89,9 +89,9 @@ def _run_pass(
 def _left_out(plan: BatchPlan, tools: Tools, *, has_metrics: bool) -> list[Part]:
     """Run micro-batches without targets, if BatchNorm, metrics or unused parameters need them.
 
-    Their rows enter BatchNorm's statistics, may have metrics, and set zero gradients for parameters that no other rows use.
-    If DDP has reduced the gradients, parameters stay as they are, because ranks would no longer agree on which have one. If
-    passes are collectives, they run for metrics only, a rank with fewer repeats its last, and `Sync.give_zeros` sets zeros.
+    They run if a hook needs all rows, if there are metrics, or if a parameter has no gradient yet and may get zeros from them.
+    After DDP's reduction the last reason does not count, because ranks would no longer agree on which parameters have one.
+    If passes are collectives, only metrics count: a rank with fewer repeats its last, and `Sync.give_zeros` sets zeros.
     """
     missing = plan.num_left_out - len(plan.left_out) if tools.needs_equal_passes else 0
     if not plan.left_out and not missing:

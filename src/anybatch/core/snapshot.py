@@ -96,11 +96,14 @@ def _optimizer_tables(optimizer: Optimizer) -> Callable[[], None]:
     return put_back
 
 
-def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Snapshot:
-    """Snapshot everything that a step changes: parameters, gradients (nesterov adds to them), state, options, random state."""
+def of_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, draws: bool) -> Snapshot:
+    """Snapshot everything that a step changes: parameters, gradients (nesterov adds to them), state, options, random state.
+
+    The random state is copied only if the step `draws`.
+    """
     gradients = [p.grad.detach() for p in parameters if p.grad is not None and not p.grad.is_sparse]
     changing = [*(parameter.detach() for parameter in parameters), *gradients]
-    drawn = random_state(parameter.device for parameter in parameters)
+    drawn = random_state(parameter.device for parameter in parameters) if draws else None
     return Snapshot.of(changing, optimizer=optimizer, random=drawn, spill=True)
 
 

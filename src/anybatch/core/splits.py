@@ -31,12 +31,12 @@ from anybatch.errors import BatchError, SplitError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Row numbers of each micro-batch, in the order they run: longest first, so that a size that does not fit fails early."""
+    """Row numbers of each micro-batch, in the order they run. `Tokens` puts the longest first, so that it fails early."""
 
     rows: tuple[tuple[int, ...], ...]
     """Row numbers of each micro-batch, ascending; every row of the batch is in exactly one."""
     lengths: tuple[int, ...]
-    """Longest row of each micro-batch, to which it is padded."""
+    """Padded length of each micro-batch; 1 if rows are counted, 0 if it is not used."""
 
     @property
     def padded_tokens(self) -> int:

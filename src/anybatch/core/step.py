@@ -54,6 +54,8 @@ class Stepping:
         self._optimizer = optimizer
         self._num_steps: dict[nn.Parameter, int] = {}
         self._temporaries: Blocks = ()
+        self._draws = True
+        """False once a step drew no random numbers: then their state is not copied."""
         self._is_compiled = type(optimizer).__module__.startswith("torchao.")
         """True if the step is one compiled graph, which no dispatch mode may watch, and its state cannot be copied."""
 
@@ -104,13 +106,14 @@ class Stepping:
     def _step_undoably(
         self, act: Callable[[], object], moving: list[nn.Parameter], meter: AbstractContextManager[object]
     ) -> int:
-        before = once_more(lambda: of_step(self._optimizer, moving))
+        before = once_more(lambda: of_step(self._optimizer, moving, draws=self._draws))
         which = "a" if all(parameter in self._num_steps for parameter in moving) else "the first"
         attempts: tuple[AbstractContextManager[object], ...] = (meter, nullcontext())
         for attempt, around in enumerate(attempts):
             try:
                 with around:
                     act()
+                self._draws = before.random is not None and not before.random.is_now()
                 return attempt
             except BaseException as error:
                 if not is_out_of_memory(error):

@@ -31,7 +31,9 @@ def kinds_of_causes():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Cause"
     ]
-    return {word.value.value for call in calls for word in call.keywords if word.arg == "kind"}
+    kinds = [word.value for call in calls for word in call.keywords if word.arg == "kind"]
+    either = [part for kind in kinds for part in ((kind.body, kind.orelse) if isinstance(kind, ast.IfExp) else (kind,))]
+    return {part.value for part in either}
 
 
 def test_every_class_of_error_has_a_lesson():
