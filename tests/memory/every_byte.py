@@ -49,10 +49,10 @@ def needs(update: Update, batch: Batch, counted: Counted) -> int:
 
 def fitted(make: Any, counted: Counted) -> dict[str, Any]:
     """Growing batches below the limit; then what some sizes take, and what was predicted."""
-    for split in (Fit(LIMIT, most=4), Rows(1000)):
+    for split, rows in ((Fit(LIMIT, most=4), 400), (Rows(1000), GROWING[-1])):
         needs(
-            learner(make(), split), batch_of(GROWING[-1]), counted
-        )  # what torch loads, and kernels keep, once for a process
+            learner(make(), split), batch_of(rows), counted
+        )  # torch and its kernels allocate some memory once per process
     model, fit = make(), Fit(LIMIT)
     update = learner(model, fit)
     gc.collect()
