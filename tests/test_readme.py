@@ -41,4 +41,4 @@ def test_the_readme_is_short_and_each_question_is_one_click_from_code():
     assert len(links) == 7
     for pages in links:
         assert pages
-        assert all(re.search(r"```(python|diff)|`anybatch \w+", (README.parent / page).read_text()) for page in pages)
+        assert all(re.search(r"```python|`anybatch \w+", (README.parent / page).read_text()) for page in pages)

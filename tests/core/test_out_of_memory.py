@@ -218,12 +218,12 @@ def test_out_of_memory_at_every_operation_ends_in_the_weights_of_a_run_that_bega
     """Bit for bit, with dropout: weights, buffers, and the random state after it."""
     case = make()
     at_once, begun_smaller = (
-        {updates: outcome(case.train(split(), updates=updates)[0]) for updates in (1, 4)}
+        {updates: outcome(case.train(split(), updates=updates)[0]) for updates in (1, 10)}
         for split in (case.split, case.settled)
     )
     total = 0
     for point in range(num_operations(case)):
-        updates = 1 if point % 16 else 4
+        updates = 1 if point % 16 else 10
         model, retries = case.train(case.split(), fail_at=point, updates=updates)
         assert not any(retries[1:]), point
         # while nothing has run yet, there is nothing to make smaller

@@ -71,6 +71,8 @@ def test_the_usual_loop_is_the_loop_that_people_write():
 def test_a_comparison_of_one_micro_batch_with_itself_is_refused():
     with pytest.raises(SettingsError, match="--micro-batch 16 with --batch-size 16"):
         compare(small_task, Settings(micro_batch=16), num_seeds=1, tell=lambda *_: None)
+    with pytest.raises(SettingsError, match="--seeds 0"):
+        compare(small_task, Settings(), num_seeds=0, tell=lambda *_: None)
 
 
 def arm(name, batch, firsts, lasts, samples=1000, updates=10, peak=1000):

@@ -213,8 +213,9 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["update-00000002"]
 
 
-def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path):
-    left = tmp_path / f".update-00000003.{socket.gethostname()}.{2**22 + 1}"
+@pytest.mark.parametrize("owner", ["", f".{socket.gethostname()}.{2**22 + 1}"], ids=["by 0.1", "by an ended process"])
+def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path, owner):
+    left = tmp_path / f".update-00000003{owner}"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half")
     assert resume(tmp_path, make_update()) is None

@@ -41,6 +41,8 @@ class ArmPlan:
 
 def compare(build: Callable[[], Task], settings: Settings, *, num_seeds: int, tell: Tell) -> Comparison:
     """Run every arm with every seed. All arms of a seed have the same first weights and the same order of rows."""
+    if num_seeds < 1:
+        raise SettingsError(f"--seeds {num_seeds}: expected 1 or more.")
     seed_all(settings.seed)
     task = build()
     arms = []

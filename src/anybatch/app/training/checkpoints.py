@@ -44,8 +44,8 @@ CONTENTS = "checkpoint.json"
 ADVICE = "Give a checkpoint that anybatch saved, or its folder to use the newest good one."
 _NAME = re.compile(r"update-(\d+)(-replaced)?")
 _OLD_NAME = re.compile(r"update-\d+\.pt")
-_TEMPORARY = re.compile(r"\.update-\d+(?:-replaced)?\.(.+)\.(\d+)")
-"""A folder that is being filled or deleted, with the host and the process that does so."""
+_TEMPORARY = re.compile(r"\.update-\d+(?:-replaced)?(?:\.(.+)\.(\d+))?")
+"""A folder that is being filled or deleted, with the host and the process that does so; anybatch 0.1 named neither."""
 
 T = TypeVar("T")
 
@@ -206,8 +206,10 @@ def _temporary_of(path: Path) -> Path:
 def _is_left_over(name: str) -> bool:
     """Return True if this process left it, or a process that has ended on this host."""
     match = _TEMPORARY.fullmatch(name)
-    if match is None or match[1] != socket.gethostname():
+    if match is None or match[1] not in (None, socket.gethostname()):
         return False
+    if match[2] is None:
+        return True
     try:
         os.kill(int(match[2]), 0)
     except OSError as error:
